@@ -43,8 +43,8 @@ from rich.table import Table
 from benchmarks.rivals.environment import HERE
 from benchmarks.serving import services
 from benchmarks.studies.replica_seconds import replica_seconds
-from multiworld.serve.control.answers import StatusAnswer
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
 from multiworld.serve.scaling import default_policy, reference_policies

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from benchmarks.serving import services
 from benchmarks.studies.replica_seconds import replica_seconds
-from multiworld.serve.control.answers import StatusAnswer
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.client import Service
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.scaling import reference_policies, token_policy
 from multiworld.serve.simulation.engine import Arrival

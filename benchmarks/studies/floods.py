@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.serving import services
-from multiworld.serve.control.answers import TenantWithKey
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import TenantWithKey
+from multiworld.serve.controller.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma

@@ -32,8 +32,8 @@ from benchmarks.members import Options, Step
 from benchmarks.rivals.environment import python_of
 from benchmarks.serving import others, services
 from benchmarks.serving.others import VLLM
-from multiworld.serve.control.answers import StatusAnswer
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.client import Service
 from multiworld.serve.models import smollm2
 
 OURS = "multiworld"

@@ -26,8 +26,8 @@ import httpx
 
 from benchmarks.members import Options, Step
 from benchmarks.serving.services import running
-from multiworld.serve.control.answers import ProcessShown, Scaled, StatusAnswer
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import ProcessShown, Scaled, StatusAnswer
+from multiworld.serve.controller.client import Service
 from multiworld.serve.models import smollm2
 
 LOG, TOKENS = "from the log", "from the tokens"

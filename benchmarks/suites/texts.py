@@ -23,8 +23,8 @@ import aiohttp
 from benchmarks.members import Options, Step
 from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
-from multiworld.serve.control.answers import TenantWithKey
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import TenantWithKey
+from multiworld.serve.controller.client import Service
 from multiworld.serve.models import smollm2
 
 DEFAULT, EQUAL = MODES = "default", "deterministic"

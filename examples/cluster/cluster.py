@@ -36,7 +36,7 @@ from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.demo.chats.background_load import under_load
 from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import TenantWithKey, Updated
+from multiworld.serve.controller.answers import TenantWithKey, Updated
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise

@@ -42,7 +42,7 @@ from multiworld.serve.transport.protocol import MessageError
 from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of
-from tests.unit.serve.control.test_admin import SPEC, Client, FakeController
+from tests.unit.serve.controller.test_admin import SPEC, Client, FakeController
 from tests.unit.serve.gateway.test_http_protocol import GET, serving
 from tests.unit.serve.gateway.test_open_inference import ANY, MODEL
 

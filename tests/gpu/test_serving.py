@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.serve.control.answers import Drained
+from multiworld.serve.controller.answers import Drained
 from tests.serve.harness import Served, served, spec_with, traffic
 from tests.serve.models import expected
 from tests.serve.texts import (

@@ -26,7 +26,7 @@ FILES = (
     "tests/unit/serve/generation/compute/test_compiled_attention.py",
     "tests/unit/serve/generation/compute/test_compiled_layers.py",
     "tests/unit/serve/generation/models/test_decoder.py",
-    "tests/unit/serve/control/test_dtypes.py",
+    "tests/unit/serve/controller/test_dtypes.py",
 )
 SELECTED = (
     "test_packed_linear or test_integer_linear or test_compiled or "

@@ -51,7 +51,7 @@ def test_every_import_is_declared() -> None:
 
 def test_serve_needs_its_extra_only() -> None:
     """With ``[serve]`` alone, every process of a service can be imported."""
-    waiting = ["multiworld.serve.control.service"]
+    waiting = ["multiworld.serve.controller.service"]
     waiting += [name for name in modules() if ".serve.processes." in name]
     reached: dict[str, str] = dict.fromkeys(waiting, "")
     allowed = {*DECLARED[""], *DECLARED["serve"]}

@@ -124,7 +124,7 @@ def test_few_modules_read_the_wall_clock() -> None:
     assert found == {
         "cli.explain",
         "cli.tenants",
-        "serve.control.tenant_manager",
+        "serve.controller.tenant_manager",
         "serve.fleet.decision_log",
         "serve.fleet.history",
         "serve.gateway.embeddings",
@@ -204,7 +204,7 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 
 @pytest.mark.parametrize(
     "module",
-    ["multiworld.serve.processes.replica", "multiworld.serve.control.service"],
+    ["multiworld.serve.processes.replica", "multiworld.serve.controller.service"],
 )
 def test_processes_of_a_service_load_no_more_than_they_need(
     module: str,

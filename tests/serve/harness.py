@@ -21,14 +21,14 @@ import orjson
 import psutil
 import yaml
 
-from multiworld.serve.control.answers import (
+from multiworld.serve.controller.answers import (
     FaultInjected,
     Scaled,
     StatusAnswer,
     Updated,
     decode,
 )
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference

@@ -23,7 +23,7 @@ import yaml
 
 from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import Drained
+from multiworld.serve.controller.answers import Drained
 from multiworld.serve.load.summary import summarise
 from tests.serve.harness import Served, Traffic, served, spec_with
 from tests.serve.sizes import Size, grown, sizes_of

@@ -40,7 +40,7 @@ import yaml
 
 from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import Drained
+from multiworld.serve.controller.answers import Drained
 from multiworld.serve.models import smollm2
 from multiworld.serve.resources.usage import family_of
 from tests import fake_vllm

@@ -18,7 +18,7 @@ import pytest
 
 from examples.cluster.ray_nodes import RayNodes, ray_nodes
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import NodeShown
+from multiworld.serve.controller.answers import NodeShown
 from tests.serve.harness import ROOT, Served, served, spec_with, traffic
 
 pytest.importorskip("ray")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from multiworld.serve.control.answers import DecisionsAnswer
+from multiworld.serve.controller.answers import DecisionsAnswer
 from multiworld.serve.fleet.entries import Assessment
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.scaling import default_policy

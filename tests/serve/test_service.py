@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from multiworld.serve.control.answers import Drained
-from multiworld.serve.control.client import Service
-from multiworld.serve.control.service import run_service
+from multiworld.serve.controller.answers import Drained
+from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.service import run_service
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.record import StateFolder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
@@ -374,7 +374,7 @@ def test_service_that_is_ended_before_it_is_adopted_ends(
     service.start()
     try:
         service.kill_controller()
-        monkeypatch.setattr("multiworld.serve.control.service._is_prepared", waits)
+        monkeypatch.setattr("multiworld.serve.controller.service._is_prepared", waits)
         folder, app = StateFolder(service.state), load_spec(service.path)
         assert asyncio.run(run_service(app, folder, lambda *_: None)) == 0
         service.wait_gone()

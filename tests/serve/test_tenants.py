@@ -11,7 +11,7 @@ import orjson
 import pytest
 import yaml
 
-from multiworld.serve.control.answers import TenantShown, TenantWithKey
+from multiworld.serve.controller.answers import TenantShown, TenantWithKey
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.tenants.records import UsageSum
 from tests.serve.harness import Served, body, served, spec_with

@@ -114,7 +114,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """Fork commands, on orders from standard input, until that is closed."""
     from multiworld.cli.main import cli
-    from multiworld.serve.control import service
+    from multiworld.serve.controller import service
     from multiworld.serve.models import huggingface
 
     for name in (*service.PRELOAD, *huggingface.preloaded_modules("llama")):

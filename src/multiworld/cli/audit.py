@@ -6,7 +6,7 @@ import click
 from rich.markup import escape
 
 from multiworld.cli import options
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.client import Service
 from multiworld.serve.tenants.records import AuditEntry
 
 

@@ -159,7 +159,7 @@ def _devices() -> Finding:
 
 def _bfloat16() -> Finding:
     try:
-        from multiworld.serve.control.dtypes import SLOW
+        from multiworld.serve.controller.dtypes import SLOW
         from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
     except ImportError:
         return Finding("bfloat16", "ok", "not measured: serving is not installed")

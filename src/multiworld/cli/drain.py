@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from multiworld.cli.options import of_service, show
-from multiworld.serve.control.answers import Drained, plain
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import Drained, plain
+from multiworld.serve.controller.client import Service
 
 
 @click.command()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import click
 
 from multiworld.cli.options import of_service
-from multiworld.serve.control import answers
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from multiworld.cli.options import of_service
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.client import Service
 
 END = 2**20  # bytes of a log that are looked at
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from multiworld.cli import options
 from multiworld.config import MIB
-from multiworld.serve.control.answers import NodeShown
-from multiworld.serve.control.client import Service, running
+from multiworld.serve.controller.answers import NodeShown
+from multiworld.serve.controller.client import Service, running
 from multiworld.serve.resources.amounts import Gpu, Node, mib
 from multiworld.serve.resources.inventory import this_node
 

@@ -17,8 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.serve.control.answers import Answer, plain
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import Answer, plain
+from multiworld.serve.controller.client import Service
 
 PICTURES = ".png", ".svg", ".pdf"  # files that can be drawn
 WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names

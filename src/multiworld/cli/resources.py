@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import new_table, of_service, print_table
-from multiworld.serve.control.answers import ProcessShown, StatusAnswer, plain
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import ProcessShown, StatusAnswer, plain
+from multiworld.serve.controller.client import Service
 from multiworld.serve.resources.amounts import mib
 
 

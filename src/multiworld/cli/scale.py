@@ -8,9 +8,9 @@ import click
 
 from multiworld.cli.options import of_service, show
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import Scaled, plain
-from multiworld.serve.control.client import Service
-from multiworld.serve.control.operations import ConfirmationNeededError
+from multiworld.serve.controller.answers import Scaled, plain
+from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.operations import ConfirmationNeededError
 
 
 @click.command()

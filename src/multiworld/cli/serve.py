@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from multiworld.cli.options import JSON, SPEC, STATE
-from multiworld.serve.control.process_one import leave_process_one
+from multiworld.serve.controller.process_one import leave_process_one
 from multiworld.serve.fleet.record import StateFolder, state_root
 from multiworld.serve.spec.loader import load_spec
 
 if TYPE_CHECKING:
-    from multiworld.serve.control.controller import Controller
-    from multiworld.serve.control.startup import Startup
+    from multiworld.serve.controller.controller import Controller
+    from multiworld.serve.controller.startup import Startup
 
 
 @click.command()
@@ -50,8 +50,8 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # so that this process can be forked
-    from multiworld.serve.control.answers import plain
-    from multiworld.serve.control.service import run_service
+    from multiworld.serve.controller.answers import plain
+    from multiworld.serve.controller.service import run_service
     from multiworld.serve.launchers.fork_server import fork_waiting
     from multiworld.serve.launchers.registry import LAUNCHERS
 

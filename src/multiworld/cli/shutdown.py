@@ -13,8 +13,8 @@ import click
 
 from multiworld.cli.options import of_service, show
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import ShuttingDown
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import ShuttingDown
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.launchers.base import began_at
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import of_service, print_json
-from multiworld.serve.control.answers import ProcessShown, StatusAnswer
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import ProcessShown, StatusAnswer
+from multiworld.serve.controller.client import Service
 
 WATCH_S = 0.5  # seconds between updates with --watch
 OPERATIONS_SHOWN = 5  # maximum number of operations below the table

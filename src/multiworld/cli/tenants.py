@@ -23,7 +23,7 @@ from multiworld.cli.options import (
     print_json,
     print_table,
 )
-from multiworld.serve.control.answers import (
+from multiworld.serve.controller.answers import (
     KeyShown,
     StatusAnswer,
     TenantRemoved,
@@ -31,7 +31,7 @@ from multiworld.serve.control.answers import (
     TenantWithKey,
     plain,
 )
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.client import Service
 from multiworld.serve.tenants.records import UsageSum
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,8 +10,8 @@ import click
 import msgspec
 
 from multiworld.cli.options import SPEC, of_service, show
-from multiworld.serve.control.answers import StatusAnswer, Updated, plain
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import StatusAnswer, Updated, plain
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.spec.loader import read_text
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from multiworld.cli.logs import logs
 from multiworld.cli.main import cli
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import ShuttingDown, Updated
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.answers import ShuttingDown, Updated
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.fleet.state import DesiredModel, DesiredState

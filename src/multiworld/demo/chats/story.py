@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 import yaml
 
 from multiworld.errors import ServeError
-from multiworld.serve.control import answers
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from multiworld.serve.control.client import Service
+from multiworld.serve.controller.client import Service
 
 
 class CannedService(Service):

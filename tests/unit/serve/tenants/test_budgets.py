@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.control.tenant_manager import TenantManager
+from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.fleet.history import History
 from multiworld.serve.tenants.authenticator import Authenticator
 from multiworld.serve.tenants.budgets import (

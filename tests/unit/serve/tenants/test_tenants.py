@@ -22,7 +22,7 @@ from multiworld.errors import (
     ServeError,
     UnauthorizedError,
 )
-from multiworld.serve.control.tenant_manager import (
+from multiworld.serve.controller.tenant_manager import (
     CHUNK,
     TenantManager,
     UnknownTenantError,

@@ -20,10 +20,10 @@ from multiworld.errors import ServeError, SpecError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
 from multiworld.net.tcp import own_address
-from multiworld.serve.control.admin import is_done_before, make_admin
-from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.startup import Startup, process_began
-from multiworld.serve.control.store_process import (
+from multiworld.serve.controller.admin import is_done_before, make_admin
+from multiworld.serve.controller.controller import Controller
+from multiworld.serve.controller.startup import Startup, process_began
+from multiworld.serve.controller.store_process import (
     CHECK_S,
     HUNG_AFTER_CHECKS,
     check_secret,

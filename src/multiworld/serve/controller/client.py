@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import orjson
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import (
+from multiworld.serve.controller.answers import (
     AnswerFormError,
     RefusedByController,
     decode,

@@ -9,9 +9,9 @@ import pytest
 
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
-from multiworld.serve.control.dtypes import Resolved
-from multiworld.serve.control.operations import Operations
-from multiworld.serve.control.versions import Versions
+from multiworld.serve.controller.dtypes import Resolved
+from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.versions import Versions
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import desired_state_of
 from multiworld.serve.fleet.events import DesiredStateChanged

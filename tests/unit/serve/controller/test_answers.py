@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.control import answers
-from multiworld.serve.control.answers import AnswerFormError, decode, encode, plain
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.answers import AnswerFormError, decode, encode, plain
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport

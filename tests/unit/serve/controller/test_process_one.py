@@ -12,7 +12,7 @@ import pytest
 # Run as process 1: the child leaves an orphan, says who is whose, and waits.
 PROGRAM = """
 import os, signal, sys, time
-from multiworld.serve.control.process_one import leave_process_one
+from multiworld.serve.controller.process_one import leave_process_one
 leave_process_one()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if not os.fork():
@@ -70,7 +70,7 @@ def test_any_other_process_goes_on_as_it_is() -> None:
     """It has not forked."""
     code = (
         "import os; before = os.getpid();"
-        "from multiworld.serve.control.process_one import leave_process_one;"
+        "from multiworld.serve.controller.process_one import leave_process_one;"
         "leave_process_one();"
         "assert os.getpid() == before"
     )

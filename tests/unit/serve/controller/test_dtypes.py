@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multiworld.config import MIB
-from multiworld.serve.control.dtypes import resolve, resolved_here
+from multiworld.serve.controller.dtypes import resolve, resolved_here
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.resources.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec

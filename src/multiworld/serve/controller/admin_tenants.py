@@ -13,9 +13,9 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
-from multiworld.serve.control import answers
-from multiworld.serve.control.client import WHO
-from multiworld.serve.control.tenant_manager import TenantManager
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.client import WHO
+from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 

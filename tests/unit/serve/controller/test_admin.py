@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from multiworld.errors import SpecError, UnknownModelError
-from multiworld.serve.control import admin, answers
-from multiworld.serve.control.admin import make_admin
-from multiworld.serve.control.answers import decode
-from multiworld.serve.control.controller import Controller
-from multiworld.serve.control.status import StatusSources, status_of
-from multiworld.serve.control.tenant_manager import TenantManager
+from multiworld.serve.controller import admin, answers
+from multiworld.serve.controller.admin import make_admin
+from multiworld.serve.controller.answers import decode
+from multiworld.serve.controller.controller import Controller
+from multiworld.serve.controller.status import StatusSources, status_of
+from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.history import History

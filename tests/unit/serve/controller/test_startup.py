@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from multiworld.serve.control.startup import Startup, process_began
+from multiworld.serve.controller.startup import Startup, process_began
 from multiworld.serve.fleet.state import Process, ProcessPhase
 
 

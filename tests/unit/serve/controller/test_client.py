@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import Scaled, StatusAnswer
-from multiworld.serve.control.client import Service
-from multiworld.serve.control.status import last_words
+from multiworld.serve.controller.answers import Scaled, StatusAnswer
+from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.status import last_words
 from tests.unit.serve.control.service import CannedService
 
 SCALE = {"model": "m", "stage": "add", "replicas": 2}

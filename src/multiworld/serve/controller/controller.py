@@ -23,15 +23,15 @@ from multiworld.errors import (
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
 from multiworld.net.threads import in_thread
-from multiworld.serve.control import status
-from multiworld.serve.control.answers import StatusAnswer
-from multiworld.serve.control.dtypes import Resolved, resolve
-from multiworld.serve.control.fleet_metrics import FleetMetrics
-from multiworld.serve.control.operations import Operations
-from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
-from multiworld.serve.control.processes import Processes, end_words
-from multiworld.serve.control.tenant_manager import TenantManager
-from multiworld.serve.control.versions import Versions
+from multiworld.serve.controller import status
+from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.dtypes import Resolved, resolve
+from multiworld.serve.controller.fleet_metrics import FleetMetrics
+from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
+from multiworld.serve.controller.processes import Processes, end_words
+from multiworld.serve.controller.tenant_manager import TenantManager
+from multiworld.serve.controller.versions import Versions
 from multiworld.serve.fleet import actions, events
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import (

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
-from multiworld.serve.control.answers import Scaled
-from multiworld.serve.control.dtypes import Resolved
-from multiworld.serve.control.processes import Processes
-from multiworld.serve.control.status import models_order
-from multiworld.serve.control.versions import Versions
+from multiworld.serve.controller.answers import Scaled
+from multiworld.serve.controller.dtypes import Resolved
+from multiworld.serve.controller.processes import Processes
+from multiworld.serve.controller.status import models_order
+from multiworld.serve.controller.versions import Versions
 from multiworld.serve.fleet import desired_state, events
 from multiworld.serve.fleet.desired_state import Sizes
 from multiworld.serve.fleet.history import History

@@ -19,7 +19,7 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
-from multiworld.serve.control.status import last_words
+from multiworld.serve.controller.status import last_words
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from multiworld.serve.control.status import exit_words, last_words
+from multiworld.serve.controller.status import exit_words, last_words
 from multiworld.serve.fleet.record import ProcessRecord
 from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, Raw
 
-from multiworld.serve.control import answers
+from multiworld.serve.controller import answers
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.reconciler import Reconciler

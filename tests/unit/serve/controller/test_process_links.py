@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from multiworld.errors import StaleEpochError
-from multiworld.serve.control.process_links import ProcessLinks
+from multiworld.serve.controller.process_links import ProcessLinks
 
 SILENCE_S = 0.1
 

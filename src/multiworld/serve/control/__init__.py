@@ -1,1 +1,0 @@
-"""The controller of a service: desired state, observed state, and reconciling them."""

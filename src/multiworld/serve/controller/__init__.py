@@ -1,0 +1,1 @@
+"""The process that decides: desired state, reconciliation, the admin socket."""
