@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.serving import services
 from multiworld.serve.controller.answers import TenantWithKey
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma

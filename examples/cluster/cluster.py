@@ -37,7 +37,7 @@ from multiworld.demo.chats.background_load import under_load
 from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import TenantWithKey, Updated
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
 from multiworld.serve.models import minilm

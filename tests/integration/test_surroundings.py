@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.fleet.record import state_root
+from multiworld.serve.controller.fleet.record import state_root
 from multiworld.serve.models.caches import cache_folder
 
 COMMAND = [sys.executable, "-m", "multiworld.cli.main"]

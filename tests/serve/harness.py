@@ -29,7 +29,7 @@ from multiworld.serve.controller.answers import (
     decode,
 )
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.load.summary import Sample

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from multiworld.serve.fleet.desired_state import desired_state_of
+from multiworld.serve.controller.fleet.desired_state import desired_state_of
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.loader import load_spec

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from multiworld.serve.controller.answers import DecisionsAnswer
-from multiworld.serve.fleet.entries import Assessment
+from multiworld.serve.controller.fleet.entries import Assessment
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.scaling import default_policy
 from multiworld.serve.scaling.snapshot import Decision, Snapshot

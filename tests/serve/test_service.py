@@ -18,9 +18,9 @@ import yaml
 
 from multiworld.serve.controller.answers import Drained
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.controller.service import run_service
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.record import StateFolder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.loader import load_spec
 from tests.serve.harness import (

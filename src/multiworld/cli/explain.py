@@ -11,7 +11,7 @@ import click
 from multiworld.cli.options import of_service
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 
 # Explanation of a process that sent no report.

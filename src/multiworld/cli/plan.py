@@ -22,8 +22,8 @@ from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_tab
 from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.controller.answers import NodeShown
 from multiworld.serve.controller.dtypes import Resolved, resolve
+from multiworld.serve.controller.fleet.desired_state import bounds_of, desired_state_of
 from multiworld.serve.controller.service import measured_machine_of
-from multiworld.serve.fleet.desired_state import bounds_of, desired_state_of
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.placement.problem_builder import (
     StageOutlook,

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from multiworld.cli.options import JSON, SPEC, STATE
+from multiworld.serve.controller.fleet.record import StateFolder, state_root
 from multiworld.serve.controller.process_one import leave_process_one
-from multiworld.serve.fleet.record import StateFolder, state_root
 from multiworld.serve.spec.loader import load_spec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import msgspec
 from multiworld.cli.options import SPEC, of_service, show
 from multiworld.serve.controller.answers import StatusAnswer, Updated, plain
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.spec.loader import read_text
 
 LOOK_S = 0.3  # seconds between checks of the progress

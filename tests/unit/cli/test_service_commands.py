@@ -15,9 +15,9 @@ from multiworld.cli.main import cli
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import ShuttingDown, Updated
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.record import Record, StateFolder
-from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.record import Record, StateFolder
+from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.loader import parse_spec
 
 LOGS = (

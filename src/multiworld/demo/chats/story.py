@@ -18,7 +18,7 @@ import yaml
 from multiworld.errors import ServeError
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from multiworld.serve.fleet.entries import Assessment, HistoryEntry
-from multiworld.serve.fleet.state import DesiredState, ProcessPhase
+from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.resources.amounts import Gpu
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 

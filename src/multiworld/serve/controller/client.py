@@ -20,7 +20,7 @@ from multiworld.serve.controller.answers import (
     RefusedByController,
     decode,
 )
-from multiworld.serve.fleet.record import StateFolder, state_root
+from multiworld.serve.controller.fleet.record import StateFolder, state_root
 
 T = TypeVar("T")
 

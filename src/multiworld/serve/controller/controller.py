@@ -26,31 +26,31 @@ from multiworld.net.threads import in_thread
 from multiworld.serve.controller import status
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.dtypes import Resolved, resolve
-from multiworld.serve.controller.fleet_metrics import FleetMetrics
-from multiworld.serve.controller.operations import Operations
-from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
-from multiworld.serve.controller.processes import Processes, end_words
-from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.controller.versions import Versions
-from multiworld.serve.fleet import actions, events
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.desired_state import (
+from multiworld.serve.controller.fleet import actions, events
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.desired_state import (
     Sizes,
     check_update,
     desired_state_of,
     with_new_versions_started,
 )
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import (
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.record import (
     Record,
     RecordKeeper,
     StateFolder,
     StoreRecord,
     sizes_before,
 )
-from multiworld.serve.fleet.start_order import starts_at_once
-from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
+from multiworld.serve.controller.fleet.start_order import starts_at_once
+from multiworld.serve.controller.fleet.state import DesiredState, Process, ProcessPhase
+from multiworld.serve.controller.fleet_metrics import FleetMetrics
+from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
+from multiworld.serve.controller.processes import Processes, end_words
+from multiworld.serve.controller.tenant_manager import TenantManager
+from multiworld.serve.controller.versions import Versions
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.models.factory import changed_since, identified, import_factory
 from multiworld.serve.models.identity import forget_copies, refusal

@@ -10,14 +10,14 @@ from typing import Protocol
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
 from multiworld.serve.controller.answers import Scaled
 from multiworld.serve.controller.dtypes import Resolved
+from multiworld.serve.controller.fleet import desired_state, events
+from multiworld.serve.controller.fleet.desired_state import Sizes
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.processes import Processes
 from multiworld.serve.controller.status import models_order
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.fleet import desired_state, events
-from multiworld.serve.fleet.desired_state import Sizes
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.models import imported_sources
 from multiworld.serve.models.factory import check_policies

@@ -9,9 +9,9 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from multiworld.serve.controller.fleet.record import ProcessRecord
+from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.status import exit_words, last_words
-from multiworld.serve.fleet.record import ProcessRecord
-from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.resources.amounts import Location, Need

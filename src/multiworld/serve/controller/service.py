@@ -22,6 +22,10 @@ from multiworld.net.security import Security
 from multiworld.net.tcp import own_address
 from multiworld.serve.controller.admin import is_done_before, make_admin
 from multiworld.serve.controller.controller import Controller
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.controller.fleet.state import ProcessPhase
 from multiworld.serve.controller.startup import Startup, process_began
 from multiworld.serve.controller.store_process import (
     CHECK_S,
@@ -32,10 +36,6 @@ from multiworld.serve.controller.store_process import (
     start_store,
     store_answers,
 )
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
-from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext, began_at

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from multiworld.serve.fleet.state import Process, ProcessPhase
+from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 
 
 class Startup:

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from multiworld.serve.controller import answers
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import ProcessRecord, Record, StoreRecord
-from multiworld.serve.fleet.state import Process, ProcessPhase
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.record import ProcessRecord, Record, StoreRecord
+from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.resources.amounts import Need

@@ -19,8 +19,8 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
+from multiworld.serve.controller.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.controller.status import last_words
-from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store

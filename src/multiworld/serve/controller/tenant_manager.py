@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.fleet.history import History
+from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants import budgets
 from multiworld.serve.tenants.database import TenantDatabase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from multiworld.errors import UnknownModelError
-from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 

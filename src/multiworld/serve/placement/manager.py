@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from multiworld.errors import PlacementError
-from multiworld.serve.fleet import events
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import ProcessRecord
-from multiworld.serve.fleet.start_order import starts_at_once
-from multiworld.serve.fleet.state import DesiredState, ProcessPhase
+from multiworld.serve.controller.fleet import events
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.record import ProcessRecord
+from multiworld.serve.controller.fleet.start_order import starts_at_once
+from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
 from multiworld.serve.placement.replanner import (

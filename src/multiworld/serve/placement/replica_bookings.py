@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from multiworld.errors import PlacementError
-from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.placement.problem_builder import PlacedReplica, moves
 from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
 from multiworld.serve.resources.assignment import Plan, Policy, assign

@@ -17,10 +17,14 @@ from typing import Any, Protocol
 
 from multiworld.errors import PlacementError, ServeError, SpecError
 from multiworld.net.threads import in_thread
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.state import (
+    DesiredModel,
+    DesiredState,
+    ProcessPhase,
+)
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.scaling import default_policy, limits, token_policy

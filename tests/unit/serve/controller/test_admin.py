@@ -19,18 +19,18 @@ from multiworld.serve.controller import admin, answers
 from multiworld.serve.controller.admin import make_admin
 from multiworld.serve.controller.answers import decode
 from multiworld.serve.controller.controller import Controller
-from multiworld.serve.controller.status import StatusSources, status_of
-from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import (
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.state import (
     DesiredModel,
     DesiredState,
     Process,
     ProcessPhase,
 )
+from multiworld.serve.controller.status import StatusSources, status_of
+from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node

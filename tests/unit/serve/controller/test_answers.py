@@ -9,7 +9,7 @@ import pytest
 
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.answers import AnswerFormError, decode, encode, plain
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 from tests.unit.serve.control import examples

@@ -8,9 +8,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.state import Process
 from multiworld.serve.controller.fleet_metrics import REMEMBERED, FleetMetrics, Totals
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.state import Process
 from multiworld.serve.transport.control_messages import (
     Counted,
     GatewayReport,

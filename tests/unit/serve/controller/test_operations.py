@@ -10,14 +10,14 @@ import pytest
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
 from multiworld.serve.controller.dtypes import Resolved
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.desired_state import desired_state_of
+from multiworld.serve.controller.fleet.events import DesiredStateChanged
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.desired_state import desired_state_of
-from multiworld.serve.fleet.events import DesiredStateChanged
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.models import imported_sources
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.resources.amounts import Location, Node, needs_of

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.startup import Startup, process_began
-from multiworld.serve.fleet.state import Process, ProcessPhase
 
 
 class Clock:

@@ -12,8 +12,8 @@ import pytest
 
 from multiworld.errors import ConfigError, ServeError
 from multiworld.rendezvous.epoch_file import EpochFile
-from multiworld.serve.fleet import record
-from multiworld.serve.fleet.record import Record, StateFolder
+from multiworld.serve.controller.fleet import record
+from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import database
 from multiworld.serve.tenants.database import TenantDatabase

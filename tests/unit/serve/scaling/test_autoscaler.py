@@ -18,11 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import PlacementError
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.events import DesiredStateChanged
-from multiworld.serve.fleet.history import History
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.events import DesiredStateChanged
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.state import (
+    DesiredModel,
+    DesiredState,
+    ProcessPhase,
+)
 from multiworld.serve.scaling import autoscaler as module
 from multiworld.serve.scaling.autoscaler import Autoscaler, largest_that_fits
 from multiworld.serve.scaling.snapshot import Decision, Snapshot

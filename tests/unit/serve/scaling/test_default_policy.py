@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from multiworld.errors import SpecError
-from multiworld.serve.fleet.desired_state import with_new_versions_started
-from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.controller.fleet.desired_state import with_new_versions_started
+from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.scaling import default_policy, queue_model, reference_policies
 from multiworld.serve.scaling.demand import demand_of, envelope

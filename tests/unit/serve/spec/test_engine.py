@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from multiworld.errors import ServeError, SpecError
-from multiworld.serve.fleet.desired_state import check_update, desired_state_of
+from multiworld.serve.controller.fleet.desired_state import (
+    check_update,
+    desired_state_of,
+)
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import ENGINE_START_S, AppSpec, ModelSpec
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.fleet.history import History
 from multiworld.serve.tenants.authenticator import Authenticator
 from multiworld.serve.tenants.budgets import (
     DAY_S,

@@ -22,13 +22,13 @@ from multiworld.errors import (
     ServeError,
     UnauthorizedError,
 )
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.tenant_manager import (
     CHUNK,
     TenantManager,
     UnknownTenantError,
 )
-from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.history import History
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.tenants.authenticator import Authenticator, digest_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 MAX_REPLICAS = 4096  # of a stage

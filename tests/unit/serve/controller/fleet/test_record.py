@@ -17,7 +17,7 @@ import pytest
 
 from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.fleet.record import (
+from multiworld.serve.controller.fleet.record import (
     AlreadyServedError,
     ProcessRecord,
     Record,
@@ -168,7 +168,7 @@ def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
     assert not folder.is_controlled()
     code = (
         "import sys; from pathlib import Path\n"
-        "from multiworld.serve.fleet.record import StateFolder\n"
+        "from multiworld.serve.controller.fleet.record import StateFolder\n"
         "StateFolder(Path(sys.argv[1])).lock()\n"
         "print('locked', flush=True); sys.stdin.read()"
     )

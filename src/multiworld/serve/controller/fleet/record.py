@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
-from multiworld.serve.fleet.desired_state import Sizes
+from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.fleet.desired_state import Sizes, desired_state_of
+from multiworld.serve.controller.fleet.desired_state import Sizes, desired_state_of
 from multiworld.serve.spec.schema import AppSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.fleet.actions import (
+from multiworld.serve.controller.fleet.actions import (
     Action,
     Announce,
     Finish,
@@ -14,7 +14,7 @@ from multiworld.serve.fleet.actions import (
     LogEvent,
     Probe,
 )
-from multiworld.serve.fleet.events import (
+from multiworld.serve.controller.fleet.events import (
     Adopted,
     Applied,
     CapacityChanged,
@@ -30,9 +30,9 @@ from multiworld.serve.fleet.events import (
     Ticked,
     Unplaced,
 )
-from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.start_order import SLOW_START_S
-from multiworld.serve.fleet.state import (
+from multiworld.serve.controller.fleet.reconciler import Reconciler
+from multiworld.serve.controller.fleet.start_order import SLOW_START_S
+from multiworld.serve.controller.fleet.state import (
     DesiredModel,
     DesiredState,
     Process,

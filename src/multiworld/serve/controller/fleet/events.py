@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.fleet.state import DesiredState, Process
+from multiworld.serve.controller.fleet.state import DesiredState, Process
 
 
 @dataclass(frozen=True, slots=True)

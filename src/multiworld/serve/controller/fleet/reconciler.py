@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiworld.errors import ServeError
-from multiworld.serve.fleet import events
-from multiworld.serve.fleet.actions import (
+from multiworld.serve.controller.fleet import events
+from multiworld.serve.controller.fleet.actions import (
     Action,
     Announce,
     Finish,
@@ -23,16 +23,16 @@ from multiworld.serve.fleet.actions import (
     LogEvent,
     Probe,
 )
-from multiworld.serve.fleet.backoff import CrashBackoff
-from multiworld.serve.fleet.routes import routing_table_of
-from multiworld.serve.fleet.start_order import (
+from multiworld.serve.controller.fleet.backoff import CrashBackoff
+from multiworld.serve.controller.fleet.routes import routing_table_of
+from multiworld.serve.controller.fleet.start_order import (
     SLOW_START_S,
     Shortage,
     StageKey,
     next_starts,
     urgent_starts,
 )
-from multiworld.serve.fleet.state import (
+from multiworld.serve.controller.fleet.state import (
     DesiredModel,
     DesiredState,
     Process,

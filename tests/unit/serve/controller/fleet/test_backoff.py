@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.fleet.backoff import (
+from multiworld.serve.controller.fleet.backoff import (
     BRIEF_S,
     FREE_FAILURES,
     LAST_READY_S,

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.fleet import decision_log as module
-from multiworld.serve.fleet.decision_log import KEPT, KEPT_SNAPSHOTS, DecisionLog
+from multiworld.serve.controller.fleet import decision_log as module
+from multiworld.serve.controller.fleet.decision_log import (
+    KEPT,
+    KEPT_SNAPSHOTS,
+    DecisionLog,
+)
 
 HANG_S = 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.fleet.start_order import (
+from multiworld.serve.controller.fleet.start_order import (
     Shortage,
     next_starts,
     starts_at_once,

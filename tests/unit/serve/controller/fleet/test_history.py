@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.fleet.history import BAD, EVENTS, History
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.history import BAD, EVENTS, History
 
 
 def test_entries_are_numbered_and_read_on_from_a_number() -> None:

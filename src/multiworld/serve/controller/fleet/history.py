@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 
 logger = logging.getLogger("multiworld.serve")
 

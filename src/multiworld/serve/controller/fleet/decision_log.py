@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.fleet.entries import Assessment
+from multiworld.serve.controller.fleet.entries import Assessment
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)

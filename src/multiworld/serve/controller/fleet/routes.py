@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from multiworld.serve.fleet.state import STATE_OF, DesiredModel, DesiredState, Process
+from multiworld.serve.controller.fleet.state import (
+    STATE_OF,
+    DesiredModel,
+    DesiredState,
+    Process,
+)
 from multiworld.serve.transport.routing_table import Replica, Route, RoutingTable
 
 # Desired state, by model and version, of all versions that are desired or still run.

@@ -1,0 +1,1 @@
+"""The state of all processes, and what follows from each event."""

@@ -1,1 +1,0 @@
-"""Desired and observed state of a service, and the reconciler between them."""
