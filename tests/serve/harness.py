@@ -30,7 +30,7 @@ from multiworld.serve.controller.answers import (
 )
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import HistoryEntry
-from multiworld.serve.launchers.base import began_at
+from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.load.summary import Sample
 from tests.serve import warm

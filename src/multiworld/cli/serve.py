@@ -51,9 +51,9 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     # Imported late, because importing torch takes a second or more.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # so that this process can be forked
     from multiworld.serve.controller.answers import plain
+    from multiworld.serve.controller.launchers.fork_server import fork_waiting
+    from multiworld.serve.controller.launchers.registry import LAUNCHERS
     from multiworld.serve.controller.service import run_service
-    from multiworld.serve.launchers.fork_server import fork_waiting
-    from multiworld.serve.launchers.registry import LAUNCHERS
 
     def up(controller: Controller, startup: Startup) -> None:
         if as_json:

@@ -16,7 +16,7 @@ from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import ShuttingDown
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.record import Record, StateFolder
-from multiworld.serve.launchers.base import began_at
+from multiworld.serve.controller.launchers.base import began_at
 
 END_S = 60.0  # seconds to wait for the end, in addition to the spec's shutdown_s
 

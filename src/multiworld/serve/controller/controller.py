@@ -46,12 +46,12 @@ from multiworld.serve.controller.fleet.record import (
 from multiworld.serve.controller.fleet.start_order import starts_at_once
 from multiworld.serve.controller.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.controller.fleet_metrics import FleetMetrics
+from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.controller.processes import Processes, end_words
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.models.factory import changed_since, identified, import_factory
 from multiworld.serve.models.identity import forget_copies, refusal
 from multiworld.serve.placement.manager import PlacementManager

@@ -26,6 +26,13 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.controller.fleet.state import ProcessPhase
+from multiworld.serve.controller.launchers.base import (
+    Launcher,
+    LauncherContext,
+    began_at,
+)
+from multiworld.serve.controller.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.registry import maker_of
 from multiworld.serve.controller.startup import Startup, process_began
 from multiworld.serve.controller.store_process import (
     CHECK_S,
@@ -38,9 +45,6 @@ from multiworld.serve.controller.store_process import (
 )
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
-from multiworld.serve.launchers.base import Launcher, LauncherContext, began_at
-from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.registry import maker_of
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node
@@ -53,7 +57,7 @@ from multiworld.world.manager import WorldManager
 # Modules that the fork server imports for every service.
 PRELOAD = [
     "torch",
-    "multiworld.serve.launchers.entry",
+    "multiworld.serve.controller.launchers.entry",
     "multiworld.serve.processes.gateway",
 ]
 

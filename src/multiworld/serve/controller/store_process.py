@@ -20,8 +20,8 @@ from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
 from multiworld.serve.controller.fleet.record import StateFolder, StoreRecord
+from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
-from multiworld.serve.launchers.base import began_at
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store
 START_S = 30.0  # for the store to start

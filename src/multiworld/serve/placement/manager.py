@@ -17,7 +17,7 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import ProcessRecord
 from multiworld.serve.controller.fleet.start_order import starts_at_once
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
-from multiworld.serve.launchers.base import Launcher, RunningProcess
+from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
 from multiworld.serve.placement.replanner import (
     PlacementSnapshot,

@@ -29,9 +29,9 @@ from multiworld.serve.controller.fleet.state import (
     Process,
     ProcessPhase,
 )
+from multiworld.serve.controller.launchers.base import RunningProcess
 from multiworld.serve.controller.status import StatusSources, status_of
 from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec

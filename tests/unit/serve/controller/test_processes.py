@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.processes import KEPT_LOGS, Processes, end_words
-from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs

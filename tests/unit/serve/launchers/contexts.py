@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from multiworld.serve.launchers.base import LauncherContext
+from multiworld.serve.controller.launchers.base import LauncherContext
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.spec.schema import AppSpec
 

@@ -23,6 +23,6 @@ def main(text: str) -> int:
     return 7
 
 
-_module = types.ModuleType("multiworld.serve.launchers.entry")
+_module = types.ModuleType("multiworld.serve.controller.launchers.entry")
 _module.main = main  # type: ignore[attr-defined]
 sys.modules[_module.__name__] = _module

@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from multiworld.serve.launchers.protocol import Exited, LineCodec, Pong, Warm
+from multiworld.serve.controller.launchers.protocol import Exited, LineCodec, Pong, Warm
 
 
 def main() -> None:

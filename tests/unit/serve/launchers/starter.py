@@ -13,8 +13,11 @@ from pathlib import Path
 import click
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.base import began_at
-from multiworld.serve.launchers.fork_server import WaitingServer, fork_waiting
+from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.launchers.fork_server import (
+    WaitingServer,
+    fork_waiting,
+)
 from tests.unit.serve.launchers.test_local_launcher import Launched, parent_of
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.base import RunningProcess, began_at
-from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.local import LocalLauncher
-from multiworld.serve.launchers.protocol import Line
+from multiworld.serve.controller.launchers.base import RunningProcess, began_at
+from multiworld.serve.controller.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.helper_process import HelperProcess
+from multiworld.serve.controller.launchers.local import LocalLauncher
+from multiworld.serve.controller.launchers.protocol import Line
 from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.usage import family_of
 from multiworld.serve.transport.process_args import ProcessArgs

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.base import began_at
-from multiworld.serve.launchers.forks import Forks
+from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.launchers.ray import actor
 from multiworld.serve.launchers.ray.actor import NodeLauncher, ReplicaHolder, wait_exit
 from tests.recorded import recorded

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.local import LocalLauncher
-from multiworld.serve.launchers.protocol import (
+from multiworld.serve.controller.launchers.local import LocalLauncher
+from multiworld.serve.controller.launchers.protocol import (
     ActorOrder,
     AdoptActor,
     BridgeNews,

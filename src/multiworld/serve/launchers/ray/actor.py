@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.base import began_at
-from multiworld.serve.launchers.forks import Forks
-from multiworld.serve.launchers.protocol import Launch
+from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.launchers.forks import Forks
+from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.replica.leash import Leash, hold_leash
 
 # Seconds that a holder stays after its replica has exited, to report the exit. Then the

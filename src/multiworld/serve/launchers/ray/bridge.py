@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from multiworld.serve.launchers import protocol
+from multiworld.serve.controller.launchers import protocol
 from multiworld.serve.launchers.ray.actor import (
     NodeLauncher,
     ReplicaHolder,

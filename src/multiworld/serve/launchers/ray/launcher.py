@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError, ServeError
-from multiworld.serve.launchers import local, protocol
-from multiworld.serve.launchers.base import (
+from multiworld.serve.controller.launchers import local, protocol
+from multiworld.serve.controller.launchers.base import (
     LauncherContext,
     RunningProcess,
     began_at,
 )
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.local import LocalLauncher
+from multiworld.serve.controller.launchers.helper_process import HelperProcess
+from multiworld.serve.controller.launchers.local import LocalLauncher
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
 from multiworld.serve.transport.process_args import ProcessArgs

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers import forks
-from multiworld.serve.launchers.forks import Forks
-from multiworld.serve.launchers.helper_process import HelperProcess
+from multiworld.serve.controller.launchers import forks
+from multiworld.serve.controller.launchers.forks import Forks
+from multiworld.serve.controller.launchers.helper_process import HelperProcess
 from multiworld.serve.resources.usage import family_of
 from tests.unit.serve.edges import until
 

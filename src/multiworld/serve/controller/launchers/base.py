@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from multiworld.serve.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.process_args import ProcessArgs

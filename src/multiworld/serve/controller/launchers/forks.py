@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.protocol import (
+from multiworld.serve.controller.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.helper_process import HelperProcess
+from multiworld.serve.controller.launchers.protocol import (
     FORK_NEWS,
     Exited,
     ForkNews,
@@ -22,7 +22,7 @@ from multiworld.serve.launchers.protocol import (
 
 logger = logging.getLogger("multiworld.serve")
 
-FORK_SERVER = "multiworld.serve.launchers.fork_server"
+FORK_SERVER = "multiworld.serve.controller.launchers.fork_server"
 
 WARM_S = 120.0  # for the fork server to import its modules
 

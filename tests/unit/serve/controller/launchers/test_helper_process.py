@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers import helper_process
-from multiworld.serve.launchers.base import began_at
-from multiworld.serve.launchers.helper_process import HelperProcess
-from multiworld.serve.launchers.protocol import (
+from multiworld.serve.controller.launchers import helper_process
+from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.launchers.helper_process import HelperProcess
+from multiworld.serve.controller.launchers.protocol import (
     FORK_NEWS,
     Exited,
     ForkNews,
@@ -180,7 +180,9 @@ async def test_line_that_is_too_long_counts_as_the_end(
     helper: Helper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is bounded."""
-    monkeypatch.setattr("multiworld.serve.launchers.helper_process.LINE", 1000)
+    monkeypatch.setattr(
+        "multiworld.serve.controller.launchers.helper_process.LINE", 1000
+    )
     await helper.start("listens")
     helper.process.send(order("x" * 3000))
     await wait(helper.has_ended)

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import IO, Generic, TypeVar
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.protocol import Begin, Line, LineCodec, Ping, Pong
+from multiworld.serve.controller.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.protocol import (
+    Begin,
+    Line,
+    LineCodec,
+    Ping,
+    Pong,
+)
 
 logger = logging.getLogger("multiworld.serve")
 

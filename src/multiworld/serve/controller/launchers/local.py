@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.base import (
+from multiworld.serve.controller.launchers.base import (
     LauncherContext,
     RunningProcess,
     began_at,
 )
-from multiworld.serve.launchers.forks import Forks
-from multiworld.serve.launchers.protocol import Launch
+from multiworld.serve.controller.launchers.forks import Forks
+from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.resources.usage import outgrows
 from multiworld.serve.transport.process_args import ProcessArgs

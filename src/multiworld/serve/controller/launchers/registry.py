@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from multiworld.errors import SpecError
-from multiworld.serve.launchers.base import Launcher, LauncherContext
+from multiworld.serve.controller.launchers.base import Launcher, LauncherContext
 from multiworld.serve.models.factory import import_factory
 
 # Import path of each launcher's factory, by its name in a spec.
 LAUNCHERS = {
-    "local": "multiworld.serve.launchers.local:make",
+    "local": "multiworld.serve.controller.launchers.local:make",
     "ray": "multiworld.serve.launchers.ray.launcher:make",
 }
 

@@ -1,4 +1,4 @@
-"""Fork server: ``python -m multiworld.serve.launchers.fork_server FD MODULE...``
+"""Fork server: ``python -m multiworld.serve.controller.launchers.fork_server FD MODULE...``
 imports a service's modules once and forks its processes, on orders from the socket FD.
 
 Importing torch and a model's code takes seconds, a fork about 10 ms. A service's first
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from setproctitle import setproctitle
 
-from multiworld.serve.launchers import protocol
+from multiworld.serve.controller.launchers import protocol
 from multiworld.serve.models.imported_sources import note_preloaded
 from multiworld.serve.replica.leash import open_leash, wear_leash
 from multiworld.serve.resources.open_files import raise_limit
@@ -120,7 +120,9 @@ class ForkServer:
             if leash is not None:
                 wear_leash(leash)
             _settle(order)
-            main = importlib.import_module("multiworld.serve.launchers.entry").main
+            main = importlib.import_module(
+                "multiworld.serve.controller.launchers.entry"
+            ).main
             code = main(order.args)
         except BaseException:
             traceback.print_exc()

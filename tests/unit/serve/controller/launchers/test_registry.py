@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.launchers.base import LauncherContext
-from multiworld.serve.launchers.local import LocalLauncher
-from multiworld.serve.launchers.registry import (
+from multiworld.serve.controller.launchers.base import LauncherContext
+from multiworld.serve.controller.launchers.local import LocalLauncher
+from multiworld.serve.controller.launchers.registry import (
     LAUNCHERS,
     maker_of,
 )

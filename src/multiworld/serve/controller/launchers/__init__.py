@@ -1,0 +1,1 @@
+"""Starting processes, locally and on Ray."""
