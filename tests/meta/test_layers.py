@@ -227,4 +227,4 @@ def test_serving_gets_its_clocks_injected() -> None:
         for node in ast.walk(tree(modules()[name]))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.monotonic"
     }
-    assert found <= {"multiworld.serve.launchers.ray.bridge"}
+    assert found <= {"multiworld.serve.controller.launchers.ray.bridge"}

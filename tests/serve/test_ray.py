@@ -249,7 +249,7 @@ def bridge_of(service: Served) -> int:
     found: list[int] = [
         child.pid
         for child in psutil.Process(service.process.pid).children()
-        if "multiworld.serve.launchers.ray.bridge" in child.cmdline()
+        if "multiworld.serve.controller.launchers.ray.bridge" in child.cmdline()
     ]
     return found[0]
 

@@ -13,8 +13,12 @@ import pytest
 from multiworld.errors import LaunchError
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.launchers.forks import Forks
-from multiworld.serve.launchers.ray import actor
-from multiworld.serve.launchers.ray.actor import NodeLauncher, ReplicaHolder, wait_exit
+from multiworld.serve.controller.launchers.ray import actor
+from multiworld.serve.controller.launchers.ray.actor import (
+    NodeLauncher,
+    ReplicaHolder,
+    wait_exit,
+)
 from tests.recorded import recorded
 from tests.unit.serve.launchers.test_local_launcher import (
     FAKE_ENTRY,

@@ -26,8 +26,8 @@ from multiworld.serve.controller.launchers.protocol import (
     LineCodec,
     Sweep,
 )
-from multiworld.serve.launchers.ray import launcher as module
-from multiworld.serve.launchers.ray.launcher import RayLauncher, bundle_of
+from multiworld.serve.controller.launchers.ray import launcher as module
+from multiworld.serve.controller.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.transport.process_args import ProcessArgs
 from tests.recorded import recorded

@@ -12,7 +12,7 @@ from multiworld.serve.models.factory import import_factory
 # Import path of each launcher's factory, by its name in a spec.
 LAUNCHERS = {
     "local": "multiworld.serve.controller.launchers.local:make",
-    "ray": "multiworld.serve.launchers.ray.launcher:make",
+    "ray": "multiworld.serve.controller.launchers.ray.launcher:make",
 }
 
 

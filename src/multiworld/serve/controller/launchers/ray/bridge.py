@@ -1,6 +1,6 @@
 """Ray driver of a service: starts and stops actors and lists machines.
 
-It runs as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``,
+It runs as ``python -m multiworld.serve.controller.launchers.ray.bridge FD ADDRESS NAMESPACE APP``,
 with orders from the socket FD. Actors are detached: the next bridge finds them by name.
 """
 
@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from multiworld.serve.controller.launchers import protocol
-from multiworld.serve.launchers.ray.actor import (
+from multiworld.serve.controller.launchers.ray.actor import (
     NodeLauncher,
     ReplicaHolder,
     probe_machine,

@@ -27,7 +27,7 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 
-BRIDGE = "multiworld.serve.launchers.ray.bridge"
+BRIDGE = "multiworld.serve.controller.launchers.ray.bridge"
 
 START_S = 60.0  # for the bridge to connect
 ADOPT_S = 15.0  # the same, if there are replicas to adopt

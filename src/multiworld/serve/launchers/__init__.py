@@ -1,1 +1,0 @@
-"""Launchers: where and how the processes of a service start."""
