@@ -23,9 +23,7 @@ from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.controller.answers import NodeShown
 from multiworld.serve.controller.dtypes import Resolved, resolve
 from multiworld.serve.controller.fleet.desired_state import bounds_of, desired_state_of
-from multiworld.serve.controller.service import measured_machine_of
-from multiworld.serve.models.factory import build_model, stage_name
-from multiworld.serve.placement.problem_builder import (
+from multiworld.serve.controller.placement.problem_builder import (
     StageOutlook,
     asks_in,
     bottleneck,
@@ -34,7 +32,12 @@ from multiworld.serve.placement.problem_builder import (
     plan_of,
     problem_of,
 )
-from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
+from multiworld.serve.controller.placement.replica_bookings import (
+    ReplicaBookings,
+    asks_of,
+)
+from multiworld.serve.controller.service import measured_machine_of
+from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.placement.solver.problem import Placement
 from multiworld.serve.resources.amounts import Location, Node
 from multiworld.serve.scaling.default_policy import decide

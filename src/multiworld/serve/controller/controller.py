@@ -48,14 +48,14 @@ from multiworld.serve.controller.fleet.state import DesiredState, Process, Proce
 from multiworld.serve.controller.fleet_metrics import FleetMetrics
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.placement.manager import PlacementManager
+from multiworld.serve.controller.placement.replica_bookings import Specs, asks_of
 from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.controller.processes import Processes, end_words
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.models.factory import changed_since, identified, import_factory
 from multiworld.serve.models.identity import forget_copies, refusal
-from multiworld.serve.placement.manager import PlacementManager
-from multiworld.serve.placement.replica_bookings import Specs, asks_of
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign

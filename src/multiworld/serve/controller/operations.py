@@ -16,13 +16,13 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.launchers.base import RunningProcess
+from multiworld.serve.controller.placement.manager import PlacementManager
+from multiworld.serve.controller.placement.replica_bookings import asks_of
 from multiworld.serve.controller.processes import Processes
 from multiworld.serve.controller.status import models_order
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.models import imported_sources
 from multiworld.serve.models.factory import check_policies
-from multiworld.serve.placement.manager import PlacementManager
-from multiworld.serve.placement.replica_bookings import asks_of
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import (
     InjectHang,

@@ -19,7 +19,10 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import ProcessRecord, Record, StoreRecord
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import RunningProcess
-from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
+from multiworld.serve.controller.placement.replica_bookings import (
+    ReplicaBookings,
+    Specs,
+)
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec

@@ -25,8 +25,8 @@ from multiworld.serve.controller.fleet.state import (
     DesiredState,
     ProcessPhase,
 )
+from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.models.factory import import_factory
-from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.scaling import default_policy, limits, token_policy
 from multiworld.serve.scaling.limits import keep_starting, within
 from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow

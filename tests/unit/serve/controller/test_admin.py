@@ -30,9 +30,9 @@ from multiworld.serve.controller.fleet.state import (
     ProcessPhase,
 )
 from multiworld.serve.controller.launchers.base import RunningProcess
+from multiworld.serve.controller.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.controller.status import StatusSources, status_of
 from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec

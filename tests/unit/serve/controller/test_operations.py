@@ -17,9 +17,9 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.models import imported_sources
-from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.resources.amounts import Location, Node, needs_of
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.spec.loader import parse_spec

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
-from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
+from multiworld.serve.controller.placement.replica_bookings import (
+    ReplicaBookings,
+    asks_of,
+)
 from multiworld.serve.resources.amounts import (
     Gpu,
     Location,

@@ -18,15 +18,22 @@ from multiworld.serve.controller.fleet.record import ProcessRecord
 from multiworld.serve.controller.fleet.start_order import starts_at_once
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
-from multiworld.serve.placement.problem_builder import ReplicaRequest, in_words
-from multiworld.serve.placement.replanner import (
+from multiworld.serve.controller.placement.problem_builder import (
+    ReplicaRequest,
+    in_words,
+)
+from multiworld.serve.controller.placement.replanner import (
     PlacementSnapshot,
     PlanReady,
     Replanner,
     facts_of,
     snapshot_of,
 )
-from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs, asks_of
+from multiworld.serve.controller.placement.replica_bookings import (
+    ReplicaBookings,
+    Specs,
+    asks_of,
+)
 from multiworld.serve.resources.amounts import Location, Node, mib, needs_of
 from multiworld.serve.resources.assignment import Policy
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from multiworld.serve.placement.problem_builder import (
+from multiworld.serve.controller.placement.problem_builder import (
     PlacedReplica,
     ReplicaRequest,
     plan_of,

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from multiworld.config import MIB
-from multiworld.serve.placement.problem_builder import (
+from multiworld.serve.controller.placement.problem_builder import (
     PlacedReplica,
     ReplicaRequest,
     asks_in,

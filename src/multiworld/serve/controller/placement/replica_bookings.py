@@ -7,7 +7,7 @@ from typing import cast
 
 from multiworld.errors import PlacementError
 from multiworld.serve.controller.fleet.state import DesiredState
-from multiworld.serve.placement.problem_builder import PlacedReplica, moves
+from multiworld.serve.controller.placement.problem_builder import PlacedReplica, moves
 from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
 from multiworld.serve.resources.assignment import Plan, Policy, assign
 from multiworld.serve.resources.bookings import Booking, Bookings

@@ -1,0 +1,1 @@
+"""Which replica goes on which machine."""
