@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, linprog, milp
 
-from multiworld.serve.placement.solver.linear import Rows
+from multiworld.serve.controller.placement.solver.linear import Rows
 
 LIMIT_S = 60.0
 """Seconds for all solvers together."""

@@ -23,6 +23,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from multiworld.serve.placement.solver import (
+    Device,
+    ModelNeed,
+    Node,
+    Problem,
+    StageNeed,
+    place,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -32,16 +40,8 @@ from benchmarks.studies.layer_chains import (
     flow_of,
     place_chain,
 )
-from multiworld.serve.placement.solver import (
-    Device,
-    ModelNeed,
-    Node,
-    Problem,
-    StageNeed,
-    place,
-)
-from multiworld.serve.placement.solver.problem import GIB
-from multiworld.serve.placement.solver.verify import faults
+from multiworld.serve.controller.placement.solver.problem import GIB
+from multiworld.serve.controller.placement.solver.verify import faults
 
 DATA = Path("benchmarks/data/placement")
 """Helix's problems, in a checkout of the repository."""

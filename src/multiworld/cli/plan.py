@@ -36,9 +36,9 @@ from multiworld.serve.controller.placement.replica_bookings import (
     ReplicaBookings,
     asks_of,
 )
+from multiworld.serve.controller.placement.solver.problem import Placement
 from multiworld.serve.controller.service import measured_machine_of
 from multiworld.serve.models.factory import build_model, stage_name
-from multiworld.serve.placement.solver.problem import Placement
 from multiworld.serve.resources.amounts import Location, Node
 from multiworld.serve.scaling.default_policy import decide
 from multiworld.serve.scaling.limits import is_scaled

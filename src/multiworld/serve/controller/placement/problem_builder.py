@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.placement.solver.problem import (
+from multiworld.serve.controller.placement.solver.problem import (
     Device,
     ModelNeed,
     Placement,
     Problem,
     StageNeed,
 )
-from multiworld.serve.placement.solver.problem import Node as Host
+from multiworld.serve.controller.placement.solver.problem import Node as Host
 from multiworld.serve.resources.amounts import Need, Node, needs_of
 from multiworld.serve.spec.schema import (
     AutoscalingConfig,

@@ -15,7 +15,7 @@ from multiworld.serve.controller.placement.problem_builder import (
     plan_of,
     problem_of,
 )
-from multiworld.serve.placement.solver.problem import Placement, Problem
+from multiworld.serve.controller.placement.solver.problem import Placement, Problem
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.assignment import Plan
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiworld.serve.placement.solver.model import (
+from multiworld.serve.controller.placement.solver.model import (
     REPLICA_COST,
     Counts,
     Slot,
@@ -25,7 +25,7 @@ from multiworld.serve.placement.solver.model import (
     spread_of,
     worth_of,
 )
-from multiworld.serve.placement.solver.problem import Problem, StageNeed
+from multiworld.serve.controller.placement.solver.problem import Problem, StageNeed
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint

@@ -1,8 +1,8 @@
 """Placement solver: ``place`` solves a ``Problem`` with a ``Placement`` in which
 ``verify.faults`` finds no fault. Only the time limit reads a clock."""
 
-from multiworld.serve.placement.solver.portfolio import place
-from multiworld.serve.placement.solver.problem import (
+from multiworld.serve.controller.placement.solver.portfolio import place
+from multiworld.serve.controller.placement.solver.problem import (
     Device,
     ModelNeed,
     Node,

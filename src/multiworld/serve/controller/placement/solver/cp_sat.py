@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from multiworld.serve.placement.solver.linear import Formulation
-from multiworld.serve.placement.solver.model import Counts, Slot
+from multiworld.serve.controller.placement.solver.linear import Formulation
+from multiworld.serve.controller.placement.solver.model import Counts, Slot
 
 UNITS = 10_000  # of a whole demand
 FINE = 1_000_000  # of a factor or a limit

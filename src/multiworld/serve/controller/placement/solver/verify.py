@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from multiworld.serve.placement.solver.problem import (
+from multiworld.serve.controller.placement.solver.problem import (
     ModelNeed,
     Placement,
     Problem,

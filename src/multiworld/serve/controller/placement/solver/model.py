@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from multiworld.serve.placement.solver.problem import (
+from multiworld.serve.controller.placement.solver.problem import (
     Device,
     ModelNeed,
     Placement,

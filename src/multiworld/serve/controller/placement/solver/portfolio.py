@@ -9,18 +9,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from multiworld.serve.placement.solver import cp_sat
-from multiworld.serve.placement.solver.greedy import place_greedily
-from multiworld.serve.placement.solver.linear import Formulation
-from multiworld.serve.placement.solver.model import (
+from multiworld.serve.controller.placement.solver import cp_sat
+from multiworld.serve.controller.placement.solver.greedy import place_greedily
+from multiworld.serve.controller.placement.solver.linear import Formulation
+from multiworld.serve.controller.placement.solver.model import (
     Counts,
     Slot,
     answer,
     reasons,
     within_reach,
 )
-from multiworld.serve.placement.solver.problem import Placement, Problem
-from multiworld.serve.placement.solver.verify import faults
+from multiworld.serve.controller.placement.solver.problem import Placement, Problem
+from multiworld.serve.controller.placement.solver.verify import faults
 
 LIMIT_S = 10.0  # for all solvers together
 POLISH_S = 10.0  # at most, for a linear program that makes a placement exact

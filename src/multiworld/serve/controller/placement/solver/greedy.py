@@ -11,7 +11,7 @@ import functools
 import math
 from collections import Counter, defaultdict
 
-from multiworld.serve.placement.solver.model import (
+from multiworld.serve.controller.placement.solver.model import (
     PlacedDevice,
     Slot,
     is_in_time,
@@ -19,7 +19,11 @@ from multiworld.serve.placement.solver.model import (
     slots_of,
     spread_of,
 )
-from multiworld.serve.placement.solver.problem import ModelNeed, Problem, StageNeed
+from multiworld.serve.controller.placement.solver.problem import (
+    ModelNeed,
+    Problem,
+    StageNeed,
+)
 
 ENOUGH = 1e-9  # below this a rate or a load counts as zero
 

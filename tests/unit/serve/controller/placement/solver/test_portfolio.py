@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from multiworld.serve.placement.solver import (
     Device,
     ModelNeed,
@@ -21,11 +20,16 @@ from multiworld.serve.placement.solver import (
     StageNeed,
     place,
 )
-from multiworld.serve.placement.solver.greedy import place_greedily
-from multiworld.serve.placement.solver.linear import Formulation
-from multiworld.serve.placement.solver.model import answer, objective, within_reach
-from multiworld.serve.placement.solver.problem import GIB
-from multiworld.serve.placement.solver.verify import faults
+
+from multiworld.serve.controller.placement.solver.greedy import place_greedily
+from multiworld.serve.controller.placement.solver.linear import Formulation
+from multiworld.serve.controller.placement.solver.model import (
+    answer,
+    objective,
+    within_reach,
+)
+from multiworld.serve.controller.placement.solver.problem import GIB
+from multiworld.serve.controller.placement.solver.verify import faults
 
 
 def node(name: str, *kinds: str, memory: int = 8, **more: Any) -> Node:
@@ -400,7 +404,7 @@ THREE_SMALL_SHARES = Problem(
 def test_both_solvers_agree(problem: Problem) -> None:
     """Both prove the same optimum on small problems."""
     pytest.importorskip("ortools")
-    from multiworld.serve.placement.solver import cp_sat
+    from multiworld.serve.controller.placement.solver import cp_sat
 
     formulation = Formulation(problem)
     values, bound = formulation.solve(5.0)

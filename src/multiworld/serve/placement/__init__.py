@@ -1,1 +1,0 @@
-"""Placement of replicas on machines: bookings, problem builder and replanner."""
