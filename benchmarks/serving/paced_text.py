@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multiworld.serve.controller.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.generation.tokenizer import Tokenizer
-from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
 WORDS = 256

@@ -45,9 +45,9 @@ from benchmarks.serving import services
 from benchmarks.studies.replica_seconds import replica_seconds
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.scaling import default_policy, reference_policies
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
-from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.replay import simulate

@@ -29,8 +29,8 @@ from benchmarks.serving import services
 from benchmarks.studies.replica_seconds import replica_seconds
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.scaling import reference_policies, token_policy
 from multiworld.serve.load.summary import quantile
-from multiworld.serve.scaling import reference_policies, token_policy
 from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.replay import simulate
@@ -107,7 +107,9 @@ def spec_of(kind: str, slow: float = 1.0) -> dict[str, Any]:
         "stages": stages,
     }
     if kind == QUEUED:
-        model["scaling"] = "multiworld.serve.scaling.reference_policies:queued"
+        model["scaling"] = (
+            "multiworld.serve.controller.scaling.reference_policies:queued"
+        )
     return {"app": "elastic-text", "models": {"m": model}, "gateway": {"port": 0}}
 
 

@@ -23,7 +23,7 @@ API = (
     "multiworld.world.world",
     "multiworld.serve.spec.stage",
     "multiworld.serve.models.modules",
-    "multiworld.serve.scaling.snapshot",
+    "multiworld.serve.controller.scaling.snapshot",
     "multiworld.testing.",
 )
 """Modules that programs import from; their docstrings describe every argument."""

@@ -12,10 +12,10 @@ import pytest
 
 from multiworld.serve.controller.answers import DecisionsAnswer
 from multiworld.serve.controller.fleet.entries import Assessment
+from multiworld.serve.controller.scaling import default_policy
+from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
+from multiworld.serve.controller.scaling.snapshot_json import snapshot_from_json
 from multiworld.serve.load.generator import Load, inference
-from multiworld.serve.scaling import default_policy
-from multiworld.serve.scaling.snapshot import Decision, Snapshot
-from multiworld.serve.scaling.snapshot_json import snapshot_from_json
 from tests.serve.harness import Served, Traffic, body, served, spec_with, traffic
 from tests.serve.models import SLOW
 

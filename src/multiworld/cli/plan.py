@@ -37,12 +37,12 @@ from multiworld.serve.controller.placement.replica_bookings import (
     asks_of,
 )
 from multiworld.serve.controller.placement.solver.problem import Placement
+from multiworld.serve.controller.scaling.default_policy import decide
+from multiworld.serve.controller.scaling.limits import is_scaled
+from multiworld.serve.controller.scaling.scaling_plans import ScalingPlan, plans_of
 from multiworld.serve.controller.service import measured_machine_of
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Location, Node
-from multiworld.serve.scaling.default_policy import decide
-from multiworld.serve.scaling.limits import is_scaled
-from multiworld.serve.scaling.scaling_plans import ScalingPlan, plans_of
 from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec

@@ -23,12 +23,16 @@ from multiworld.cli.options import (
     print_table,
 )
 from multiworld.cli.plan import read_nodes
+from multiworld.serve.controller.scaling import (
+    default_policy,
+    reference_policies,
+    token_policy,
+)
+from multiworld.serve.controller.scaling.scaling_plans import plan_for, plans_of
+from multiworld.serve.controller.scaling.snapshot import Policy
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
 from multiworld.serve.resources.bookings import Bookings
-from multiworld.serve.scaling import default_policy, reference_policies, token_policy
-from multiworld.serve.scaling.scaling_plans import plan_for, plans_of
-from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.engine import (
     Arrival,

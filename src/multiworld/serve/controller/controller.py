@@ -52,6 +52,7 @@ from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import Specs, asks_of
 from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.controller.processes import Processes, end_words
+from multiworld.serve.controller.scaling.autoscaler import Autoscaler
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.models.factory import changed_since, identified, import_factory
@@ -60,7 +61,6 @@ from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.resources.usage import MemoryKills
-from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.transport import control_messages as messages

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from multiworld.serve.core.load_balancer import Chance, choose
-from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.scaling.limits import keep_starting, within
-from multiworld.serve.scaling.samples import PERIODS
-from multiworld.serve.scaling.snapshot import (
+from multiworld.serve.controller.scaling.limits import keep_starting, within
+from multiworld.serve.controller.scaling.samples import PERIODS
+from multiworld.serve.controller.scaling.snapshot import (
     Policy,
     Sample,
     Snapshot,
@@ -25,6 +23,8 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
     TextObjectives,
 )
+from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.generation.engine_limits import EngineLimits
 
 # Calls a function at a time of the simulation, with that time.
 At = Callable[[float, Callable[[float], None]], None]

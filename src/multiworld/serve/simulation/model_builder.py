@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from multiworld.errors import PlacementError, SpecError
+from multiworld.serve.controller.scaling.limits import interval_s, limits_of, text_of
+from multiworld.serve.controller.scaling.rules import limits_now
+from multiworld.serve.controller.scaling.scaling_plans import StageCost
+from multiworld.serve.controller.scaling.snapshot import Policy
+from multiworld.serve.controller.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.resources.bookings import Bookings
-from multiworld.serve.scaling.limits import interval_s, limits_of, text_of
-from multiworld.serve.scaling.rules import limits_now
-from multiworld.serve.scaling.scaling_plans import StageCost
-from multiworld.serve.scaling.snapshot import Policy
-from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
 from multiworld.serve.spec.profiles import ModelProfile, item_s_of
 from multiworld.serve.spec.schema import ModelSpec

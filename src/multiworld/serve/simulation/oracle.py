@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from multiworld.serve.controller.scaling import reference_policies
 from multiworld.serve.core.load_balancer import Chance
-from multiworld.serve.scaling import reference_policies
 from multiworld.serve.simulation.engine import Arrival, PipelineModel
 from multiworld.serve.simulation.model_builder import costs_of
 from multiworld.serve.simulation.replay import simulate

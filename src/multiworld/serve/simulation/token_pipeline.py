@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import (
@@ -25,7 +26,6 @@ from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.scheduling.pipeline_share import adapt
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.scheduler import Scheduler
-from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.simulation.engine import (
     Arrival,
     At,

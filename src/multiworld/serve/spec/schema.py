@@ -460,7 +460,7 @@ class ModelSpec(_Strict):
     burst reserve."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that decides the number of replicas of each stage, in
-    place of `multiworld.serve.scaling.default_policy:decide` (generated text:
+    place of `multiworld.serve.controller.scaling.default_policy:decide` (generated text:
     `token_policy:decide`)."""
     latency_ms: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.scaling import reference_policies, token_policy
-from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.controller.scaling import reference_policies, token_policy
+from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.simulation import token_pipeline
 from multiworld.serve.simulation.engine import SimulationResult
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.scaling.snapshot import (
+from multiworld.serve.controller.scaling.snapshot import (
     Sample,
     Snapshot,
     StageLimits,
@@ -17,9 +17,12 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
     TextObjectives,
 )
-from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
-from multiworld.serve.scaling.step_costs import StepCost
-from multiworld.serve.scaling.token_policy import (
+from multiworld.serve.controller.scaling.snapshot_json import (
+    snapshot_from_json,
+    snapshot_to_json,
+)
+from multiworld.serve.controller.scaling.step_costs import StepCost
+from multiworld.serve.controller.scaling.token_policy import (
     Lengths,
     Load,
     decide,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from multiworld.serve.scaling.snapshot import Sample, StageSeen
+from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.transport.control_messages import (
     GatewayReport,
     Reports,

@@ -26,12 +26,12 @@ from multiworld.serve.controller.fleet.state import (
     ProcessPhase,
 )
 from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.scaling import default_policy, limits, token_policy
+from multiworld.serve.controller.scaling.limits import keep_starting, within
+from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
+from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.controller.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.models.factory import import_factory
-from multiworld.serve.scaling import default_policy, limits, token_policy
-from multiworld.serve.scaling.limits import keep_starting, within
-from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
-from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
-from multiworld.serve.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.transport.control_messages import Reports
 

@@ -6,10 +6,23 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from multiworld.serve.scaling.demand import sample_at
-from multiworld.serve.scaling.scaling_plans import StageCost, plan_for, plans_of
-from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot, StageLimits
-from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
+from multiworld.serve.controller.scaling.demand import sample_at
+from multiworld.serve.controller.scaling.scaling_plans import (
+    StageCost,
+    plan_for,
+    plans_of,
+)
+from multiworld.serve.controller.scaling.snapshot import (
+    Decision,
+    Policy,
+    Snapshot,
+    StageLimits,
+)
+from multiworld.serve.controller.scaling.stabilization import (
+    PendingChange,
+    remember,
+    stabilized,
+)
 
 
 def fixed(snapshot: Snapshot) -> Decision:

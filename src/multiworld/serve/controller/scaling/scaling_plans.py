@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.scaling import queue_model
-from multiworld.serve.scaling.snapshot import StageLimits
+from multiworld.serve.controller.scaling import queue_model
+from multiworld.serve.controller.scaling.snapshot import StageLimits
 
 BISECTIONS = 18  # steps that find a plan's load; exact to a few millionths
 MAX_UTILISATION = 0.85  # planned for a stage where a model has an objective

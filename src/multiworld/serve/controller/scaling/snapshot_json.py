@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from multiworld.serve.scaling.default_policy import PolicyState
-from multiworld.serve.scaling.snapshot import Snapshot
-from multiworld.serve.scaling.token_policy import TokenState
+from multiworld.serve.controller.scaling.default_policy import PolicyState
+from multiworld.serve.controller.scaling.snapshot import Snapshot
+from multiworld.serve.controller.scaling.token_policy import TokenState
 
 _SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
 _MEMORY: TypeAdapter[PolicyState] = TypeAdapter(PolicyState)

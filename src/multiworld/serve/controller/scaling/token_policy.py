@@ -19,17 +19,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from multiworld.serve.generation.scheduling.step_planner import ROWS
-from multiworld.serve.scaling import rules
-from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
-from multiworld.serve.scaling.snapshot import Decision, Sample, Snapshot, TextObjectives
-from multiworld.serve.scaling.stabilization import PendingChange
-from multiworld.serve.scaling.step_costs import (
+from multiworld.serve.controller.scaling import rules
+from multiworld.serve.controller.scaling.demand import demand_of, envelope, sample_at
+from multiworld.serve.controller.scaling.snapshot import (
+    Decision,
+    Sample,
+    Snapshot,
+    TextObjectives,
+)
+from multiworld.serve.controller.scaling.stabilization import PendingChange
+from multiworld.serve.controller.scaling.step_costs import (
     StepCost,
     StepSums,
     measured,
     prompt_seconds,
 )
+from multiworld.serve.generation.scheduling.step_planner import ROWS
 
 BUSY = 0.85  # maximum utilization of a stage that is planned for
 

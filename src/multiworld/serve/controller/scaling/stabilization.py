@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from multiworld.serve.scaling.snapshot import StageLimits
+from multiworld.serve.controller.scaling.snapshot import StageLimits
 
 EPSILON_S = 1e-6  # tolerance for comparing times
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from multiworld.serve.scaling.snapshot import Sample, Snapshot, StageLimits, StageNow
-from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
+from multiworld.serve.controller.scaling.snapshot import (
+    Sample,
+    Snapshot,
+    StageLimits,
+    StageNow,
+)
+from multiworld.serve.controller.scaling.stabilization import (
+    PendingChange,
+    remember,
+    stabilized,
+)
 
 MARGIN = 1.15  # multiple of the demand that a smaller fleet must carry
 

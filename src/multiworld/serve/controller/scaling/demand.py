@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.scaling.snapshot import Sample
+from multiworld.serve.controller.scaling.snapshot import Sample
 
 SIGMAS = 3.0  # standard deviations of a Poisson process that a burst must exceed
 BURST_SHARE = 6  # divisor of the look-back period that gives the burst window

@@ -12,23 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.serve.scaling import rules
-from multiworld.serve.scaling.burst_reserve import (
+from multiworld.serve.controller.scaling import rules
+from multiworld.serve.controller.scaling.burst_reserve import (
     BurstRecord,
     BurstReserve,
     reserved_replicas,
     update,
 )
-from multiworld.serve.scaling.demand import Demand, demand_of, envelope, sample_at
-from multiworld.serve.scaling.scaling_plans import (
+from multiworld.serve.controller.scaling.demand import (
+    Demand,
+    demand_of,
+    envelope,
+    sample_at,
+)
+from multiworld.serve.controller.scaling.scaling_plans import (
     MIN_OBJECTIVE,
     ScalingPlan,
     StageCost,
     plan_for,
     plans_of,
 )
-from multiworld.serve.scaling.snapshot import Decision, Snapshot
-from multiworld.serve.scaling.stabilization import PendingChange
+from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
+from multiworld.serve.controller.scaling.stabilization import PendingChange
 
 PLAN_TOLERANCE = 0.2  # relative change of a service time that recomputes the plans
 

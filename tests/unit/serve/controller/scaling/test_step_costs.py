@@ -6,8 +6,12 @@ import random
 
 import pytest
 
-from multiworld.serve.scaling.snapshot import StageSeen
-from multiworld.serve.scaling.step_costs import StepCost, StepSums, prompt_seconds
+from multiworld.serve.controller.scaling.snapshot import StageSeen
+from multiworld.serve.controller.scaling.step_costs import (
+    StepCost,
+    StepSums,
+    prompt_seconds,
+)
 
 
 def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.scaling import default_policy
-from multiworld.serve.scaling.burst_reserve import (
+from multiworld.serve.controller.scaling import default_policy
+from multiworld.serve.controller.scaling.burst_reserve import (
     EVERY_SIZE_UP_TO,
     BurstRecord,
     BurstReserve,

@@ -27,9 +27,9 @@ from multiworld.serve.controller.fleet.state import (
     DesiredState,
     ProcessPhase,
 )
-from multiworld.serve.scaling import autoscaler as module
-from multiworld.serve.scaling.autoscaler import Autoscaler, largest_that_fits
-from multiworld.serve.scaling.snapshot import Decision, Snapshot
+from multiworld.serve.controller.scaling import autoscaler as module
+from multiworld.serve.controller.scaling.autoscaler import Autoscaler, largest_that_fits
+from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.transport.control_messages import GatewayReport, Reports
 from tests.unit.serve.edges import until

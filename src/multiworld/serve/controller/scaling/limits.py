@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiworld.serve.scaling.snapshot import (
+from multiworld.serve.controller.scaling.snapshot import (
     Decision,
     StageLimits,
     StageNow,

@@ -15,17 +15,20 @@ from msgspec import structs
 from multiworld.errors import SpecError
 from multiworld.serve.controller.fleet.desired_state import with_new_versions_started
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
-from multiworld.serve.models.factory import check_policies
-from multiworld.serve.scaling import default_policy, queue_model, reference_policies
-from multiworld.serve.scaling.demand import demand_of, envelope
-from multiworld.serve.scaling.limits import within
-from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
-from multiworld.serve.scaling.scaling_plans import (
+from multiworld.serve.controller.scaling import (
+    default_policy,
+    queue_model,
+    reference_policies,
+)
+from multiworld.serve.controller.scaling.demand import demand_of, envelope
+from multiworld.serve.controller.scaling.limits import within
+from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
+from multiworld.serve.controller.scaling.scaling_plans import (
     StageCost,
     plan_for,
     plans_of,
 )
-from multiworld.serve.scaling.snapshot import (
+from multiworld.serve.controller.scaling.snapshot import (
     Decision,
     Sample,
     Snapshot,
@@ -33,8 +36,16 @@ from multiworld.serve.scaling.snapshot import (
     StageNow,
     StageSeen,
 )
-from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
-from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
+from multiworld.serve.controller.scaling.snapshot_json import (
+    snapshot_from_json,
+    snapshot_to_json,
+)
+from multiworld.serve.controller.scaling.stabilization import (
+    PendingChange,
+    remember,
+    stabilized,
+)
+from multiworld.serve.models.factory import check_policies
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import (
     GatewayReport,
