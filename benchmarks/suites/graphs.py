@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks.members import Options, Step
-from multiworld.serve.generation.compute.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.compute.stage_engine import Chores, StageEngine
-from multiworld.serve.generation.compute.step_graphs import (
+from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
+from multiworld.serve.engine.compute.stage_engine import Chores, StageEngine
+from multiworld.serve.engine.compute.step_graphs import (
     Record,
     StepGraphs,
     recorder,
 )
-from multiworld.serve.generation.compute.transfers import Transfers
+from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import Options, Step
-from multiworld.serve.generation.compute.compiled_layers import compile_layers
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.compiled_layers import compile_layers
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.models import smollm2

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import Options, Step
-from multiworld.serve.generation.compute.sampler import TokenHistory, sample
+from multiworld.serve.engine.compute.sampler import TokenHistory, sample
 from multiworld.serve.transport.generation_messages import Sampling
 
 READING = "reading"

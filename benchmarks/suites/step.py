@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.members import Options, Step
-from multiworld.serve.generation.compute.batch_invariant_attention import (
+from multiworld.serve.engine.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.compute.batch_invariant_layers import (
+from multiworld.serve.engine.compute.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
-from multiworld.serve.generation.compute.compiled_attention import (
+from multiworld.serve.engine.compute.compiled_attention import (
     compiled,
     fastest,
 )
-from multiworld.serve.generation.compute.compiled_layers import compile_layers
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
-from multiworld.serve.generation.compute.sampler import TokenHistory, sample
+from multiworld.serve.engine.compute.compiled_layers import compile_layers
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.sampler import TokenHistory, sample
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears

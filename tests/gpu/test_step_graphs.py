@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multiworld.serve.generation.compute.kv_cache import Rows
-from multiworld.serve.generation.compute.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.compute.step_graphs import StepGraphs, recorder
-from multiworld.serve.generation.compute.transfers import Transfers
+from multiworld.serve.engine.compute.kv_cache import Rows
+from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
+from multiworld.serve.engine.compute.step_graphs import StepGraphs, recorder
+from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import VOCABULARY, save_decoder

@@ -14,7 +14,7 @@ from benchmarks import members
 from benchmarks.members import Options
 from benchmarks.runner import SUITES
 from benchmarks.suites import graphs, nccl
-from multiworld.serve.generation.compute.transfers import HOST
+from multiworld.serve.engine.compute.transfers import HOST
 
 pytestmark = pytest.mark.timeout(200)
 

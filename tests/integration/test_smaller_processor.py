@@ -23,8 +23,8 @@ FILES = (
     "tests/unit/serve/models/test_packed_linear.py",
     "tests/unit/serve/models/test_integer_linear.py",
     "tests/unit/serve/generation/compute/test_batch_invariance.py",
-    "tests/unit/serve/generation/compute/test_compiled_attention.py",
-    "tests/unit/serve/generation/compute/test_compiled_layers.py",
+    "tests/unit/serve/engine/compute/test_compiled_attention.py",
+    "tests/unit/serve/engine/compute/test_compiled_layers.py",
     "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/controller/test_dtypes.py",
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
 
 class PlainAttention:

@@ -160,7 +160,7 @@ def _devices() -> Finding:
 def _bfloat16() -> Finding:
     try:
         from multiworld.serve.controller.dtypes import SLOW
-        from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
+        from multiworld.serve.engine.compute.matmul_speed import bfloat16_cost
     except ImportError:
         return Finding("bfloat16", "ok", "not measured: serving is not installed")
     cost = bfloat16_cost()
@@ -177,7 +177,7 @@ def _bfloat16() -> Finding:
 def _compiled() -> Finding:
     """Return whether code for generating text on CPUs is compiled here."""
     try:
-        from multiworld.serve.generation.compute.layer_code import can_run
+        from multiworld.serve.engine.compute.layer_code import can_run
         from multiworld.serve.models.integer_products import best
     except ImportError:
         return Finding("compiled code", "ok", "not tried: serving is not installed")

@@ -15,7 +15,7 @@ from rich.table import Table
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
 from multiworld.serve.controller.dtypes import resolved_here
 from multiworld.serve.controller.service import measured_machine_of
-from multiworld.serve.generation.compute.stage_meter import TextMeter
+from multiworld.serve.engine.compute.stage_meter import TextMeter
 from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.meter import BatchMeter, Meter, measured_stages

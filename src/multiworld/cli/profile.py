@@ -20,7 +20,7 @@ from multiworld.cli.options import (
     print_table,
 )
 from multiworld.cli.partition import chosen_model, meter_of
-from multiworld.serve.generation.compute.stage_meter import TextMeter
+from multiworld.serve.engine.compute.stage_meter import TextMeter
 from multiworld.serve.models.factory import build_model, modules_of
 from multiworld.serve.models.meter import Meter
 from multiworld.serve.models.profiler import profile_model

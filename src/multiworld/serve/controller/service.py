@@ -43,8 +43,8 @@ from multiworld.serve.controller.store_process import (
     start_store,
     store_answers,
 )
+from multiworld.serve.engine.compute.matmul_speed import bfloat16_cost
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node

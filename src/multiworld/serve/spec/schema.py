@@ -235,7 +235,7 @@ class GenerationSpec(_Strict):
     attention: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:Class` (or function) that makes the attention of a step from the
     cache and the rows of the step, in place of torch's. Not with `deterministic`. See
-    multiworld.serve.generation.compute.kv_cache.Attention."""
+    multiworld.serve.engine.compute.kv_cache.Attention."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.compute.stage_engine import StageEngine
+from multiworld.serve.engine.compute.stage_engine import StageEngine
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Streams

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.engine.compute.sampler import TokenHistory, sample
 from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.generation import grammar_trial_process
-from multiworld.serve.generation.compute.sampler import TokenHistory, sample
 from multiworld.serve.generation.grammar import (
     MAX_CHARACTERS,
     Matcher,

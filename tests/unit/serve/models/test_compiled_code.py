@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import multiworld
-from multiworld.serve.generation.compute.layer_code import SOURCE as LAYERS
-from multiworld.serve.generation.compute.layer_code import can_run
+from multiworld.serve.engine.compute.layer_code import SOURCE as LAYERS
+from multiworld.serve.engine.compute.layer_code import can_run
 from multiworld.serve.models import compiled_code
 from multiworld.serve.models import integer_linear as integers
 from multiworld.serve.models.integer_products import SOURCE, CompiledProducts

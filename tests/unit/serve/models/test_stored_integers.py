@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder, decoder_stage
 from multiworld.serve.models.integer_linear import quantized
 from multiworld.serve.models.partition import Span

@@ -30,7 +30,7 @@ from multiworld.errors import (
     ServeError,
     SpecError,
 )
-from multiworld.serve.generation.compute import sampler
+from multiworld.serve.engine.compute import sampler
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_args import (
     check_adapter,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.compute.sampler import (
+    from multiworld.serve.engine.compute.sampler import (
         GREEDY_BELOW,
         TokenHistory,
         sample,
@@ -39,7 +39,7 @@ else:
     try:  # in vLLM's processes; the service copies this file, and tests import it
         from multiworld_sampler import GREEDY_BELOW, TokenHistory, sample
     except ImportError:
-        from multiworld.serve.generation.compute.sampler import (
+        from multiworld.serve.engine.compute.sampler import (
             GREEDY_BELOW,
             TokenHistory,
             sample,

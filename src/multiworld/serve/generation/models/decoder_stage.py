@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.compute.kv_cache import Attention
+from multiworld.serve.engine.compute.kv_cache import Attention
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import transformer_stage
 from multiworld.serve.models.anatomy import anatomy_of

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.layer_code import can_run
-from multiworld.serve.generation.compute.prefix_cache import Block, BlockSpan
-from multiworld.serve.generation.compute.stage_engine import (
+from multiworld.serve.engine.compute.layer_code import can_run
+from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.engine.compute.stage_engine import (
     Chores,
     Computed,
     StageEngine,
     engine_of,
 )
-from multiworld.serve.generation.compute.transfers import Transfers
+from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.generation.compute.kv_cache import MissingTokensError
-from multiworld.serve.generation.compute.stage_engine import Computed
+from multiworld.serve.engine.compute.kv_cache import MissingTokensError
+from multiworld.serve.engine.compute.stage_engine import Computed
 from multiworld.serve.generation.replica import actions as act
 from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.activation_log import ActivationLog

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.prefix_cache import (
+from multiworld.serve.engine.compute.prefix_cache import (
     Block,
     BlockSpan,
     PrefixCache,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.stage_engine import Computed
+from multiworld.serve.engine.compute.stage_engine import Computed
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.transport.generation_messages import (
     Step,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.generation.compute.batch_invariant_attention import (
+from multiworld.serve.engine.compute.batch_invariant_attention import (
     KEYS,
     PIECE,
     InvariantAttention,
@@ -25,7 +25,7 @@ from multiworld.serve.generation.compute.batch_invariant_attention import (
     largest_step,
     padded,
 )
-from multiworld.serve.generation.compute.batch_invariant_layers import (
+from multiworld.serve.engine.compute.batch_invariant_layers import (
     GRAIN,
     REFERENCE,
     VECTORS,
@@ -38,12 +38,12 @@ from multiworld.serve.generation.compute.batch_invariant_layers import (
     make_routers_invariant,
     whole_slices,
 )
-from multiworld.serve.generation.compute.compiled_attention import (
+from multiworld.serve.engine.compute.compiled_attention import (
     AttentionOf,
     compiled,
 )
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
-from multiworld.serve.generation.compute.layer_trial import check_layers
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.layer_trial import check_layers
 from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.generation.scheduling.scheduler import Scheduler

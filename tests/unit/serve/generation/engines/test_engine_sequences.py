@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.core.loss_ledger import PROOF_TOKENS
-from multiworld.serve.generation.compute.sampler import finish_of
+from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.generation.engines.engine_sequences import (
     MAX_FAILURES,
     OWN_FAILURES,

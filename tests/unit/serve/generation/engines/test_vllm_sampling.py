@@ -28,7 +28,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.compute.sampler import Choice, TokenHistory, sample
+from multiworld.serve.engine.compute.sampler import Choice, TokenHistory, sample
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.grammar import grammar_of_regex
 from multiworld.serve.transport.generation_messages import Sampling

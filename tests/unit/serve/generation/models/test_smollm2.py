@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.partition import Span

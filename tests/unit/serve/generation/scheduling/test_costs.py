@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from multiworld.serve.generation.compute import prefix_cache
-from multiworld.serve.generation.compute.prefix_cache import Block, PrefixCache
+from multiworld.serve.engine.compute import prefix_cache
+from multiworld.serve.engine.compute.prefix_cache import Block, PrefixCache
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.engines.engine_sequences import EngineSequences
 from multiworld.serve.generation.engines.whole_engine import EngineSettings

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.compute.batch_invariant_layers import OUTPUTS, cover
-from multiworld.serve.generation.compute.hardware_fingerprint import known
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute.batch_invariant_layers import OUTPUTS, cover
+from multiworld.serve.engine.compute.hardware_fingerprint import known
+from multiworld.serve.engine.compute.kv_cache import (
     Batch,
     KvCache,
     Rows,
     additive_mask,
 )
-from multiworld.serve.generation.compute.kv_memory import SLOTS
+from multiworld.serve.engine.compute.kv_memory import SLOTS
 
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from multiworld.serve.generation.compute.layer_code import (
+from multiworld.serve.engine.compute.layer_code import (
     DTYPES,
     LANES,
     can_run,

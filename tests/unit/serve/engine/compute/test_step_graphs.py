@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute import step_graphs
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute import step_graphs
+from multiworld.serve.engine.compute.kv_cache import (
     KvCache,
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.generation.compute.paged_kv_cache import (
+from multiworld.serve.engine.compute.paged_kv_cache import (
     SCRATCH,
     ZERO,
     PagedKvCache,
 )
-from multiworld.serve.generation.compute.stage_engine import StageEngine
-from multiworld.serve.generation.compute.step_graphs import Record, StepGraphs
+from multiworld.serve.engine.compute.stage_engine import StageEngine
+from multiworld.serve.engine.compute.step_graphs import Record, StepGraphs
 from multiworld.serve.generation.models import decoder
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.generation_messages import StepPart

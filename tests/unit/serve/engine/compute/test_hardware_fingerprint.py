@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.generation.compute.hardware_fingerprint import (
+from multiworld.serve.engine.compute.hardware_fingerprint import (
     fingerprint,
     known,
     processor,

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.compute import compiled_layers
-from multiworld.serve.generation.compute.batch_invariant_attention import (
+from multiworld.serve.engine.compute import compiled_layers
+from multiworld.serve.engine.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.compute.batch_invariant_layers import (
+from multiworld.serve.engine.compute.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
-from multiworld.serve.generation.compute.compiled_attention import compiled
-from multiworld.serve.generation.compute.compiled_layers import (
+from multiworld.serve.engine.compute.compiled_attention import compiled
+from multiworld.serve.engine.compute.compiled_layers import (
     CompiledLayer,
     compile_layers,
 )
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows, StepAttention
-from multiworld.serve.generation.compute.layer_code import DTYPES, can_run, library
-from multiworld.serve.generation.compute.stage_engine import engine_of
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows, StepAttention
+from multiworld.serve.engine.compute.layer_code import DTYPES, can_run, library
+from multiworld.serve.engine.compute.stage_engine import engine_of
 from multiworld.serve.generation.models import decoder, decoder_stage
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute.kv_cache import (
     Attention,
     KvCache,
     Rows,
     StepAttention,
 )
-from multiworld.serve.generation.compute.layer_code import (
+from multiworld.serve.engine.compute.layer_code import (
     DTYPES,
     LANES,
     Form,

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from multiworld.serve.generation.compute.hardware_fingerprint import known
+from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
 SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs

@@ -12,36 +12,36 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.compute.batch_invariant_attention import (
+from multiworld.serve.engine.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.compute.batch_invariant_layers import (
+from multiworld.serve.engine.compute.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
     make_routers_invariant,
 )
-from multiworld.serve.generation.compute.compiled_attention import (
+from multiworld.serve.engine.compute.compiled_attention import (
     compiled,
     fastest,
 )
-from multiworld.serve.generation.compute.compiled_layers import compile_layers
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute.compiled_layers import compile_layers
+from multiworld.serve.engine.compute.kv_cache import (
     KvCache,
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.generation.compute.layer_trial import check_layers
-from multiworld.serve.generation.compute.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.compute.prefix_cache import Block, BlockSpan
-from multiworld.serve.generation.compute.sampler import (
+from multiworld.serve.engine.compute.layer_trial import check_layers
+from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
+from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.engine.compute.sampler import (
     Choice,
     TokenHistory,
     finish_of,
     sample,
 )
-from multiworld.serve.generation.compute.step_graphs import StepGraphs, recorder
-from multiworld.serve.generation.compute.transfers import HOST, Transfers
+from multiworld.serve.engine.compute.step_graphs import StepGraphs, recorder
+from multiworld.serve.engine.compute.transfers import HOST, Transfers
 from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.packed_linear import pack_linears, unmap

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.serve.generation.compute.kv_cache import MissingTokensError
-from multiworld.serve.generation.compute.stage_engine import Chores, StageEngine
+from multiworld.serve.engine.compute.kv_cache import MissingTokensError
+from multiworld.serve.engine.compute.stage_engine import Chores, StageEngine
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
     Sampling,

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.compute import sampler
-from multiworld.serve.generation.compute.sampler import (
+from multiworld.serve.engine.compute import sampler
+from multiworld.serve.engine.compute.sampler import (
     BLOCK,
     WORDS,
     Choice,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from multiworld.serve.generation.compute.hardware_fingerprint import known
+from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
 # Tried numbers; fewer than 4 use kernels of their own.

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.compiled_attention import (
+from multiworld.serve.engine.compute.compiled_attention import (
     CompiledAttention,
     compiled,
     fastest,
 )
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute.kv_cache import (
     KvCache,
     Layers,
     Rows,
     StepAttention,
 )
-from multiworld.serve.generation.compute.layer_code import DIGEST, can_run, digest
+from multiworld.serve.engine.compute.layer_code import DIGEST, can_run, digest
 
 pytestmark = pytest.mark.skipif(not can_run(), reason="not compiled here")
 

@@ -17,19 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from multiworld.serve.generation.compute import paged_kv_cache
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute import paged_kv_cache
+from multiworld.serve.engine.compute.kv_cache import (
     KvCache,
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.generation.compute.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.compute.stage_engine import (
+from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
+from multiworld.serve.engine.compute.stage_engine import (
     Chores,
     StageEngine,
     engine_of,
 )
-from multiworld.serve.generation.compute.transfers import HOST, Transfers
+from multiworld.serve.engine.compute.transfers import HOST, Transfers
 from multiworld.serve.generation.models import decoder
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.generation_messages import (

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.generation.compute.stage_engine import (
+from multiworld.serve.engine.compute.stage_engine import (
     Chores,
     Computed,
     StageEngine,
     engine_of,
 )
-from multiworld.serve.generation.compute.transfers import Transfers
+from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.models.meter import Measured, parameter_bytes, timed
 from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport.generation_messages import (

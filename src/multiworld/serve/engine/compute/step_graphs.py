@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.compute.kv_cache import Rows
-from multiworld.serve.generation.compute.paged_kv_cache import (
+from multiworld.serve.engine.compute.kv_cache import Rows
+from multiworld.serve.engine.compute.paged_kv_cache import (
     SCRATCH,
     ZERO,
     PagedKvCache,

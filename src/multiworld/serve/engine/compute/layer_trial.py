@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
 Part = tuple[int, int]  # a sequence, 0 or 1, and a number of its next rows
 

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multiworld.serve.generation.compute.batch_invariant_attention import (
+from multiworld.serve.engine.compute.batch_invariant_attention import (
     InvariantAttention,
 )
-from multiworld.serve.generation.compute.compiled_attention import (
+from multiworld.serve.engine.compute.compiled_attention import (
     AttentionOf,
     compiled,
 )
-from multiworld.serve.generation.compute.kv_cache import KvCache, Rows, StepAttention
-from multiworld.serve.generation.compute.kv_memory import (
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows, StepAttention
+from multiworld.serve.engine.compute.kv_memory import (
     SHARED_TOKENS,
     SLOTS,
     KvMemory,
     Pair,
 )
-from multiworld.serve.generation.compute.layer_code import can_run
+from multiworld.serve.engine.compute.layer_code import can_run
 from multiworld.serve.generation.engine_limits import GROWTH
 from tests.memory import objects_in
 

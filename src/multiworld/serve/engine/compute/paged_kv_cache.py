@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.compute.kv_cache import (
+from multiworld.serve.engine.compute.kv_cache import (
     Attention,
     Layers,
     MissingTokensError,
@@ -28,7 +28,7 @@ from multiworld.serve.generation.compute.kv_cache import (
     of_rows,
     of_single_rows,
 )
-from multiworld.serve.generation.compute.transfers import HOST, Transfers
+from multiworld.serve.engine.compute.transfers import HOST, Transfers
 
 logger = logging.getLogger("multiworld.serve")
 

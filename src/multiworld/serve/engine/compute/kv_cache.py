@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.compute.kv_memory import SLOTS, KvMemory, Run
+from multiworld.serve.engine.compute.kv_memory import SLOTS, KvMemory, Run
 
 # Keys and values by layer, [key heads, tokens, size] each, on the host.
 Layers = dict[int, tuple[Tensor, Tensor]]

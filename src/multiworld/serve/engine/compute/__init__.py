@@ -1,0 +1,1 @@
+"""A stage's forward pass: KV caches, attention, layers, sampling."""

@@ -1,1 +1,0 @@
-"""A stage's forward pass: KV cache, attention, layers, sampling."""
