@@ -15,17 +15,17 @@ import pytest
 import pytest_asyncio
 import torch
 
-from multiworld.serve.generation.engines import server_choice
-from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
-from multiworld.serve.generation.engines.engine_worker import (
+from multiworld.serve.engine.external import server_choice
+from multiworld.serve.engine.external.engine_process import EngineProcess, free_port
+from multiworld.serve.engine.external.engine_worker import (
     EXIT_LOST,
     EngineWorker,
     MakeEngine,
 )
-from multiworld.serve.generation.engines.llama_cpp import LlamaCppEngine
-from multiworld.serve.generation.engines.openai_servers import OpenAiEngine
-from multiworld.serve.generation.engines.vllm import VllmEngine
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.llama_cpp import LlamaCppEngine
+from multiworld.serve.engine.external.openai_servers import OpenAiEngine
+from multiworld.serve.engine.external.vllm import VllmEngine
+from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
     EngineToken,

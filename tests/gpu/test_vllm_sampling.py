@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multiworld.serve.transport.generation_messages import Sampling
-from tests.unit.serve.generation.engines.test_vllm_sampling import (
+from tests.unit.serve.engine.external.test_vllm_sampling import (
     SAMPLINGS,
     Asked,
     BatchUpdate,

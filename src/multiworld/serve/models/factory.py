@@ -20,7 +20,7 @@ HUGGINGFACE = "multiworld.serve.models.huggingface:model"  # of models given by 
 DECODER = "multiworld.serve.generation.models.decoder:model"  # if they generate text
 
 # Factory of models that a whole engine computes.
-ENGINE = "multiworld.serve.generation.engines.whole_model:model"
+ENGINE = "multiworld.serve.engine.external.whole_model:model"
 
 # Fields of a spec that an identity contains, besides files and code.
 SETTINGS = {

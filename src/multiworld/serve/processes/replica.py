@@ -19,8 +19,8 @@ from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.engine.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.engine.compute.layer_code import DIGEST, can_run
-from multiworld.serve.generation.engines.engine_worker import EngineWorker
-from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
+from multiworld.serve.engine.external.engine_worker import EngineWorker
+from multiworld.serve.engine.external.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker

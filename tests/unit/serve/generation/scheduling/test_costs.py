@@ -9,9 +9,9 @@ import pytest
 
 from multiworld.serve.engine.compute import prefix_cache
 from multiworld.serve.engine.compute.prefix_cache import Block, PrefixCache
+from multiworld.serve.engine.external.engine_sequences import EngineSequences
+from multiworld.serve.engine.external.whole_engine import EngineSettings
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.engines.engine_sequences import EngineSequences
-from multiworld.serve.generation.engines.whole_engine import EngineSettings
 from multiworld.serve.generation.replica.events import Received
 from multiworld.serve.generation.scheduling.sample_costs import costs_of
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence

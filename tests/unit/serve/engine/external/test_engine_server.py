@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from multiworld.serve.generation.engines.engine_server import EngineServer
-from multiworld.serve.generation.engines.whole_engine import RunFailedError
+from multiworld.serve.engine.external.engine_server import EngineServer
+from multiworld.serve.engine.external.whole_engine import RunFailedError
 
 
 class Elsewhere:

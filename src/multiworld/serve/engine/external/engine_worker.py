@@ -20,7 +20,7 @@ from functools import partial
 from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.sampler import finish_of
-from multiworld.serve.generation.engines import engine_sequences, whole_engine
+from multiworld.serve.engine.external import engine_sequences, whole_engine
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
     Disconnected,

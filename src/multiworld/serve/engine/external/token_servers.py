@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.generation.engines.engine_server import (
+from multiworld.serve.engine.external.engine_server import (
     Answer,
     EngineServer,
     answer_of,
 )
-from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
-from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
+from multiworld.serve.engine.external.pieces import Piece, is_greedy, size_of
+from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 

@@ -14,18 +14,18 @@ import pytest
 from pydantic import ValidationError
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.engine_args import (
+from multiworld.serve.engine.external.engine_args import (
     flags_of,
     gpu_environment,
     refuse_reserved,
 )
-from multiworld.serve.generation.engines.vllm import (
+from multiworld.serve.engine.external.vllm import (
     VllmEngine,
     has_argument,
     lora_arguments,
     memory_arguments,
 )
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
     Run,
@@ -234,7 +234,7 @@ def test_replicas_of_vllm_on_cpus_leave_memory_to_others(
         ("vllm", {"a": "{tmp}/huge"}, "a rank of 4096"),
         ("llama.cpp", {"a": "/nowhere.gguf"}, "no file /nowhere.gguf"),
         (
-            "tests.unit.serve.generation.engines.test_engine_args:Plain",
+            "tests.unit.serve.engine.external.test_engine_args:Plain",
             {"a": "b"},
             "no",
         ),
@@ -310,7 +310,7 @@ METHODS = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill
 )
 def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> None:
     """When the spec is read, and not by replicas that die one after the other."""
-    engine = f"tests.unit.serve.generation.engines.test_engine_args:{make}"
+    engine = f"tests.unit.serve.engine.external.test_engine_args:{make}"
     spec = ModelSpec.model_validate({"path": folder, "engine": engine})
     with pytest.raises(SpecError, match=text):
         build_model(spec)
@@ -318,7 +318,7 @@ def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> N
 
 def test_module_of_an_adapter_is_imported_once_for_all_replicas(folder: str) -> None:
     """So that code which changes meanwhile changes no stream."""
-    engine = "tests.unit.serve.generation.engines.test_engine_args:Plain"
+    engine = "tests.unit.serve.engine.external.test_engine_args:Plain"
     spec = ModelSpec.model_validate({"path": folder, "engine": engine})
     assert engine.partition(":")[0] in modules_of(spec, build_model(spec))
 

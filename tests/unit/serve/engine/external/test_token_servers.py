@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.engines.pieces import next_piece
-from multiworld.serve.generation.engines.token_server_engine import Slots
-from multiworld.serve.generation.engines.token_servers import (
+from multiworld.serve.engine.external.pieces import next_piece
+from multiworld.serve.engine.external.token_server_engine import Slots
+from multiworld.serve.engine.external.token_servers import (
     MAX_BIASES,
     Completions,
     CompletionsOfText,
 )
-from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
+from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 from tests.tiny_decoder import save_tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.generation.engines.whole_engine import EngineSettings, Run
+from multiworld.serve.engine.external.whole_engine import EngineSettings, Run
 
 # Arguments of all servers that would put them elsewhere, or give them other names.
 ELSEWHERE = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.core.loss_ledger import PROOF_TOKENS
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,

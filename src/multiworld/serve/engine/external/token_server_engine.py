@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.engines.engine_args import check_adapter
-from multiworld.serve.generation.engines.engine_sequences import WARM_UP
-from multiworld.serve.generation.engines.engine_server import EngineServer
-from multiworld.serve.generation.engines.pieces import Piece, next_piece
-from multiworld.serve.generation.engines.token_servers import Dialect
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.engine_args import check_adapter
+from multiworld.serve.engine.external.engine_sequences import WARM_UP
+from multiworld.serve.engine.external.engine_server import EngineServer
+from multiworld.serve.engine.external.pieces import Piece, next_piece
+from multiworld.serve.engine.external.token_servers import Dialect
+from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
     EngineToken,

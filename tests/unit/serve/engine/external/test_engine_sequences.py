@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.engine.compute.sampler import finish_of
-from multiworld.serve.generation.engines.engine_sequences import (
+from multiworld.serve.engine.external.engine_sequences import (
     MAX_FAILURES,
     OWN_FAILURES,
     Abort,
@@ -26,7 +26,7 @@ from multiworld.serve.generation.engines.engine_sequences import (
     RunEnded,
     RunOver,
 )
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.engine_server import MAX_LINE, EngineServer
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.engine_server import MAX_LINE, EngineServer
+from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
 )

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import InvalidRequestError, ServeError
-from multiworld.serve.generation.engines import token_servers
-from multiworld.serve.generation.engines.engine_server import (
+from multiworld.serve.engine.external import token_servers
+from multiworld.serve.engine.external.engine_server import (
     EngineServer,
     RefusedError,
 )
-from multiworld.serve.generation.engines.server_choice import ServerChoice
-from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.server_choice import ServerChoice
+from multiworld.serve.engine.external.token_server_engine import TokenServerEngine
+from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
 )

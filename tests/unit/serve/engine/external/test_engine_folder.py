@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.generation.engines.engine_folder import PREFIX, EngineFolder
+from multiworld.serve.engine.external.engine_folder import PREFIX, EngineFolder
 
 KILLED = """
 import os, signal
-from multiworld.serve.generation.engines.engine_folder import EngineFolder
+from multiworld.serve.engine.external.engine_folder import EngineFolder
 print(EngineFolder().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

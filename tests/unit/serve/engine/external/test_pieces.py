@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.engines.pieces import Piece, next_piece, seed_of
+from multiworld.serve.engine.external.pieces import Piece, next_piece, seed_of
 from multiworld.serve.transport.generation_messages import Sampling
 
 PROMPT = [7, 8, 9]

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from multiworld.serve.generation.engines.host_locks import host_lock
+from multiworld.serve.engine.external.host_locks import host_lock
 
 logger = logging.getLogger("multiworld.serve")
 

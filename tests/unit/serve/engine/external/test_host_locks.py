@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.generation.engines import host_locks
-from multiworld.serve.generation.engines.host_locks import all_locked, host_lock
+from multiworld.serve.engine.external import host_locks
+from multiworld.serve.engine.external.host_locks import all_locked, host_lock
 
 
 @pytest.fixture(autouse=True)

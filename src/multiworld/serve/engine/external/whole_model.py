@@ -12,11 +12,11 @@ from pathlib import Path
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
+from multiworld.serve.engine.external import engine_encoder
+from multiworld.serve.engine.external.engine_encoder import EngineEncoder
+from multiworld.serve.engine.external.llama_cpp import weights_of
+from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeEngine
 from multiworld.serve.generation import tokenizer_files
-from multiworld.serve.generation.engines import engine_encoder
-from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
-from multiworld.serve.generation.engines.llama_cpp import weights_of
-from multiworld.serve.generation.engines.whole_engine import EngineSettings, WholeEngine
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines import xllamacpp_server
-from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
-from multiworld.serve.generation.engines.engine_server import EngineServer
-from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
-from multiworld.serve.generation.engines.token_servers import LlamaCpp
-from multiworld.serve.generation.engines.whole_engine import EngineSettings
+from multiworld.serve.engine.external import xllamacpp_server
+from multiworld.serve.engine.external.engine_args import flags_of, refuse_reserved
+from multiworld.serve.engine.external.engine_server import EngineServer
+from multiworld.serve.engine.external.token_server_engine import TokenServerEngine
+from multiworld.serve.engine.external.token_servers import LlamaCpp
+from multiworld.serve.engine.external.whole_engine import EngineSettings
 
 # Arguments that the service sets itself, with the field of the spec to use.
 RESERVED = {

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from multiworld.serve.generation.engines.engine_worker import (
+from multiworld.serve.engine.external.engine_worker import (
     BUSY_S,
     LOOK_S,
     EngineWorker,
 )
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineSettings,
     EngineToken,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.generation.engines.engine_process import EngineProcess
-from multiworld.serve.generation.engines.held_cores import HeldCores
+from multiworld.serve.engine.external.engine_process import EngineProcess
+from multiworld.serve.engine.external.held_cores import HeldCores
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.generation.engines.vllm import (
+from multiworld.serve.engine.external.vllm import (
     VllmEngine,
     failure_of,
     tokens_of,
 )
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineSettings,
     EngineToken,

@@ -31,19 +31,19 @@ from multiworld.errors import (
     SpecError,
 )
 from multiworld.serve.engine.compute import sampler
-from multiworld.serve.generation.engines import vllm_sampling
-from multiworld.serve.generation.engines.engine_args import (
+from multiworld.serve.engine.external import vllm_sampling
+from multiworld.serve.engine.external.engine_args import (
     check_adapter,
     flags_of,
     refuse_reserved,
 )
-from multiworld.serve.generation.engines.engine_folder import EngineFolder
-from multiworld.serve.generation.engines.engine_server import (
+from multiworld.serve.engine.external.engine_folder import EngineFolder
+from multiworld.serve.engine.external.engine_server import (
     Answer,
     EngineServer,
     answer_of,
 )
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.generation.engines.engine_args import flags_of
-from multiworld.serve.generation.engines.xllamacpp_server import parameters_of
+from multiworld.serve.engine.external.engine_args import flags_of
+from multiworld.serve.engine.external.xllamacpp_server import parameters_of
 
 
 def made(**args: Any) -> Any:

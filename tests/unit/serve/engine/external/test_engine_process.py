@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.generation.engines import engine_process
-from multiworld.serve.generation.engines.engine_process import (
+from multiworld.serve.engine.external import engine_process
+from multiworld.serve.engine.external.engine_process import (
     BURST,
     LAST_LINES,
     LINE_BYTES,
@@ -38,7 +38,7 @@ STUBBORN = "trap '' TERM; " + FAMILY + "; sleep 60"
 
 HOLDER = """
 import sys, time
-from multiworld.serve.generation.engines.engine_process import EngineProcess
+from multiworld.serve.engine.external.engine_process import EngineProcess
 EngineProcess(["sh", "-c", sys.argv[1]], {})
 time.sleep(60)
 """

@@ -11,10 +11,10 @@ import aiohttp
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.engines.engine_args import gpu_environment
-from multiworld.serve.generation.engines.engine_process import EngineProcess, HeldPort
-from multiworld.serve.generation.engines.host_locks import all_locked
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.engine_args import gpu_environment
+from multiworld.serve.engine.external.engine_process import EngineProcess, HeldPort
+from multiworld.serve.engine.external.host_locks import all_locked
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from multiworld.serve.generation.engines.held_cores import HeldCores
+from multiworld.serve.engine.external.held_cores import HeldCores
 from multiworld.serve.replica import leash
 from multiworld.serve.resources.usage import family_of
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.generation.engines import llama_cpp, vllm
-from multiworld.serve.generation.engines.engine_args import refuse_reserved
-from multiworld.serve.generation.engines.engine_server import (
+from multiworld.serve.engine.external import llama_cpp, vllm
+from multiworld.serve.engine.external.engine_args import refuse_reserved
+from multiworld.serve.engine.external.engine_server import (
     Answer,
     EngineServer,
     answer_of,
 )
-from multiworld.serve.generation.engines.engine_worker import EXIT_LOST
-from multiworld.serve.generation.engines.server_choice import ServerChoice
-from multiworld.serve.generation.engines.whole_engine import (
+from multiworld.serve.engine.external.engine_worker import EXIT_LOST
+from multiworld.serve.engine.external.server_choice import ServerChoice
+from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,

@@ -1,1 +1,0 @@
-"""External engines as replicas: one process computes the whole model."""
