@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.members import Options, Step
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears

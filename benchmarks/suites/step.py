@@ -34,7 +34,7 @@ from multiworld.serve.engine.compute.compiled_attention import (
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
-from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span

@@ -31,8 +31,8 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineToken,
     Run,
 )
+from multiworld.serve.engine.models import decoder
 from multiworld.serve.generation.limits import limits_of
-from multiworld.serve.generation.models import decoder
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings

@@ -25,7 +25,7 @@ FILES = (
     "tests/unit/serve/generation/compute/test_batch_invariance.py",
     "tests/unit/serve/engine/compute/test_compiled_attention.py",
     "tests/unit/serve/engine/compute/test_compiled_layers.py",
-    "tests/unit/serve/generation/models/test_decoder.py",
+    "tests/unit/serve/engine/models/test_decoder.py",
     "tests/unit/serve/controller/test_dtypes.py",
 )
 SELECTED = (

@@ -14,7 +14,7 @@ import torch
 from multiworld.demo.chats.chats import Chat
 from multiworld.serve.engine.compute.kv_cache import Rows
 from multiworld.serve.engine.compute.stage_engine import engine_of
-from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation
 

@@ -17,7 +17,7 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"  # of models given by ``path``
-DECODER = "multiworld.serve.generation.models.decoder:model"  # if they generate text
+DECODER = "multiworld.serve.engine.models.decoder:model"  # if they generate text
 
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.engine.external.whole_model:model"

@@ -156,7 +156,7 @@ class Generation:
     """Properties of a model that generates text.
 
     Its stages are loaded as functions ``(rows, positions, attention, wanted)``; see
-    ``multiworld.serve.generation.models.decoder_stage.DecoderStage.forward``.
+    ``multiworld.serve.engine.models.decoder_stage.DecoderStage.forward``.
 
     Attributes:
         tokenizer: Loads the tokenizer, which runs in the gateway.

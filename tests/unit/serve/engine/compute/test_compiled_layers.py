@@ -30,7 +30,7 @@ from multiworld.serve.engine.compute.compiled_layers import (
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.engine.compute.layer_code import DTYPES, can_run, library
 from multiworld.serve.engine.compute.stage_engine import engine_of
-from multiworld.serve.generation.models import decoder, decoder_stage
+from multiworld.serve.engine.models import decoder, decoder_stage
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import StageContext

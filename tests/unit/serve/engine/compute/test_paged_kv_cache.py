@@ -30,7 +30,7 @@ from multiworld.serve.engine.compute.stage_engine import (
     engine_of,
 )
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
-from multiworld.serve.generation.models import decoder
+from multiworld.serve.engine.models import decoder
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.generation_messages import (
     Sampling,

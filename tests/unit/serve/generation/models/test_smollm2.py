@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import greedy

@@ -6,7 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 
-from multiworld.serve.generation.models.folder_facts import tokenizer
+from multiworld.serve.engine.models.folder_facts import tokenizer
 from tests.tiny_decoder import save_tokenizer
 
 

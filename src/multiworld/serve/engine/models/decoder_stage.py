@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.compute.kv_cache import Attention
-from multiworld.serve.generation.models import folder_facts
+from multiworld.serve.engine.models import folder_facts
 from multiworld.serve.models import transformer_stage
 from multiworld.serve.models.anatomy import anatomy_of
 from multiworld.serve.models.partition import Span

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.engine.models import folder_facts
 from multiworld.serve.generation import tokenizer_files
-from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.models.partition import Span
@@ -71,7 +71,7 @@ def model(
         ],
         preload=[
             *huggingface.preloaded_modules(str(config.get("model_type", ""))),
-            "multiworld.serve.generation.models.decoder_stage",
+            "multiworld.serve.engine.models.decoder_stage",
         ],
         parts=functools.partial(
             model,
@@ -137,7 +137,7 @@ def _load(
     kv_numbers: int,
     context: StageContext,
 ) -> Callable[..., Any]:
-    from multiworld.serve.generation.models import decoder_stage
+    from multiworld.serve.engine.models import decoder_stage
 
     device = context.device
     return decoder_stage.load(folder, span, dtype, device, quantization, kv_numbers)

@@ -11,7 +11,7 @@ import torch
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.generation.models import decoder, decoder_stage, folder_facts
+from multiworld.serve.engine.models import decoder, decoder_stage, folder_facts
 from multiworld.serve.models import huggingface
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.integer_linear import IntegerLinear

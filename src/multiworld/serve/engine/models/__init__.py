@@ -1,0 +1,1 @@
+"""Architectures, weights, and how models are cut into stages."""

@@ -1,1 +1,0 @@
-"""Decoders that generate text, cut between layers."""
