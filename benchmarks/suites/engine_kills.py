@@ -36,7 +36,7 @@ from benchmarks.serving.others import VLLM
 from benchmarks.suites.kills import BACK_S, SETTLED_S, victim_of, wait_whole, worker_of
 from multiworld.serve.controller.answers import Scaled
 from multiworld.serve.controller.client import Service
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 
 PLAIN, PROXY = "vLLM", "vLLM, naive proxy"
 BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"

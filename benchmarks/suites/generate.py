@@ -29,7 +29,7 @@ from benchmarks.serving import others
 from benchmarks.serving.others import LLAMACPP, VLLM
 from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 
 ONE, THREE = "one stage", "three stages"
 INT8 = ", int8"

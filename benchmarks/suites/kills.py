@@ -34,7 +34,7 @@ from benchmarks.serving import others, services
 from benchmarks.serving.others import VLLM
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 
 OURS = "multiworld"
 ALONE, STREAMS = 1, 8

@@ -20,11 +20,10 @@ from torch import Tensor
 from benchmarks.members import Options, Step
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.engine.models import decoder_stage
+from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.generation.tokenizer import Tokenizer
-from multiworld.serve.models import smollm2
-from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.partition import Span
 
 FLOAT, INTEGER = "float32", "int8"
 """Names of the contenders."""

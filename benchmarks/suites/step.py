@@ -34,10 +34,9 @@ from multiworld.serve.engine.compute.compiled_attention import (
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
-from multiworld.serve.engine.models import decoder_stage
-from multiworld.serve.models import smollm2
-from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.transport.generation_messages import Sampling
 
 STREAMS, THREADS = (1, 4, 16), 2

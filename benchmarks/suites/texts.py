@@ -25,7 +25,7 @@ from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
 from multiworld.serve.controller.answers import TenantWithKey
 from multiworld.serve.controller.client import Service
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 
 DEFAULT, EQUAL = MODES = "default", "deterministic"
 """Names of the contenders."""

@@ -38,9 +38,9 @@ from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import TenantWithKey, Updated
 from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.engine.models import minilm
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
-from multiworld.serve.models import minilm
 from multiworld.serve.simulation.traces import generated
 
 NODES = 4

@@ -14,7 +14,7 @@ from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
 from multiworld.serve.engine.compute.step_graphs import StepGraphs, recorder
 from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import decoder_stage
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.partition import Span
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 pytestmark = [

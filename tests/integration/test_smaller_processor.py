@@ -20,8 +20,8 @@ PROCESSORS = {
     "SSE4.1": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
 FILES = (
-    "tests/unit/serve/models/test_packed_linear.py",
-    "tests/unit/serve/models/test_integer_linear.py",
+    "tests/unit/serve/engine/models/test_packed_linear.py",
+    "tests/unit/serve/engine/models/test_integer_linear.py",
     "tests/unit/serve/generation/compute/test_batch_invariance.py",
     "tests/unit/serve/engine/compute/test_compiled_attention.py",
     "tests/unit/serve/engine/compute/test_compiled_layers.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiworld.serve.controller.fleet.record import state_root
-from multiworld.serve.models.caches import cache_folder
+from multiworld.serve.engine.models.caches import cache_folder
 
 COMMAND = [sys.executable, "-m", "multiworld.cli.main"]
 

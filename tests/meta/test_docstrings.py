@@ -22,7 +22,7 @@ API = (
     "multiworld.world.manager",
     "multiworld.world.world",
     "multiworld.serve.spec.stage",
-    "multiworld.serve.models.modules",
+    "multiworld.serve.engine.models.modules",
     "multiworld.serve.controller.scaling.snapshot",
     "multiworld.testing.",
 )

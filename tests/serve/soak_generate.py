@@ -41,7 +41,7 @@ import yaml
 from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import Drained
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 from multiworld.serve.resources.usage import family_of
 from tests import fake_vllm
 from tests.serve.harness import Served, served

@@ -18,7 +18,7 @@ import yaml
 
 from multiworld.serve.controller.fleet.desired_state import desired_state_of
 from multiworld.serve.controller.launchers.base import began_at
-from multiworld.serve.models.factory import build_model
+from multiworld.serve.engine.models.factory import build_model
 from multiworld.serve.spec.loader import load_spec
 from tests.serve.harness import ROOT, WAIT_S, Served, served
 from tests.tiny_decoder import save_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.serve.harness import WAIT_S, Served, served
-from tests.unit.serve.models.test_transformer_stage import saved
+from tests.unit.serve.engine.models.test_transformer_stage import saved
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -115,7 +115,7 @@ def main() -> None:
     """Fork commands, on orders from standard input, until that is closed."""
     from multiworld.cli.main import cli
     from multiworld.serve.controller import service
-    from multiworld.serve.models import huggingface
+    from multiworld.serve.engine.models import huggingface
 
     for name in (*service.PRELOAD, *huggingface.preloaded_modules("llama")):
         __import__(name)

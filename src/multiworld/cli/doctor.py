@@ -178,7 +178,7 @@ def _compiled() -> Finding:
     """Return whether code for generating text on CPUs is compiled here."""
     try:
         from multiworld.serve.engine.compute.layer_code import can_run
-        from multiworld.serve.models.integer_products import best
+        from multiworld.serve.engine.models.integer_products import best
     except ImportError:
         return Finding("compiled code", "ok", "not tried: serving is not installed")
     try:

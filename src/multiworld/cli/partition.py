@@ -16,10 +16,10 @@ from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
 from multiworld.serve.controller.dtypes import resolved_here
 from multiworld.serve.controller.service import measured_machine_of
 from multiworld.serve.engine.compute.stage_meter import TextMeter
+from multiworld.serve.engine.models.factory import build_model
+from multiworld.serve.engine.models.meter import BatchMeter, Meter, measured_stages
+from multiworld.serve.engine.models.partition import Part, cut
 from multiworld.serve.generation.limits import limits_by
-from multiworld.serve.models.factory import build_model
-from multiworld.serve.models.meter import BatchMeter, Meter, measured_stages
-from multiworld.serve.models.partition import Part, cut
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model

@@ -21,9 +21,9 @@ from multiworld.cli.options import (
 )
 from multiworld.cli.partition import chosen_model, meter_of
 from multiworld.serve.engine.compute.stage_meter import TextMeter
-from multiworld.serve.models.factory import build_model, modules_of
-from multiworld.serve.models.meter import Meter
-from multiworld.serve.models.profiler import profile_model
+from multiworld.serve.engine.models.factory import build_model, modules_of
+from multiworld.serve.engine.models.meter import Meter
+from multiworld.serve.engine.models.profiler import profile_model
 from multiworld.serve.resources.amounts import mib
 from multiworld.serve.spec.profiles import ModelProfile
 

@@ -30,7 +30,7 @@ from multiworld.serve.controller.scaling import (
 )
 from multiworld.serve.controller.scaling.scaling_plans import plan_for, plans_of
 from multiworld.serve.controller.scaling.snapshot import Policy
-from multiworld.serve.models.factory import import_factory
+from multiworld.serve.engine.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.simulation import traces

@@ -15,7 +15,7 @@ from multiworld.demo.chats.chats import Chat
 from multiworld.serve.engine.compute.kv_cache import Rows
 from multiworld.serve.engine.compute.stage_engine import engine_of
 from multiworld.serve.engine.models import decoder_stage
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.stage import Generation
 
 # Difference between the logit of a token and the largest: kernels for one row and for

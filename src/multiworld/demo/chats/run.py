@@ -23,7 +23,7 @@ from multiworld.demo.chats.picture import draw
 from multiworld.demo.chats.screen import ChatScreen, pause_table
 from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
-from multiworld.serve.models import smollm2
+from multiworld.serve.engine.models import smollm2
 
 SPEC = Path(__file__).parent / "app.yaml"
 MODEL = "smollm2"  # its name in the spec

@@ -18,8 +18,8 @@ from multiworld.serve.controller.admin_tenants import AdminRequest, add_tenants,
 from multiworld.serve.controller.controller import Controller
 from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.controller.status import decisions_of, nodes_of, with_reports
-from multiworld.serve.models.factory import fetch, import_new
-from multiworld.serve.models.identity import refusal
+from multiworld.serve.engine.models.factory import fetch, import_new
+from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 

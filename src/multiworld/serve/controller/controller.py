@@ -55,8 +55,12 @@ from multiworld.serve.controller.processes import Processes, end_words
 from multiworld.serve.controller.scaling.autoscaler import Autoscaler
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.models.factory import changed_since, identified, import_factory
-from multiworld.serve.models.identity import forget_copies, refusal
+from multiworld.serve.engine.models.factory import (
+    changed_since,
+    identified,
+    import_factory,
+)
+from multiworld.serve.engine.models.identity import forget_copies, refusal
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign

@@ -21,8 +21,8 @@ from multiworld.serve.controller.placement.replica_bookings import asks_of
 from multiworld.serve.controller.processes import Processes
 from multiworld.serve.controller.status import models_order
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.models import imported_sources
-from multiworld.serve.models.factory import check_policies
+from multiworld.serve.engine.models import imported_sources
+from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import (
     InjectHang,

@@ -44,8 +44,12 @@ from multiworld.serve.controller.store_process import (
     store_answers,
 )
 from multiworld.serve.engine.compute.matmul_speed import bfloat16_cost
+from multiworld.serve.engine.models.factory import (
+    build_model,
+    check_policies,
+    modules_of,
+)
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.inventory import this_node

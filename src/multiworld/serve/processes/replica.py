@@ -21,6 +21,13 @@ from multiworld.serve.engine.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.engine.compute.layer_code import DIGEST, can_run
 from multiworld.serve.engine.external.engine_worker import EngineWorker
 from multiworld.serve.engine.external.whole_model import maker_of, settings_of
+from multiworld.serve.engine.models.factory import (
+    build_model,
+    changed_since,
+    folder_of,
+    stage_name,
+)
+from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
@@ -34,13 +41,6 @@ from multiworld.serve.inference.replica.rank_group import (
     join_group,
 )
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
-from multiworld.serve.models.factory import (
-    build_model,
-    changed_since,
-    folder_of,
-    stage_name,
-)
-from multiworld.serve.models.identity import refusal
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import family_of, outgrows, usage_of

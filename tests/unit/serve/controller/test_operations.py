@@ -19,7 +19,7 @@ from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.versions import Versions
-from multiworld.serve.models import imported_sources
+from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.resources.amounts import Location, Node, needs_of
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.spec.loader import parse_spec

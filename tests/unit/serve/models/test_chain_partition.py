@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.models.partition import chain_partition
+from multiworld.serve.engine.models.partition import chain_partition
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.integers(1, 4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.weights import name_of
+from multiworld.serve.engine.models.weights import name_of
 
 
 def folder(at: Path) -> Path:

@@ -22,7 +22,7 @@ from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
 from multiworld.serve.controller.fleet.desired_state import Sizes
-from multiworld.serve.models.caches import home_folder
+from multiworld.serve.engine.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from setproctitle import setproctitle
 
 from multiworld.serve.controller.launchers import protocol
-from multiworld.serve.models.imported_sources import note_preloaded
+from multiworld.serve.engine.models.imported_sources import note_preloaded
 from multiworld.serve.replica.leash import open_leash, wear_leash
 from multiworld.serve.resources.open_files import raise_limit
 

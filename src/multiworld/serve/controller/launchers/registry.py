@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from multiworld.errors import SpecError
 from multiworld.serve.controller.launchers.base import Launcher, LauncherContext
-from multiworld.serve.models.factory import import_factory
+from multiworld.serve.engine.models.factory import import_factory
 
 # Import path of each launcher's factory, by its name in a spec.
 LAUNCHERS = {

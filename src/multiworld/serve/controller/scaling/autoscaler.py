@@ -31,7 +31,7 @@ from multiworld.serve.controller.scaling.limits import keep_starting, within
 from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.controller.scaling.snapshot_json import snapshot_to_json
-from multiworld.serve.models.factory import import_factory
+from multiworld.serve.engine.models.factory import import_factory
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.transport.control_messages import Reports
 

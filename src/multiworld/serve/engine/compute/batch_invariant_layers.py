@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
-from multiworld.serve.models.packed_linear import PackedLinear
+from multiworld.serve.engine.models.packed_linear import PackedLinear
 
 # Tried numbers; fewer than 4 use kernels of their own.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)

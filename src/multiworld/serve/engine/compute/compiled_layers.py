@@ -23,7 +23,7 @@ from multiworld.serve.engine.compute.layer_code import (
     can_run,
     library,
 )
-from multiworld.serve.models.integer_linear import IntegerLinear
+from multiworld.serve.engine.models.integer_linear import IntegerLinear
 
 logger = logging.getLogger("multiworld.serve")
 

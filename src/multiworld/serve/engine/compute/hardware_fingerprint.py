@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from multiworld.serve.models.caches import cache_folder
+from multiworld.serve.engine.models.caches import cache_folder
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld.serve.models import compiled_code
+from multiworld.serve.engine.models import compiled_code
 
 logger = logging.getLogger(__name__)
 

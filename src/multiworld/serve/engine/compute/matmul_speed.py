@@ -10,7 +10,7 @@ import time
 import torch
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
-from multiworld.serve.models.packed_linear import PackedLinear
+from multiworld.serve.engine.models.packed_linear import PackedLinear
 
 SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
 EMULATED = 100.0  # result where the weights cannot even be packed

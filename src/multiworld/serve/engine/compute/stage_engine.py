@@ -42,9 +42,9 @@ from multiworld.serve.engine.compute.sampler import (
 )
 from multiworld.serve.engine.compute.step_graphs import StepGraphs, recorder
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
+from multiworld.serve.engine.models.experts import split_experts
+from multiworld.serve.engine.models.packed_linear import pack_linears, unmap
 from multiworld.serve.generation.grammar import Matcher
-from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.packed_linear import pack_linears, unmap
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
     SequenceStart,

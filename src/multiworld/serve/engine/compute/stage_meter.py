@@ -15,7 +15,7 @@ from multiworld.serve.engine.compute.stage_engine import (
     engine_of,
 )
 from multiworld.serve.engine.compute.transfers import Transfers
-from multiworld.serve.models.meter import Measured, parameter_bytes, timed
+from multiworld.serve.engine.models.meter import Measured, parameter_bytes, timed
 from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport.generation_messages import (
     Sampling,

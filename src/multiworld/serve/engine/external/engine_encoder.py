@@ -33,14 +33,14 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineSettings,
     RunFailedError,
 )
-from multiworld.serve.models.folder_json import read_json
-from multiworld.serve.models.huggingface import (
+from multiworld.serve.engine.models.huggingface import (
     HIDDEN,
     check_ids,
     example,
     max_length_of,
     number_of,
 )
+from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec

@@ -16,10 +16,9 @@ from multiworld.serve.engine.external import engine_encoder
 from multiworld.serve.engine.external.engine_encoder import EngineEncoder
 from multiworld.serve.engine.external.llama_cpp import weights_of
 from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeEngine
-from multiworld.serve.engine.models import folder_facts
+from multiworld.serve.engine.models import folder_facts, huggingface, weights
+from multiworld.serve.engine.models.factory import folder_of, import_factory
 from multiworld.serve.generation import tokenizer_files
-from multiworld.serve.models import huggingface, weights
-from multiworld.serve.models.factory import folder_of, import_factory
 from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources import inventory

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.models import folder_facts
+from multiworld.serve.engine.models import (
+    folder_facts,
+    huggingface,
+    stored_integers,
+    weights,
+)
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.generation import tokenizer_files
-from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.folder_json import read_json
-from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.compute.kv_cache import Attention
-from multiworld.serve.engine.models import folder_facts
-from multiworld.serve.models import transformer_stage
-from multiworld.serve.models.anatomy import anatomy_of
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models import folder_facts, transformer_stage
+from multiworld.serve.engine.models.anatomy import anatomy_of
+from multiworld.serve.engine.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers
 

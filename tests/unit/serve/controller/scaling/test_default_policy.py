@@ -45,7 +45,7 @@ from multiworld.serve.controller.scaling.stabilization import (
     remember,
     stabilized,
 )
-from multiworld.serve.models.factory import check_policies
+from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import (
     GatewayReport,

@@ -31,8 +31,8 @@ from multiworld.serve.engine.compute.kv_cache import KvCache, Rows, StepAttentio
 from multiworld.serve.engine.compute.layer_code import DTYPES, can_run, library
 from multiworld.serve.engine.compute.stage_engine import engine_of
 from multiworld.serve.engine.models import decoder, decoder_stage
-from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.stage import StageContext
 from tests.tiny_decoder import VOCABULARY, save_decoder
 

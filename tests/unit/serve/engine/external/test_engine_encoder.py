@@ -16,7 +16,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, SpecError
 from multiworld.serve.engine.external import engine_encoder, server_choice
 from multiworld.serve.engine.external.engine_process import EngineProcess, free_port
 from multiworld.serve.engine.external.whole_engine import EngineLostError
-from multiworld.serve.models.factory import build_model
+from multiworld.serve.engine.models.factory import build_model
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction
 from tests import fake_vllm

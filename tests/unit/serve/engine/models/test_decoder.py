@@ -11,12 +11,16 @@ import torch
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.engine.models import decoder, decoder_stage, folder_facts
-from multiworld.serve.models import huggingface
-from multiworld.serve.models.factory import build_model
-from multiworld.serve.models.integer_linear import IntegerLinear
-from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models import (
+    decoder,
+    decoder_stage,
+    folder_facts,
+    huggingface,
+)
+from multiworld.serve.engine.models.factory import build_model
+from multiworld.serve.engine.models.integer_linear import IntegerLinear
+from multiworld.serve.engine.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from tests.tiny_decoder import (

@@ -45,11 +45,11 @@ from multiworld.serve.engine.compute.compiled_attention import (
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.compute.layer_trial import check_layers
 from multiworld.serve.engine.models import decoder_stage
+from multiworld.serve.engine.models.experts import split_experts
+from multiworld.serve.engine.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
 from multiworld.serve.generation.scheduling.scheduler import Scheduler
-from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.partition import Span
 from tests.tiers import some
 from tests.tiny_decoder import KINDS, save_decoder
 

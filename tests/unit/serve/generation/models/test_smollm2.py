@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.engine.models import decoder_stage
-from multiworld.serve.models import smollm2
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models.partition import Span
 from tests.tiny_decoder import greedy
 
 pytestmark = [

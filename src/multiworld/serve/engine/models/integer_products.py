@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multiworld.serve.models import compiled_code
+from multiworld.serve.engine.models import compiled_code
 
 SOURCE = Path(__file__).with_name("integer_products.c")
 

@@ -11,18 +11,21 @@ import torch
 from torch import nn
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.models import integer_linear as integers
-from multiworld.serve.models import integer_products
-from multiworld.serve.models.integer_linear import (
+from multiworld.serve.engine.models import integer_linear as integers
+from multiworld.serve.engine.models import integer_products
+from multiworld.serve.engine.models.integer_linear import (
     Fbgemm,
     IntegerLinear,
     Kernel,
     OneDnn,
     quantize_linears,
 )
-from multiworld.serve.models.integer_products import CompiledProducts, Instructions
-from multiworld.serve.models.meter import parameter_bytes
-from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.integer_products import (
+    CompiledProducts,
+    Instructions,
+)
+from multiworld.serve.engine.models.meter import parameter_bytes
+from multiworld.serve.engine.models.packed_linear import pack_linears
 
 
 @pytest.fixture(params=[1, 2, 3, 4, 5])

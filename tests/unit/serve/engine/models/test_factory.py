@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import imported_sources
-from multiworld.serve.models.factory import build_model, import_factory
+from multiworld.serve.engine.models import imported_sources
+from multiworld.serve.engine.models.factory import build_model, import_factory
 from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.weights import read_weights
+from multiworld.serve.engine.models.weights import read_weights
 
 FORMATS = ("int-quantized", "pack-quantized")
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.caches import cache_folder
+from multiworld.serve.engine.models.caches import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 

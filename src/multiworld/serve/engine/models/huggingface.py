@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.engine.models.partition import Span, chain_partition
+from multiworld.serve.engine.models.pooling import Pooling
+from multiworld.serve.engine.models.stored_integers import check_config
 from multiworld.serve.models.folder_json import read_if_there, read_json
-from multiworld.serve.models.partition import Span, chain_partition
-from multiworld.serve.models.pooling import Pooling
-from multiworld.serve.models.stored_integers import check_config
 from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
@@ -151,8 +151,8 @@ def _notes(config: dict[str, Any], folder: Path) -> list[str]:
 def preloaded_modules(model_type: str) -> list[str]:
     """Return the slow imports of an architecture's stages, for preloading."""
     found = [
-        "multiworld.serve.models.transformer_stage",
-        "multiworld.serve.models.conversions",
+        "multiworld.serve.engine.models.transformer_stage",
+        "multiworld.serve.engine.models.conversions",
         "safetensors.torch",
         "tokenizers",
         "transformers.models.auto.modeling_auto",
@@ -299,7 +299,7 @@ def _load_stage(
     quantization: str | None,
     context: StageContext,
 ) -> Callable[[Tensors], Tensors]:
-    from multiworld.serve.models import transformer_stage
+    from multiworld.serve.engine.models import transformer_stage
 
     device = context.device
     if quantization and device != "cpu":

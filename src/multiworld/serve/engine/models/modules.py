@@ -11,7 +11,7 @@ from multiworld.serve.spec.module import Module
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors
 
 if TYPE_CHECKING:
-    from multiworld.serve.models.tracing import Cutter, TracedPart
+    from multiworld.serve.engine.models.tracing import Cutter, TracedPart
 
 __all__ = ["Module", "check_cut", "cut_module"]
 
@@ -54,7 +54,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
         text=module.text,
         embedding=module.embedding,
         check=module.check,
-        preload=["multiworld.serve.models.tracing", *module.preload],
+        preload=["multiworld.serve.engine.models.tracing", *module.preload],
         parts=functools.partial(_in_parts, module, stages),
         files=() if module.weights is None else [str(module.weights)],
     )
@@ -91,7 +91,7 @@ def _load(
     cut: Sequence[int] | None,
     context: StageContext,
 ) -> Callable[[Tensors], Tensors]:
-    from multiworld.serve.models import tracing
+    from multiworld.serve.engine.models import tracing
 
     return tracing.Cutter(module, stages, cut).load(number, context.device)
 
@@ -102,7 +102,7 @@ def _part(cutter: Cutter, number: int, context: StageContext) -> TracedPart:
 
 def _in_parts(module: Module, stages: int) -> Model:
     """Return the module in as many stages as it can be cut into."""
-    from multiworld.serve.models import tracing
+    from multiworld.serve.engine.models import tracing
 
     cutter = tracing.Cutter(module, None, min_parts=stages)
     return Model(

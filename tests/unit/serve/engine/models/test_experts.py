@@ -14,9 +14,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from multiworld.serve.models.experts import Experts, split_experts
-from multiworld.serve.models.integer_linear import IntegerLinear, quantize_linears
-from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.engine.models.experts import Experts, split_experts
+from multiworld.serve.engine.models.integer_linear import (
+    IntegerLinear,
+    quantize_linears,
+)
+from multiworld.serve.engine.models.packed_linear import pack_linears
 
 HIDDEN, COUNT, CHOSEN = 48, 6, 2
 SIZES: dict[str, Any] = {

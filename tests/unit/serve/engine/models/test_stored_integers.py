@@ -12,8 +12,8 @@ import torch
 from multiworld.errors import SpecError
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.models import decoder, decoder_stage
-from multiworld.serve.models.integer_linear import quantized
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.integer_linear import quantized
+from multiworld.serve.engine.models.partition import Span
 from tests.tiny_decoder import save_decoder
 
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve import Module, StageContext, TensorSpec
-from multiworld.serve.models.meter import BatchMeter, measured_stages
-from multiworld.serve.models.modules import cut_module
-from multiworld.serve.models.partition import Part, cut
-from multiworld.serve.models.tracing import Cutter
+from multiworld.serve.engine.models.meter import BatchMeter, measured_stages
+from multiworld.serve.engine.models.modules import cut_module
+from multiworld.serve.engine.models.partition import Part, cut
+from multiworld.serve.engine.models.tracing import Cutter
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import anatomy, huggingface
+from multiworld.serve.engine.models import anatomy, huggingface
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import StageContext
 

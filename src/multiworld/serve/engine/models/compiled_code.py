@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from multiworld.serve.models.caches import cache_folder
+from multiworld.serve.engine.models.caches import cache_folder
 
 logger = logging.getLogger(__name__)
 

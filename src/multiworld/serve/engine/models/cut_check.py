@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.anatomy import Anatomy, Identity, anatomy_of, strip
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.anatomy import Anatomy, Identity, anatomy_of, strip
+from multiworld.serve.engine.models.partition import Span
 
 # Architectures that cannot run without layers; tests compare their stages.
 NEED_LAYERS = ("deberta-v2",)

@@ -17,9 +17,9 @@ import torch
 import multiworld
 from multiworld.serve.engine.compute.layer_code import SOURCE as LAYERS
 from multiworld.serve.engine.compute.layer_code import can_run
-from multiworld.serve.models import compiled_code
-from multiworld.serve.models import integer_linear as integers
-from multiworld.serve.models.integer_products import SOURCE, CompiledProducts
+from multiworld.serve.engine.models import compiled_code
+from multiworld.serve.engine.models import integer_linear as integers
+from multiworld.serve.engine.models.integer_products import SOURCE, CompiledProducts
 
 ROOT = Path(__file__).parents[4]
 

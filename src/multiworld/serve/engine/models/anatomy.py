@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.partition import Span
+from multiworld.serve.engine.models.partition import Span
 
 # Architectures (``model_type``) whose stages tests compare with the whole model.
 TESTED = (

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from multiworld.serve.models.integer_linear import IntegerLinear
+from multiworld.serve.engine.models.integer_linear import IntegerLinear
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import Model, StageContext, StageFunction, Tensors
 

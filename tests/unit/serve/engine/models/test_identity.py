@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import identity
-from multiworld.serve.models.factory import build_model, folder_of, identified
-from multiworld.serve.models.identity import difference, identity_of, usable_folder
+from multiworld.serve.engine.models import identity
+from multiworld.serve.engine.models.factory import build_model, folder_of, identified
+from multiworld.serve.engine.models.identity import (
+    difference,
+    identity_of,
+    usable_folder,
+)
 from multiworld.serve.spec.identity import CHANGED, Identity
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import ModelSpec
@@ -171,7 +175,7 @@ def test_factory_whose_code_has_changed_builds_no_other_version(
     (tmp_path / "changing_part.py").write_text("FACTOR = 3\n")
     build_model(first)  # it has imported the old code
     code = (
-        "from multiworld.serve.models.factory import build_model\n"
+        "from multiworld.serve.engine.models.factory import build_model\n"
         "from multiworld.serve.spec.schema import ModelSpec\n"
         f"build_model(ModelSpec.model_validate_json({first.model_dump_json()!r}))"
     )

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface
+from multiworld.serve.engine.models import huggingface
 from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import StageContext
 from tests.tiny_decoder import save_tokenizer

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import MultiWorldError, SpecError
-from multiworld.serve.models import hub, identity, imported_sources
-from multiworld.serve.models.modules import Module, cut_module
+from multiworld.serve.engine.models import hub, identity, imported_sources
+from multiworld.serve.engine.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
-HUGGINGFACE = "multiworld.serve.models.huggingface:model"  # of models given by ``path``
+HUGGINGFACE = (
+    "multiworld.serve.engine.models.huggingface:model"  # of models given by ``path``
+)
 DECODER = "multiworld.serve.engine.models.decoder:model"  # if they generate text
 
 # Factory of models that a whole engine computes.

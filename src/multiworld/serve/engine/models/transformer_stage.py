@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import cut_check
-from multiworld.serve.models.anatomy import COMPARED, anatomy_of, strip
-from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.integer_linear import is_linear, quantize_linears
-from multiworld.serve.models.packed_linear import unmap
-from multiworld.serve.models.partition import Span
-from multiworld.serve.models.pooling import Pooling
-from multiworld.serve.models.stored_integers import Stored, read_stored
-from multiworld.serve.models.weights import LAYER, names_in
+from multiworld.serve.engine.models import cut_check
+from multiworld.serve.engine.models.anatomy import COMPARED, anatomy_of, strip
+from multiworld.serve.engine.models.experts import split_experts
+from multiworld.serve.engine.models.integer_linear import is_linear, quantize_linears
+from multiworld.serve.engine.models.packed_linear import unmap
+from multiworld.serve.engine.models.partition import Span
+from multiworld.serve.engine.models.pooling import Pooling
+from multiworld.serve.engine.models.stored_integers import Stored, read_stored
+from multiworld.serve.engine.models.weights import LAYER, names_in
 from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
