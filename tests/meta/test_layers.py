@@ -130,7 +130,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.gateway.embeddings",
         "serve.generation.api.preparation",
         "serve.generation.gateway.streams",
-        "serve.tenants.authenticator",
+        "serve.gateway.admission.authenticator",
         "serve.tenants.database",
     }
 

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.gateway.admission import budgets
+from multiworld.serve.gateway.admission.quarantine import POISON_S
 from multiworld.serve.spec.schema import NAME, PATTERNS
-from multiworld.serve.tenants import budgets
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.quarantine import POISON_S
 from multiworld.serve.transport import control_messages as messages
 
 logger = logging.getLogger("multiworld.serve")

@@ -19,6 +19,7 @@ import multiworld
 from multiworld.errors import NoReplicaError, OverloadedError, ServeError
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import open_inference
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.embeddings import add_openai
 from multiworld.serve.gateway.gateway import Gateway, require_tensors
@@ -40,7 +41,6 @@ from multiworld.serve.gateway.request_body import (
 from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Server metadata in the Open Inference Protocol.
 SERVER = {"name": "multiworld", "version": multiworld.__version__}

@@ -24,6 +24,7 @@ from multiworld.errors import (
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway import json_limits, open_inference, request_body
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
@@ -36,7 +37,6 @@ from multiworld.serve.gateway.request_body import (
     while_connected,
 )
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.directory import Tenant
 
 MAX_TEXTS = 2048  # texts in one request; OpenAI's limit

@@ -18,6 +18,12 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.core import refusals
+from multiworld.serve.gateway.admission.authenticator import (
+    AdmittedRequest,
+    Authenticator,
+    ModelVersion,
+    digest_of,
+)
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
 from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
@@ -30,12 +36,6 @@ from multiworld.serve.resources.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.authenticator import (
-    AdmittedRequest,
-    Authenticator,
-    ModelVersion,
-    digest_of,
-)
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.tenants.fair_pool import FairPool
 from multiworld.serve.transport.collation import rows_of

@@ -26,11 +26,11 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
+from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_request import AnyRequest
-from multiworld.serve.tenants.authenticator import AdmittedRequest
-from multiworld.serve.tenants.timing import Phases
 
 logger = logging.getLogger("multiworld.serve")
 

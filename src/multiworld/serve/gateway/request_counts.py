@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterator
 
-from multiworld.serve.tenants.timing import Phases
+from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.transport.control_messages import Counted
 
 # Upper bounds of the latency buckets, in seconds; a last bucket has none.

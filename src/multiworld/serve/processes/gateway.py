@@ -19,6 +19,8 @@ from typing import get_args
 import uvicorn
 
 from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
+from multiworld.serve.gateway.admission.authenticator import Authenticator, ModelVersion
+from multiworld.serve.gateway.admission.shared_limits import shared_limits
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.cross_origin import with_origins
@@ -35,11 +37,9 @@ from multiworld.serve.resources.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
-from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.last_usage import store_rest
-from multiworld.serve.tenants.shared_limits import shared_limits
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox

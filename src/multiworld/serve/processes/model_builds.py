@@ -10,9 +10,9 @@ from functools import partial
 from multiworld.errors import MultiWorldError
 from multiworld.net.threads import in_thread
 from multiworld.serve.engine.models.factory import build_model
+from multiworld.serve.gateway.admission.authenticator import ModelVersion
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model
-from multiworld.serve.tenants.authenticator import ModelVersion
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from multiworld.serve.gateway.admission.usage_meter import UsageMeter
 from multiworld.serve.tenants.database import TenantDatabase
-from multiworld.serve.tenants.usage_meter import UsageMeter
 
 
 async def store_rest(usage: UsageMeter, meter: str, path: Path, now: float) -> None:

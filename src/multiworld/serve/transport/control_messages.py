@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from multiworld.serve.tenants.budgets import TokensUsed
+from multiworld.serve.gateway.admission.budgets import TokensUsed
+from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.protocol import Codec, Message
 from multiworld.serve.transport.routing_table import RoutingTable
 

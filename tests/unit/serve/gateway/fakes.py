@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import torch
 
+from multiworld.serve.gateway.admission.authenticator import Authenticator
+from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.gateway import Gateway
@@ -19,11 +21,9 @@ from multiworld.serve.gateway.http_request import CONNECTION, Connection
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.processes.gateway import ROUTES
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
-from multiworld.serve.tenants.authenticator import Authenticator
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.keys import make_key
-from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,

@@ -27,10 +27,10 @@ from multiworld.errors import (
 )
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import request_body
+from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
 from tests.unit.serve.edges import HANG_S
 from tests.unit.serve.gateway.fakes import (

@@ -21,6 +21,7 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.body_budget import Reservation, TooLargeError
 from multiworld.serve.gateway.http_responses import (
     EventStream,
@@ -30,7 +31,6 @@ from multiworld.serve.gateway.http_responses import (
     respond,
     timeout_of,
 )
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.directory import Tenant
 from tests.unit.serve.gateway.fakes import Fake
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.load.breakdown import (
     OUTSIDE,
     cpu_between,
@@ -12,7 +13,6 @@ from multiworld.serve.load.breakdown import (
     phases_of,
 )
 from multiworld.serve.load.summary import Sample
-from multiworld.serve.tenants.timing import Phases
 
 
 def test_header_of_the_gateway_is_read_again() -> None:

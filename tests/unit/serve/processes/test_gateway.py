@@ -20,6 +20,8 @@ import torch
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
+from multiworld.serve.gateway.admission import usage_meter
+from multiworld.serve.gateway.admission.authenticator import digest_of
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.generation.gateway.streams import Streams
@@ -32,8 +34,6 @@ from multiworld.serve.processes.gateway import (
 )
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
-from multiworld.serve.tenants import usage_meter
-from multiworld.serve.tenants.authenticator import digest_of
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key

@@ -29,9 +29,22 @@ from multiworld.serve.controller.tenant_manager import (
     TenantManager,
     UnknownTenantError,
 )
+from multiworld.serve.gateway.admission.authenticator import Authenticator, digest_of
+from multiworld.serve.gateway.admission.quarantine import (
+    FIRST_QUARANTINE_S,
+    POISON_LIMIT,
+    POISON_S,
+    Quarantine,
+)
+from multiworld.serve.gateway.admission.rate_limits import RateLimiter
+from multiworld.serve.gateway.admission.usage_meter import (
+    MAX_UNCONFIRMED,
+    RESEND_S,
+    UsageMeter,
+    UsageRow,
+)
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.loader import parse_spec
-from multiworld.serve.tenants.authenticator import Authenticator, digest_of
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import (
     Key,
@@ -40,19 +53,6 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.quarantine import (
-    FIRST_QUARANTINE_S,
-    POISON_LIMIT,
-    POISON_S,
-    Quarantine,
-)
-from multiworld.serve.tenants.rate_limits import RateLimiter
-from multiworld.serve.tenants.usage_meter import (
-    MAX_UNCONFIRMED,
-    RESEND_S,
-    UsageMeter,
-    UsageRow,
-)
 from multiworld.serve.transport.control_messages import (
     AllTenants,
     PoisonFound,

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import (
@@ -34,7 +35,6 @@ from multiworld.serve.generation.api.preparation import (
 from multiworld.serve.generation.api.request_fields import decoded
 from multiworld.serve.generation.api.request_lifecycle import Form, answered
 from multiworld.serve.generation.tokenizer import bytes_of
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 OPENAI = Form(whole, events, openai_error_response)
 

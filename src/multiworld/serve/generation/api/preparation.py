@@ -14,6 +14,7 @@ import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.http_responses import timeout_of
@@ -46,7 +47,6 @@ from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
 

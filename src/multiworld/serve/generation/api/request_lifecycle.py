@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond
@@ -22,7 +23,6 @@ from multiworld.serve.gateway.request_body import Body, model_named_in, while_co
 from multiworld.serve.generation.api.choices import Piece, digest_of, generate
 from multiworld.serve.generation.api.preparation import Ready
 from multiworld.serve.generation.gateway.stream import for_no_deadline
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Reads a body, and prepares the request in it.
 Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]

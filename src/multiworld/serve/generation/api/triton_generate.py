@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway import http_responses as responses
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, off_loop
@@ -30,7 +31,6 @@ from multiworld.serve.generation.api.request_fields import (
     invalid,
 )
 from multiworld.serve.generation.api.request_lifecycle import Form, Reader, answered
-from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Parameter that leaves out the prompt, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"

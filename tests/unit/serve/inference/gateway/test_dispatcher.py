@@ -20,11 +20,11 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.inference.gateway import dispatcher as module
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
-from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
 from multiworld.serve.transport.inference_messages import (

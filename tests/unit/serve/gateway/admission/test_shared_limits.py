@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.tenants import shared_limits
+from multiworld.serve.gateway.admission import shared_limits
+from multiworld.serve.gateway.admission.rate_limits import RateLimiter
+from multiworld.serve.gateway.admission.shared_limits import SharedLimits
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.rate_limits import RateLimiter
-from multiworld.serve.tenants.shared_limits import SharedLimits
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiworld.serve.tenants.timing import Phases, Timing
+from multiworld.serve.gateway.admission.timing import Phases, Timing
 
 
 def test_phases_add_up_to_the_whole_time() -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from multiworld import errors
 from multiworld.backends.dtypes import memory_of, plain
+from multiworld.serve.gateway.admission.budgets import TokenBudgets
+from multiworld.serve.gateway.admission.quarantine import Quarantine
+from multiworld.serve.gateway.admission.rate_limits import RateLimiter
+from multiworld.serve.gateway.admission.timing import Timing
+from multiworld.serve.gateway.admission.usage_meter import UsageMeter, UsageTotals
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.budgets import TokenBudgets
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
-from multiworld.serve.tenants.quarantine import Quarantine
-from multiworld.serve.tenants.rate_limits import RateLimiter
-from multiworld.serve.tenants.timing import Timing
-from multiworld.serve.tenants.usage_meter import UsageMeter, UsageTotals
 
 ModelVersion = tuple[str, str]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+from multiworld.serve.gateway.admission.rate_limits import RateLimited
+from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.rate_limits import RateLimited
-from multiworld.serve.tenants.usage_meter import UsageRow
 
 DAY_S = 86400
 

@@ -10,8 +10,8 @@ import pytest
 
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.tenant_manager import TenantManager
-from multiworld.serve.tenants.authenticator import Authenticator
-from multiworld.serve.tenants.budgets import (
+from multiworld.serve.gateway.admission.authenticator import Authenticator
+from multiworld.serve.gateway.admission.budgets import (
     DAY_S,
     TokenBudgets,
     TokenLedger,
@@ -20,9 +20,9 @@ from multiworld.serve.tenants.budgets import (
     month_of,
     next_month_of,
 )
+from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.control_messages import BudgetsUsed, Order, UsageReport
 
 
