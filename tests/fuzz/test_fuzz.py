@@ -18,9 +18,9 @@ from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, decode_hello
 from multiworld.rendezvous import store_messages
 from multiworld.rendezvous.store_service import StoreService
-from multiworld.serve.gateway.embeddings import _embedding_request
-from multiworld.serve.gateway.http_responses import openai_error
-from multiworld.serve.gateway.open_inference import parse
+from multiworld.serve.gateway.http.embeddings import _embedding_request
+from multiworld.serve.gateway.http.http_responses import openai_error
+from multiworld.serve.gateway.http.open_inference import parse
 from multiworld.serve.generation.api.completions import (
     chat_of,
     completion_of,
@@ -43,8 +43,8 @@ from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of
 from tests.unit.serve.controller.test_admin import SPEC, Client, FakeController
-from tests.unit.serve.gateway.test_http_protocol import GET, serving
-from tests.unit.serve.gateway.test_open_inference import ANY, MODEL
+from tests.unit.serve.gateway.http.test_http_protocol import GET, serving
+from tests.unit.serve.gateway.http.test_open_inference import ANY, MODEL
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 

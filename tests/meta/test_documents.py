@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from benchmarks.__main__ import bench
 from benchmarks.runner import SUITES
 from multiworld import errors
-from multiworld.serve.gateway.metrics import render
+from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.transport.control_messages import FleetReport, GatewayReport
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.meta.imports import modules, tree

@@ -127,7 +127,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.controller.tenant_manager",
         "serve.controller.fleet.decision_log",
         "serve.controller.fleet.history",
-        "serve.gateway.embeddings",
+        "serve.gateway.http.embeddings",
         "serve.generation.api.preparation",
         "serve.generation.gateway.streams",
         "serve.gateway.admission.authenticator",

@@ -49,7 +49,7 @@ from multiworld.serve.engine.models.factory import (
     check_policies,
     modules_of,
 )
-from multiworld.serve.gateway.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.inventory import this_node

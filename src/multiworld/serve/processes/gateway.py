@@ -21,13 +21,13 @@ import uvicorn
 from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
 from multiworld.serve.gateway.admission.authenticator import Authenticator, ModelVersion
 from multiworld.serve.gateway.admission.shared_limits import shared_limits
-from multiworld.serve.gateway.app import make_app
-from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
-from multiworld.serve.gateway.cross_origin import with_origins
-from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_protocol import bounded
-from multiworld.serve.gateway.tls_handshake import Certificate, with_tls
+from multiworld.serve.gateway.http.app import make_app
+from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.http.cross_origin import with_origins
+from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_protocol import bounded
+from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.generation.api.openai_routes import add_generation
 from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams

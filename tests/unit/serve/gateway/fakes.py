@@ -13,11 +13,11 @@ import torch
 
 from multiworld.serve.gateway.admission.authenticator import Authenticator
 from multiworld.serve.gateway.admission.timing import Timing
-from multiworld.serve.gateway.app import make_app
-from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.http_request import CONNECTION, Connection
+from multiworld.serve.gateway.http.app import make_app
+from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.hot_routes import HotRoutes
+from multiworld.serve.gateway.http.http_request import CONNECTION, Connection
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.processes.gateway import ROUTES
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec

@@ -22,8 +22,8 @@ from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
 from multiworld.serve.gateway.admission import usage_meter
 from multiworld.serve.gateway.admission.authenticator import digest_of
-from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.processes import gateway as module

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Response
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.http_responses import event_of, json_response
+from multiworld.serve.gateway.http.http_responses import event_of, json_response
 from multiworld.serve.generation.api.choices import (
     Choice,
     Piece,

@@ -13,14 +13,14 @@ from fastapi import FastAPI, Request, Response
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import (
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_responses import (
     json_response,
     openai_error_response,
     respond,
 )
-from multiworld.serve.gateway.request_body import Body, model_named_in, off_loop
+from multiworld.serve.gateway.http.request_body import Body, model_named_in, off_loop
 from multiworld.serve.generation.api.chat_messages import for_template
 from multiworld.serve.generation.api.completion_answers import events, whole
 from multiworld.serve.generation.api.completions import chat_of, completion_of

@@ -15,9 +15,9 @@ import msgspec
 from multiworld.errors import DeadlineExceededError, InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_request import AnyRequest
-from multiworld.serve.gateway.http_responses import timeout_of
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.http_responses import timeout_of
 from multiworld.serve.generation.api.choices import Choice
 from multiworld.serve.generation.api.completions import (
     MAX_CHOICES,

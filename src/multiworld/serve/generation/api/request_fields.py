@@ -11,7 +11,7 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
-from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
+from multiworld.serve.gateway.http.json_limits import NOT_JSON, check_values
 from multiworld.serve.generation.api.tools import NamedTool, Tool
 
 

@@ -16,10 +16,14 @@ from msgspec.structs import replace
 from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import EventStream, respond
-from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_responses import EventStream, respond
+from multiworld.serve.gateway.http.request_body import (
+    Body,
+    model_named_in,
+    while_connected,
+)
 from multiworld.serve.generation.api.choices import Piece, digest_of, generate
 from multiworld.serve.generation.api.preparation import Ready
 from multiworld.serve.generation.gateway.stream import for_no_deadline

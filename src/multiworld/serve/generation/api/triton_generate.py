@@ -16,11 +16,11 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError, ServeError
-from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.openapi import KNOWN_MODEL
-from multiworld.serve.gateway.request_body import Body, off_loop
+from multiworld.serve.gateway.http import http_responses as responses
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.openapi import KNOWN_MODEL
+from multiworld.serve.gateway.http.request_body import Body, off_loop
 from multiworld.serve.generation.api.choices import Piece
 from multiworld.serve.generation.api.completion_answers import kept_alive
 from multiworld.serve.generation.api.completions import wanted_of

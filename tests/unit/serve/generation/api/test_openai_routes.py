@@ -22,8 +22,8 @@ from multiworld.errors import (
     RequestPoisonedError,
     ServeError,
 )
-from multiworld.serve.gateway import request_body
-from multiworld.serve.gateway.http_responses import event_of
+from multiworld.serve.gateway.http import request_body
+from multiworld.serve.gateway.http.http_responses import event_of
 from multiworld.serve.generation.api import (
     choices,
     completion_answers,

@@ -24,11 +24,15 @@ from multiworld.serve.gateway.admission.authenticator import (
     ModelVersion,
     digest_of,
 )
-from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
-from multiworld.serve.gateway.http_request import AnyRequest
-from multiworld.serve.gateway.metrics import render
-from multiworld.serve.gateway.request_body import Body, read_body
-from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.gateway.http.body_budget import (
+    BodyBudget,
+    BodyLimits,
+    Reservation,
+)
+from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.metrics import render
+from multiworld.serve.gateway.http.request_body import Body, read_body
+from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher

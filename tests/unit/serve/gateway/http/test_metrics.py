@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import multiworld
 from multiworld.serve.gateway.admission.timing import Phases
-from multiworld.serve.gateway.metrics import GAUGES, OF_WORK, render
-from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.gateway.http.metrics import GAUGES, OF_WORK, render
+from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.transport.control_messages import (
     ROWS_BOUNDS,
     Counted,

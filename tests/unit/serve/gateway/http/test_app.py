@@ -26,8 +26,8 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.core.refusals import OutdatedError
-from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.admission.timing import Phases
+from multiworld.serve.gateway.http import request_body
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant

@@ -28,9 +28,9 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.admission.timing import Phases
-from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_request import AnyRequest
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_request import AnyRequest
 
 logger = logging.getLogger("multiworld.serve")
 

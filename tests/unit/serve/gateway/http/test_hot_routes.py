@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from multiworld.serve.gateway.hot_routes import HotRoutes
+from multiworld.serve.gateway.http.hot_routes import HotRoutes
 from tests.unit.serve.gateway.fakes import Fake
 
 

@@ -13,9 +13,9 @@ import pytest
 import trustme
 import uvicorn
 
-from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.http_protocol import bounded
-from multiworld.serve.gateway.tls_handshake import Certificate, with_tls
+from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.http_protocol import bounded
+from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from tests.unit.serve.edges import HANG_S, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import json_response
-from multiworld.serve.gateway.openapi import KNOWN_MODEL
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_responses import json_response
+from multiworld.serve.gateway.http.openapi import KNOWN_MODEL
 from multiworld.serve.spec.stage import Model, TensorSpec
 
 PLATFORM = "multiworld_pytorch"  # of every model in the Open Inference Protocol

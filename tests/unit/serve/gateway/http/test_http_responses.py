@@ -22,8 +22,8 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.body_budget import Reservation, TooLargeError
-from multiworld.serve.gateway.http_responses import (
+from multiworld.serve.gateway.http.body_budget import Reservation, TooLargeError
+from multiworld.serve.gateway.http.http_responses import (
     EventStream,
     error_response,
     json_response,

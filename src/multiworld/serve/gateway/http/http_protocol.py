@@ -15,7 +15,11 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from multiworld.serve.gateway.http_request import CONNECTION, IS_COMPLETE, Connection
+from multiworld.serve.gateway.http.http_request import (
+    CONNECTION,
+    IS_COMPLETE,
+    Connection,
+)
 
 HEAD_BYTES = 64 * 1024  # of a request line and its headers; Apache and nginx allow less
 HEADER_BYTES = 4  # of a header line besides its name and value

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
-from multiworld.serve.gateway.http_request import HttpRequest
+from multiworld.serve.gateway.http.http_request import HttpRequest
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.gateway.json_limits import (
+from multiworld.serve.gateway.http.json_limits import (
     NOT_JSON,
     check_objects,
     decode,

@@ -12,15 +12,15 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from multiworld.serve.gateway import http_protocol
-from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.http_protocol import (
+from multiworld.serve.gateway.http import http_protocol
+from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.http_protocol import (
     CONTINUE,
     HEAD_BYTES,
     HeadKeeper,
     bounded,
 )
-from multiworld.serve.gateway.http_request import CONNECTION
+from multiworld.serve.gateway.http.http_request import CONNECTION
 from tests.unit.serve.edges import HANG_S, until
 
 LARGE = 20_000_000

@@ -18,13 +18,13 @@ from starlette.routing import Match, Route
 import multiworld
 from multiworld.errors import NoReplicaError, OverloadedError, ServeError
 from multiworld.serve.core.refusals import OutdatedError
-from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.embeddings import add_openai
-from multiworld.serve.gateway.gateway import Gateway, require_tensors
-from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.http_responses import (
+from multiworld.serve.gateway.http import open_inference
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.embeddings import add_openai
+from multiworld.serve.gateway.http.gateway import Gateway, require_tensors
+from multiworld.serve.gateway.http.hot_routes import HotRoutes
+from multiworld.serve.gateway.http.http_responses import (
     RENDER_BYTES,
     error_response,
     json_response,
@@ -32,13 +32,13 @@ from multiworld.serve.gateway.http_responses import (
     respond,
     timeout_of,
 )
-from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
-from multiworld.serve.gateway.request_body import (
+from multiworld.serve.gateway.http.openapi import INFER, KNOWN_MODEL
+from multiworld.serve.gateway.http.request_body import (
     JSON_LENGTH,
     off_loop,
     while_connected,
 )
-from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
+from multiworld.serve.gateway.http.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.spec.stage import Tensors
 

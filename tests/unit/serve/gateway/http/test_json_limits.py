@@ -7,7 +7,7 @@ import json
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.json_limits import (
+from multiworld.serve.gateway.http.json_limits import (
     CHECKED_BYTES,
     MAX_LISTS,
     MAX_OBJECTS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.open_inference import NotFiniteError, parse, render
+from multiworld.serve.gateway.http.open_inference import NotFiniteError, parse, render
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 
 MODEL = Model(

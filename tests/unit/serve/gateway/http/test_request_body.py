@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway import body_budget as budgets
-from multiworld.serve.gateway.body_budget import (
+from multiworld.serve.gateway.http import body_budget as budgets
+from multiworld.serve.gateway.http.body_budget import (
     BodyBudget,
     BodyLimits,
     NoMemoryError,
@@ -25,13 +25,13 @@ from multiworld.serve.gateway.body_budget import (
     TooSlowError,
     limit_s,
 )
-from multiworld.serve.gateway.http_request import (
+from multiworld.serve.gateway.http.http_request import (
     CONNECTION,
     IS_COMPLETE,
     Connection,
     HttpRequest,
 )
-from multiworld.serve.gateway.request_body import (
+from multiworld.serve.gateway.http.request_body import (
     FIRST_BYTES,
     ClientGoneError,
     UnknownEncodingError,

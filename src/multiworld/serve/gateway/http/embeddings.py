@@ -22,15 +22,15 @@ from multiworld.errors import (
     ServeError,
 )
 from multiworld.serve.core.refusals import OutdatedError
-from multiworld.serve.gateway import http_responses as responses
-from multiworld.serve.gateway import json_limits, open_inference, request_body
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.body_budget import Reservation
-from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.open_inference import NotFiniteError
-from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
-from multiworld.serve.gateway.request_body import (
+from multiworld.serve.gateway.http import http_responses as responses
+from multiworld.serve.gateway.http import json_limits, open_inference, request_body
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.hot_routes import HotRoutes
+from multiworld.serve.gateway.http.open_inference import NotFiniteError
+from multiworld.serve.gateway.http.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
+from multiworld.serve.gateway.http.request_body import (
     Body,
     model_named_in,
     off_loop,

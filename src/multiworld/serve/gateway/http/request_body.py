@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.body_budget import (
+from multiworld.serve.gateway.http.body_budget import (
     BodyLimits,
     Reservation,
     TooSlowError,
     limit_s,
 )
-from multiworld.serve.gateway.http_request import (
+from multiworld.serve.gateway.http.http_request import (
     CONNECTION,
     IS_COMPLETE,
     AnyRequest,
     Connection,
 )
-from multiworld.serve.gateway.json_limits import NOT_JSON, SMALL_BYTES
+from multiworld.serve.gateway.http.json_limits import NOT_JSON, SMALL_BYTES
 
 T = TypeVar("T")
 

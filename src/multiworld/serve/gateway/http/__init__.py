@@ -1,0 +1,1 @@
+"""The HTTP server, its limits and responses, health and metrics."""
