@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.processes import model_builds
-from multiworld.serve.processes.model_builds import ModelBuilds
+from multiworld.serve.gateway import model_builds
+from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.spec.schema import ModelSpec
 from tests.unit.serve.edges import HANG_S
 
