@@ -21,13 +21,13 @@ from multiworld.rendezvous.store_service import StoreService
 from multiworld.serve.gateway.http.embeddings import _embedding_request
 from multiworld.serve.gateway.http.http_responses import openai_error
 from multiworld.serve.gateway.http.open_inference import parse
-from multiworld.serve.generation.api.completions import (
+from multiworld.serve.gateway.openai.completions import (
     chat_of,
     completion_of,
     prompts_of,
 )
-from multiworld.serve.generation.api.request_fields import decoded
-from multiworld.serve.generation.api.triton_generate import GenerateBody
+from multiworld.serve.gateway.openai.request_fields import decoded
+from multiworld.serve.gateway.openai.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.transport import frames as edge_frames
 from multiworld.serve.transport.frames import Entry

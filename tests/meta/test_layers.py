@@ -128,7 +128,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.controller.fleet.decision_log",
         "serve.controller.fleet.history",
         "serve.gateway.http.embeddings",
-        "serve.generation.api.preparation",
+        "serve.gateway.openai.preparation",
         "serve.generation.gateway.streams",
         "serve.gateway.admission.authenticator",
         "serve.tenants.database",

@@ -29,8 +29,8 @@ from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import bounded
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
-from multiworld.serve.generation.api.openai_routes import add_generation
-from multiworld.serve.generation.api.triton_generate import add_generate
+from multiworld.serve.gateway.openai.openai_routes import add_generation
+from multiworld.serve.gateway.openai.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.resources.open_files import raise_limit

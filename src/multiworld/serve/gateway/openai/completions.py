@@ -12,9 +12,8 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
-from multiworld.serve.generation import grammar as grammars
-from multiworld.serve.generation.api.chat_messages import for_template
-from multiworld.serve.generation.api.request_fields import (
+from multiworld.serve.gateway.openai.chat_messages import for_template
+from multiworld.serve.gateway.openai.request_fields import (
     CHAT,
     COMPLETION,
     ChatBody,
@@ -24,7 +23,8 @@ from multiworld.serve.generation.api.request_fields import (
     check_supported,
     decoded_with_ignored,
 )
-from multiworld.serve.generation.api.tools import Calling, calling_of
+from multiworld.serve.gateway.openai.tools import Calling, calling_of
+from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64  # of one request, over all of its prompts

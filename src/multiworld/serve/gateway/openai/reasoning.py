@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.generation.api.tools import Call, CallParser, overlap
+from multiworld.serve.gateway.openai.tools import Call, CallParser, overlap
 
 # Of model families, in the order in which they are looked for in a chat template:
 # DeepSeek, GLM, Kimi, Qwen and others; Mistral; Seed.

@@ -18,23 +18,23 @@ from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.http_responses import timeout_of
-from multiworld.serve.generation.api.choices import Choice
-from multiworld.serve.generation.api.completions import (
+from multiworld.serve.gateway.openai.choices import Choice
+from multiworld.serve.gateway.openai.completions import (
     MAX_CHOICES,
     Structure,
     Wanted,
     check_fits,
     prompts_of,
 )
-from multiworld.serve.generation.api.reasoning import (
+from multiworld.serve.gateway.openai.reasoning import (
     LAST,
     AnswerParser,
     Reasoning,
     marks_of,
     reasoning_after,
 )
-from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
-from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
+from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
+from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import ENGINE_S, WAIT_S, TimeLimits
 from multiworld.serve.generation.grammar import (
     after_reasoning,

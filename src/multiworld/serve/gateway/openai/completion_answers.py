@@ -14,15 +14,15 @@ from fastapi import Response
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.http.http_responses import event_of, json_response
-from multiworld.serve.generation.api.choices import (
+from multiworld.serve.gateway.openai.choices import (
     Choice,
     Piece,
     chat_logprobs,
     text_logprobs,
 )
-from multiworld.serve.generation.api.preparation import Ready
-from multiworld.serve.generation.api.reasoning import AnswerParser, Thought
-from multiworld.serve.generation.api.tools import Call
+from multiworld.serve.gateway.openai.preparation import Ready
+from multiworld.serve.gateway.openai.reasoning import AnswerParser, Thought
+from multiworld.serve.gateway.openai.tools import Call
 from multiworld.serve.transport.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # of the output, in one whole answer

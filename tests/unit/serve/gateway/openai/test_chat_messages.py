@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.api.chat_messages import MAX_ARGUMENTS, for_template
+from multiworld.serve.gateway.openai.chat_messages import MAX_ARGUMENTS, for_template
 
 
 def call_of(arguments: Any, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.generation.api.choices import digest_of
+from multiworld.serve.gateway.openai.choices import digest_of
 from multiworld.serve.transport.generation_messages import Sampling
 
 

@@ -12,7 +12,7 @@ import msgspec
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.http.json_limits import NOT_JSON, check_values
-from multiworld.serve.generation.api.tools import NamedTool, Tool
+from multiworld.serve.gateway.openai.tools import NamedTool, Tool
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.api.reasoning import (
+from multiworld.serve.gateway.openai.reasoning import (
     MAX_SPACE,
     AnswerParser,
     Reasoning,
@@ -16,8 +16,8 @@ from multiworld.serve.generation.api.reasoning import (
     marks_of,
     reasoning_after,
 )
-from multiworld.serve.generation.api.tools import Call, Calling, CallParser
-from tests.unit.serve.generation.api.test_tools import FREE, TOOLS, WEATHER, cut
+from multiworld.serve.gateway.openai.tools import Call, Calling, CallParser
+from tests.unit.serve.gateway.openai.test_tools import FREE, TOOLS, WEATHER, cut
 
 THINK = ("<think>", "</think>")
 OPEN, BEGUN = Reasoning(*THINK), Reasoning(*THINK, is_begun=True)

@@ -21,16 +21,16 @@ from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.http.request_body import Body, off_loop
-from multiworld.serve.generation.api.choices import Piece
-from multiworld.serve.generation.api.completion_answers import kept_alive
-from multiworld.serve.generation.api.completions import wanted_of
-from multiworld.serve.generation.api.preparation import Ready, prepare_completion, timed
-from multiworld.serve.generation.api.request_fields import (
+from multiworld.serve.gateway.openai.choices import Piece
+from multiworld.serve.gateway.openai.completion_answers import kept_alive
+from multiworld.serve.gateway.openai.completions import wanted_of
+from multiworld.serve.gateway.openai.preparation import Ready, prepare_completion, timed
+from multiworld.serve.gateway.openai.request_fields import (
     CompletionBody,
     decoded,
     invalid,
 )
-from multiworld.serve.generation.api.request_lifecycle import Form, Reader, answered
+from multiworld.serve.gateway.openai.request_lifecycle import Form, Reader, answered
 
 # Parameter that leaves out the prompt, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.api.tools import (
+from multiworld.serve.gateway.openai.tools import (
     Call,
     Calling,
     CallParser,

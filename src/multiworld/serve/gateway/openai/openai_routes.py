@@ -21,10 +21,10 @@ from multiworld.serve.gateway.http.http_responses import (
     respond,
 )
 from multiworld.serve.gateway.http.request_body import Body, model_named_in, off_loop
-from multiworld.serve.generation.api.chat_messages import for_template
-from multiworld.serve.generation.api.completion_answers import events, whole
-from multiworld.serve.generation.api.completions import chat_of, completion_of
-from multiworld.serve.generation.api.preparation import (
+from multiworld.serve.gateway.openai.chat_messages import for_template
+from multiworld.serve.gateway.openai.completion_answers import events, whole
+from multiworld.serve.gateway.openai.completions import chat_of, completion_of
+from multiworld.serve.gateway.openai.preparation import (
     Ready,
     ServedModel,
     prepare_chat,
@@ -32,8 +32,8 @@ from multiworld.serve.generation.api.preparation import (
     served_model,
     timed,
 )
-from multiworld.serve.generation.api.request_fields import decoded
-from multiworld.serve.generation.api.request_lifecycle import Form, answered
+from multiworld.serve.gateway.openai.request_fields import decoded
+from multiworld.serve.gateway.openai.request_lifecycle import Form, answered
 from multiworld.serve.generation.tokenizer import bytes_of
 
 OPENAI = Form(whole, events, openai_error_response)

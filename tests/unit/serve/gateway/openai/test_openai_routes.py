@@ -24,12 +24,8 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.http_responses import event_of
-from multiworld.serve.generation.api import (
-    choices,
-    completion_answers,
-    openai_routes,
-)
-from multiworld.serve.generation.api.choices import Choice, generate
+from multiworld.serve.gateway.openai import choices, completion_answers, openai_routes
+from multiworld.serve.gateway.openai.choices import Choice, generate
 from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Places, Streams
 from multiworld.serve.generation.grammar import (

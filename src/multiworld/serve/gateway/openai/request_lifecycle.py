@@ -24,8 +24,8 @@ from multiworld.serve.gateway.http.request_body import (
     model_named_in,
     while_connected,
 )
-from multiworld.serve.generation.api.choices import Piece, digest_of, generate
-from multiworld.serve.generation.api.preparation import Ready
+from multiworld.serve.gateway.openai.choices import Piece, digest_of, generate
+from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.generation.gateway.stream import for_no_deadline
 
 # Reads a body, and prepares the request in it.

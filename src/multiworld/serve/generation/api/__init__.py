@@ -1,1 +1,0 @@
-"""HTTP API of text generation: OpenAI's routes and Triton's."""
