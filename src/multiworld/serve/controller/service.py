@@ -50,7 +50,7 @@ from multiworld.serve.engine.models.factory import (
     modules_of,
 )
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
-from multiworld.serve.processes.gateway import allowed_connections, listen
+from multiworld.serve.gateway.process import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
@@ -62,7 +62,7 @@ from multiworld.world.manager import WorldManager
 PRELOAD = [
     "torch",
     "multiworld.serve.controller.launchers.entry",
-    "multiworld.serve.processes.gateway",
+    "multiworld.serve.gateway.process",
 ]
 
 OnProgress = Callable[[str], object]  # one line, for people

@@ -36,7 +36,7 @@ def main(text: str) -> int:
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if args.role == "gateway":
         # Not at the top, because replicas need no web server.
-        from multiworld.serve.processes.gateway import run_gateway
+        from multiworld.serve.gateway.process import run_gateway
 
         return asyncio.run(run_gateway(args))
     assert args.spec is not None

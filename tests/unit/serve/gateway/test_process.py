@@ -20,18 +20,18 @@ import torch
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
+from multiworld.serve.gateway import gateway as module
 from multiworld.serve.gateway.admission import usage_meter
 from multiworld.serve.gateway.admission.authenticator import digest_of
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.generation.gateway.streams import Streams
-from multiworld.serve.inference.gateway.dispatcher import Dispatcher
-from multiworld.serve.processes import gateway as module
-from multiworld.serve.processes.gateway import (
+from multiworld.serve.gateway.process import (
     GatewayProcess,
     allowed_connections,
     listen,
 )
+from multiworld.serve.generation.gateway.streams import Streams
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
