@@ -19,7 +19,7 @@ from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.hot_routes import HotRoutes
 from multiworld.serve.gateway.http.http_request import CONNECTION, Connection
 from multiworld.serve.gateway.process import ROUTES
-from multiworld.serve.inference.gateway.dispatcher import Dispatcher
+from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import OverloadedError
-from multiworld.serve.inference.gateway.actions import Dispatch, Reject
-from multiworld.serve.inference.gateway.events import (
+from multiworld.serve.gateway.requests.actions import Dispatch, Reject
+from multiworld.serve.gateway.requests.events import (
     Connected,
     Received,
     Submitted,
     TableChanged,
     Withdrawn,
 )
-from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.tenants.fair_queue import FairQueue, Share

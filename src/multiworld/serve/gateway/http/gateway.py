@@ -33,9 +33,9 @@ from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_body import Body, read_body
 from multiworld.serve.gateway.http.request_counts import RequestCounts
+from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.resources.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.inference.gateway.events import Submitted
+from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import rows_of

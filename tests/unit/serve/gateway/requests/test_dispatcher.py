@@ -21,8 +21,8 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.admission.timing import Timing
-from multiworld.serve.inference.gateway import dispatcher as module
-from multiworld.serve.inference.gateway.dispatcher import Dispatcher
+from multiworld.serve.gateway.requests import dispatcher as module
+from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import inference_messages

@@ -28,8 +28,8 @@ from multiworld.serve.core import refusals
 from multiworld.serve.core.load_balancer import Chance, choose
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.core.replica_view import ReplicaView
-from multiworld.serve.inference.gateway import events
-from multiworld.serve.inference.gateway.actions import (
+from multiworld.serve.gateway.requests import events
+from multiworld.serve.gateway.requests.actions import (
     Action,
     Cancel,
     Deliver,
@@ -37,7 +37,7 @@ from multiworld.serve.inference.gateway.actions import (
     Reject,
     Replayed,
 )
-from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
+from multiworld.serve.gateway.requests.records import AttemptState, Queue, Request
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import Replica, Route, first_ready

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multiworld.serve.inference.gateway.events import Submitted
-from multiworld.serve.inference.gateway.reply_validation import check
+from multiworld.serve.gateway.requests.events import Submitted
+from multiworld.serve.gateway.requests.reply_validation import check
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE
 from multiworld.serve.transport import inference_messages

@@ -22,7 +22,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.core.refusals import OutdatedError
-from multiworld.serve.inference.gateway.actions import (
+from multiworld.serve.gateway.requests.actions import (
     Action,
     Cancel,
     Deliver,
@@ -30,7 +30,7 @@ from multiworld.serve.inference.gateway.actions import (
     Reject,
     Replayed,
 )
-from multiworld.serve.inference.gateway.events import (
+from multiworld.serve.gateway.requests.events import (
     Answered,
     Connected,
     Event,
@@ -43,7 +43,7 @@ from multiworld.serve.inference.gateway.events import (
     Ticked,
     Withdrawn,
 )
-from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.inference_messages import (
     Attempt,

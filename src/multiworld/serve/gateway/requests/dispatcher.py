@@ -15,9 +15,9 @@ from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.gateway.admission.timing import Timing
-from multiworld.serve.inference.gateway import actions, events
-from multiworld.serve.inference.gateway.reply_validation import check
-from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.gateway.requests import actions, events
+from multiworld.serve.gateway.requests.reply_validation import check
+from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import inference_messages

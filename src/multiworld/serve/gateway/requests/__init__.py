@@ -1,0 +1,1 @@
+"""Requests with one answer: where they go, replay and hedging."""

@@ -1,1 +1,0 @@
-"""Request routing: dispatch, replay, hedging and poison-request isolation."""
