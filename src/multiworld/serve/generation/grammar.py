@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
-from multiworld.serve.core.refusals import wrong_field
+from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.generation import grammar_trial_process, schema_drafts
 from multiworld.serve.generation.grammar_trial_process import MadeOf
 from multiworld.serve.spec.stage import Generation

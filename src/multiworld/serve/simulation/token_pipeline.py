@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
-from multiworld.serve.core.load_balancer import Chance
+from multiworld.serve.gateway.routing.load_balancer import Chance
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,

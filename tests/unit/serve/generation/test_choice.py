@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,

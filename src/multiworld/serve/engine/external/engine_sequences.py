@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
@@ -22,6 +21,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineToken,
     Run,
 )
+from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
     Disconnected,

@@ -17,7 +17,6 @@ from starlette.routing import Match, Route
 
 import multiworld
 from multiworld.errors import NoReplicaError, OverloadedError, ServeError
-from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http import open_inference
 from multiworld.serve.gateway.http.body_budget import Reservation
@@ -39,6 +38,7 @@ from multiworld.serve.gateway.http.request_body import (
     while_connected,
 )
 from multiworld.serve.gateway.http.triton_routes import PLATFORM, add_triton, tensors_of
+from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.spec.stage import Tensors
 

@@ -21,7 +21,6 @@ from multiworld.errors import (
     OverloadedError,
     ServeError,
 )
-from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http import json_limits, open_inference, request_body
@@ -36,6 +35,7 @@ from multiworld.serve.gateway.http.request_body import (
     off_loop,
     while_connected,
 )
+from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import Tenant
 

@@ -17,7 +17,6 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
-from multiworld.serve.core import refusals
 from multiworld.serve.gateway.admission.authenticator import (
     AdmittedRequest,
     Authenticator,
@@ -34,6 +33,7 @@ from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_body import Body, read_body
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
+from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.resources.freed_memory import give_back

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.openai.chat_messages import for_template
 from multiworld.serve.gateway.openai.request_fields import (
     CHAT,
@@ -24,6 +23,7 @@ from multiworld.serve.gateway.openai.request_fields import (
     decoded_with_ignored,
 )
 from multiworld.serve.gateway.openai.tools import Calling, calling_of
+from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.transport.generation_messages import Sampling
 

@@ -11,7 +11,6 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.body_budget import Reservation
 from multiworld.serve.gateway.http.gateway import Gateway
@@ -34,6 +33,7 @@ from multiworld.serve.gateway.openai.preparation import (
 )
 from multiworld.serve.gateway.openai.request_fields import decoded
 from multiworld.serve.gateway.openai.request_lifecycle import Form, answered
+from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.generation.tokenizer import bytes_of
 
 OPENAI = Form(whole, events, openai_error_response)

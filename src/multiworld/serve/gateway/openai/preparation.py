@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError
-from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
@@ -35,6 +34,7 @@ from multiworld.serve.gateway.openai.reasoning import (
 )
 from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
+from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.generation.gateway.stream import ENGINE_S, WAIT_S, TimeLimits
 from multiworld.serve.generation.grammar import (
     after_reasoning,

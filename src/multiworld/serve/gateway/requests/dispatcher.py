@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve.core import refusals
-from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.requests import actions, events
 from multiworld.serve.gateway.requests.reply_validation import check
 from multiworld.serve.gateway.requests.router import Router
+from multiworld.serve.gateway.routing import refusals
+from multiworld.serve.gateway.routing.attainment import Attainment
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import inference_messages

@@ -24,10 +24,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from multiworld.errors import ServeError, UnknownModelError
-from multiworld.serve.core import refusals
-from multiworld.serve.core.load_balancer import Chance, choose
-from multiworld.serve.core.refusals import OutdatedError
-from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.gateway.requests import events
 from multiworld.serve.gateway.requests.actions import (
     Action,
@@ -38,6 +34,10 @@ from multiworld.serve.gateway.requests.actions import (
     Replayed,
 )
 from multiworld.serve.gateway.requests.records import AttemptState, Queue, Request
+from multiworld.serve.gateway.routing import refusals
+from multiworld.serve.gateway.routing.load_balancer import Chance, choose
+from multiworld.serve.gateway.routing.refusals import OutdatedError
+from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import Replica, Route, first_ready

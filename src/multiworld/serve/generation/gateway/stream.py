@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from multiworld.serve.core.loss_ledger import STREAM_RULE, LossLedger
+from multiworld.serve.gateway.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.generation.prefixes import Digest
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling

@@ -17,10 +17,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
-from multiworld.serve.core import refusals
-from multiworld.serve.core.attainment import Attainment
-from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.core.waiting_tenants import WaitingTenants
+from multiworld.serve.gateway.routing import refusals
+from multiworld.serve.gateway.routing.attainment import Attainment
+from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.generation.gateway import actions as act
 from multiworld.serve.generation.gateway import events
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from multiworld.serve.core.loss_ledger import PROOF_TOKENS
+from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.step_budget import STEP_ROWS

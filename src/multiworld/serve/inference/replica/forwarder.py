@@ -12,7 +12,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from multiworld.serve.core.load_balancer import Chance, HashRing, choose
+from multiworld.serve.gateway.routing.load_balancer import Chance, HashRing, choose
 from multiworld.serve.inference.replica.batch_queue import Work
 from multiworld.serve.tenants.fair_queue import FairQueue
 from multiworld.serve.transport.protocol import Key

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external.engine_sequences import (
     MAX_FAILURES,
@@ -34,6 +33,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
+from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
     Disconnected,

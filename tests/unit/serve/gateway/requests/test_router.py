@@ -21,7 +21,6 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
-from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway.requests.actions import (
     Action,
     Cancel,
@@ -44,6 +43,7 @@ from multiworld.serve.gateway.requests.events import (
     Withdrawn,
 )
 from multiworld.serve.gateway.requests.router import Router
+from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.inference_messages import (
     Attempt,

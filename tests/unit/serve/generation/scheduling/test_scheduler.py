@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.core.loss_ledger import PROOF_TOKENS
+from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.scheduler import (

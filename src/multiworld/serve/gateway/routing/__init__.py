@@ -1,0 +1,1 @@
+"""What requests and streams share: losses, load balancing, refusals."""
