@@ -129,7 +129,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.controller.fleet.history",
         "serve.gateway.http.embeddings",
         "serve.gateway.openai.preparation",
-        "serve.generation.gateway.streams",
+        "serve.gateway.streams.streams",
         "serve.gateway.admission.authenticator",
         "serve.tenants.database",
     }

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.gateway.routing.load_balancer import Chance
-from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.chain_selection import (
+from multiworld.serve.gateway.streams.chain_selection import (
     NEW_S,
     SPLIT,
     StepSources,
     surplus_of,
 )
-from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
+from multiworld.serve.gateway.streams.moves import AT_ONCE, WORTH
+from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.scheduling.pipeline_share import adapt
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.scheduler import Scheduler

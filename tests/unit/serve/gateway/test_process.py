@@ -31,7 +31,7 @@ from multiworld.serve.gateway.process import (
     listen,
 )
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.generation.gateway.streams import Streams
+from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase

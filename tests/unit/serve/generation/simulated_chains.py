@@ -20,9 +20,9 @@ import torch
 
 from multiworld.errors import ServeError
 from multiworld.serve.engine.compute.stage_engine import StageEngine
+from multiworld.serve.gateway.streams.actions import Cut
+from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.actions import Cut
-from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import RequestPoisonedError
+from multiworld.serve.gateway.streams.chain_selection import HOME
+from multiworld.serve.gateway.streams.stream import SuspectGroup
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.chain_selection import HOME
-from multiworld.serve.generation.gateway.stream import SuspectGroup
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,

@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
-from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.chain_selection import (
+from multiworld.serve.gateway.streams.chain_selection import (
     NEW_S,
     PREFIX_BLOCK,
     ChainSelection,
     Uneven,
     surplus_of,
 )
-from multiworld.serve.generation.gateway.stream import (
+from multiworld.serve.gateway.streams.stream import (
     NO_LIMITS,
     Chain,
     Stream,
     TimeLimits,
 )
+from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.generation.scheduling.pipeline_share import adapt_to, steps_for
 from multiworld.serve.generation.scheduling.scheduled_sequence import (

@@ -14,8 +14,8 @@ from multiworld.errors import (
     OverloadedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.streams.actions import Action, Log, Send, merged
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.actions import Action, Log, Send, merged
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     EndSequences,

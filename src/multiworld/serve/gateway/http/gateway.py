@@ -34,7 +34,7 @@ from multiworld.serve.gateway.http.request_body import Body, read_body
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.routing import refusals
-from multiworld.serve.generation.gateway.streams import Streams
+from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.resources.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of

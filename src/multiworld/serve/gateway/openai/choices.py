@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.gateway.actions import Cut
-from multiworld.serve.generation.gateway.streams import Places
+from multiworld.serve.gateway.streams.actions import Cut
+from multiworld.serve.gateway.streams.streams import Places
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem

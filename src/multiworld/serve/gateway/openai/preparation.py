@@ -35,7 +35,7 @@ from multiworld.serve.gateway.openai.reasoning import (
 from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.routing.refusals import wrong_field
-from multiworld.serve.generation.gateway.stream import ENGINE_S, WAIT_S, TimeLimits
+from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
 from multiworld.serve.generation.grammar import (
     after_reasoning,
     arguments_of,

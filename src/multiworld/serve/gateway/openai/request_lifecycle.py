@@ -26,7 +26,7 @@ from multiworld.serve.gateway.http.request_body import (
 )
 from multiworld.serve.gateway.openai.choices import Piece, digest_of, generate
 from multiworld.serve.gateway.openai.preparation import Ready
-from multiworld.serve.generation.gateway.stream import for_no_deadline
+from multiworld.serve.gateway.streams.stream import for_no_deadline
 
 # Reads a body, and prepares the request in it.
 Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]

@@ -26,8 +26,8 @@ from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.http_responses import event_of
 from multiworld.serve.gateway.openai import choices, completion_answers, openai_routes
 from multiworld.serve.gateway.openai.choices import Choice, generate
-from multiworld.serve.generation.gateway.actions import Cut
-from multiworld.serve.generation.gateway.streams import Places, Streams
+from multiworld.serve.gateway.streams.actions import Cut
+from multiworld.serve.gateway.streams.streams import Places, Streams
 from multiworld.serve.generation.grammar import (
     ANY_OBJECT,
     after_reasoning,

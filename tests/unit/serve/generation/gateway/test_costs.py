@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from multiworld.errors import DeadlineExceededError
-from multiworld.serve.generation.gateway import stream_router
-from multiworld.serve.generation.gateway.actions import Action, Cut, Deliver
-from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.events import (
+from multiworld.serve.gateway.streams import stream_router
+from multiworld.serve.gateway.streams.actions import Action, Cut, Deliver
+from multiworld.serve.gateway.streams.chain_selection import ChainSelection
+from multiworld.serve.gateway.streams.events import (
     Closed,
     Connected,
     Disconnected,
@@ -22,8 +22,8 @@ from multiworld.serve.generation.gateway.events import (
     TableChanged,
     Ticked,
 )
-from multiworld.serve.generation.gateway.stream import NO_LIMITS, Stream, TimeLimits
-from multiworld.serve.generation.gateway.stream_router import StreamRouter
+from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
+from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.transport.generation_messages import (
     Sampling,
     TokenItem,

@@ -6,8 +6,8 @@ import dataclasses
 import random
 from typing import Any
 
-from multiworld.serve.generation.gateway.actions import Action, Send
-from multiworld.serve.generation.gateway.events import (
+from multiworld.serve.gateway.streams.actions import Action, Send
+from multiworld.serve.gateway.streams.events import (
     Connected,
     Event,
     Opened,
@@ -15,8 +15,8 @@ from multiworld.serve.generation.gateway.events import (
     TableChanged,
     Ticked,
 )
-from multiworld.serve.generation.gateway.stream import NO_LIMITS, Stream
-from multiworld.serve.generation.gateway.stream_router import StreamRouter
+from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream
+from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,

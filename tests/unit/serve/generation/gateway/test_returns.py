@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from multiworld.serve.generation.gateway.actions import Send
-from multiworld.serve.generation.gateway.events import (
+from multiworld.serve.gateway.streams.actions import Send
+from multiworld.serve.gateway.streams.events import (
     Connected,
     Event,
     Opened,
@@ -16,8 +16,8 @@ from multiworld.serve.generation.gateway.events import (
     TableChanged,
     Ticked,
 )
-from multiworld.serve.generation.gateway.stream import NO_LIMITS, Stream
-from multiworld.serve.generation.gateway.stream_router import StreamRouter
+from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream
+from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     Sampling,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from multiworld.serve.generation.gateway.stream import Stream, SuspectGroup
+from multiworld.serve.gateway.streams.stream import Stream, SuspectGroup
 
 # Groups into which a crowd is split. With eight, one poison stream of 64 is found with
 # six losses that count: 64, 64, 64, 8, 1, 1. With four it takes seven, with two ten.

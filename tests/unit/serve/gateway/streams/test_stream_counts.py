@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.generation.gateway.stream_counts import ENDS, StreamCounts
+from multiworld.serve.gateway.streams.stream_counts import ENDS, StreamCounts
 
 
 def test_times_and_tokens_of_streams_add_up() -> None:

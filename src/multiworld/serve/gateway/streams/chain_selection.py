@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
-from multiworld.serve.generation.gateway.stream import Chain, Stream
+from multiworld.serve.gateway.streams.stream import Chain, Stream
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.generation.gateway.stream import Stream
+from multiworld.serve.gateway.streams.stream import Stream
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.routing_table import RoutingTable
 

@@ -21,11 +21,11 @@ from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.routing.attainment import Attainment
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
-from multiworld.serve.generation.gateway import actions as act
-from multiworld.serve.generation.gateway import events
-from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.moves import Moves
-from multiworld.serve.generation.gateway.stream import (
+from multiworld.serve.gateway.streams import actions as act
+from multiworld.serve.gateway.streams import events
+from multiworld.serve.gateway.streams.chain_selection import ChainSelection
+from multiworld.serve.gateway.streams.moves import Moves
+from multiworld.serve.gateway.streams.stream import (
     Chain,
     Kind,
     Phase,
@@ -34,8 +34,8 @@ from multiworld.serve.generation.gateway.stream import (
     StreamTimers,
     WaitingStreams,
 )
-from multiworld.serve.generation.gateway.stream_counts import StreamCounts
-from multiworld.serve.generation.gateway.suspects import Suspects
+from multiworld.serve.gateway.streams.stream_counts import StreamCounts
+from multiworld.serve.gateway.streams.suspects import Suspects
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.stream import (
+from multiworld.serve.gateway.streams.chain_selection import ChainSelection
+from multiworld.serve.gateway.streams.stream import (
     Chain,
     Move,
     Phase,

@@ -1,0 +1,1 @@
+"""Streams of tokens: choice of replicas, moves, delivered tokens."""

@@ -1,1 +1,0 @@
-"""Streams at the gateway: placement, delivered tokens, moves and recovery."""
