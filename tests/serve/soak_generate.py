@@ -42,7 +42,7 @@ from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import Drained
 from multiworld.serve.engine.models import smollm2
-from multiworld.serve.resources.usage import family_of
+from multiworld.serve.machines.usage import family_of
 from tests import fake_vllm
 from tests.serve.harness import Served, served
 from tests.serve.sizes import Size, grown, sizes_of

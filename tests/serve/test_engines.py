@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from multiworld.serve.resources.usage import family_of
+from multiworld.serve.machines.usage import family_of
 from tests import fake_token_server, fake_vllm
 from tests.serve.harness import WAIT_S, Served, served, wait_for_exit
 from tests.serve.texts import PROMPT, client

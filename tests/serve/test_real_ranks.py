@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.resources.usage import family_of
+from multiworld.serve.machines.usage import family_of
 from tests.serve.harness import Served, served
 from tests.serve.test_engines import Text
 from tests.serve.test_real_engines import COUNT, KINDS, all_kinds, model_of_vllm

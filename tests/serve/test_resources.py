@@ -16,9 +16,9 @@ import yaml
 
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
-from multiworld.serve.resources.amounts import Location, Need
-from multiworld.serve.resources.assignment import Plan
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.machines.amounts import Location, Need
+from multiworld.serve.machines.assignment import Plan
+from multiworld.serve.machines.bookings import Bookings
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
 from tests.serve.models import GROW, expected
 

@@ -15,8 +15,8 @@ from multiworld.cli import options
 from multiworld.config import MIB
 from multiworld.serve.controller.answers import NodeShown
 from multiworld.serve.controller.client import Service, running
-from multiworld.serve.resources.amounts import Gpu, Node, mib
-from multiworld.serve.resources.inventory import this_node
+from multiworld.serve.machines.amounts import Gpu, Node, mib
+from multiworld.serve.machines.inventory import this_node
 
 
 def _table(found: Sequence[NodeShown] | Sequence[Node], title: str) -> Table:

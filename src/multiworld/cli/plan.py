@@ -42,7 +42,7 @@ from multiworld.serve.controller.scaling.limits import is_scaled
 from multiworld.serve.controller.scaling.scaling_plans import ScalingPlan, plans_of
 from multiworld.serve.controller.service import measured_machine_of
 from multiworld.serve.engine.models.factory import build_model, stage_name
-from multiworld.serve.resources.amounts import Location, Node
+from multiworld.serve.machines.amounts import Location, Node
 from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec

@@ -24,7 +24,7 @@ from multiworld.serve.engine.compute.stage_meter import TextMeter
 from multiworld.serve.engine.models.factory import build_model, modules_of
 from multiworld.serve.engine.models.meter import Meter
 from multiworld.serve.engine.models.profiler import profile_model
-from multiworld.serve.resources.amounts import mib
+from multiworld.serve.machines.amounts import mib
 from multiworld.serve.spec.profiles import ModelProfile
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from multiworld.cli.options import new_table, of_service, print_table
 from multiworld.serve.controller.answers import ProcessShown, StatusAnswer, plain
 from multiworld.serve.controller.client import Service
-from multiworld.serve.resources.amounts import mib
+from multiworld.serve.machines.amounts import mib
 
 
 class _Row(msgspec.Struct, frozen=True):

@@ -31,8 +31,8 @@ from multiworld.serve.controller.scaling import (
 from multiworld.serve.controller.scaling.scaling_plans import plan_for, plans_of
 from multiworld.serve.controller.scaling.snapshot import Policy
 from multiworld.serve.engine.models.factory import import_factory
-from multiworld.serve.resources.amounts import needs_of
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.machines.amounts import needs_of
+from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.engine import (
     Arrival,

@@ -10,7 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
-from multiworld.serve.resources.amounts import Gpu
+from multiworld.serve.machines.amounts import Gpu
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 
 T = TypeVar("T")

@@ -61,10 +61,10 @@ from multiworld.serve.engine.models.factory import (
     import_factory,
 )
 from multiworld.serve.engine.models.identity import forget_copies, refusal
+from multiworld.serve.machines.amounts import Location, Need, needs_of
+from multiworld.serve.machines.assignment import assign
+from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.replica.hang_guard import HUNG_S
-from multiworld.serve.resources.amounts import Location, Need, needs_of
-from multiworld.serve.resources.assignment import assign
-from multiworld.serve.resources.usage import MemoryKills
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.transport import control_messages as messages

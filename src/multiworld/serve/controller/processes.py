@@ -14,8 +14,8 @@ from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.controller.status import exit_words, last_words
-from multiworld.serve.resources.amounts import Location, Need
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.machines.amounts import Location, Need
+from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs
 
 KEPT_LOGS = 200  # of processes that ended last

@@ -51,8 +51,8 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import allowed_connections, listen
-from multiworld.serve.resources.amounts import Node
-from multiworld.serve.resources.inventory import this_node
+from multiworld.serve.machines.amounts import Node
+from multiworld.serve.machines.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.process_args import world_config

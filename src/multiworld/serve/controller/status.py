@@ -23,8 +23,8 @@ from multiworld.serve.controller.placement.replica_bookings import (
     ReplicaBookings,
     Specs,
 )
-from multiworld.serve.resources.amounts import Need
-from multiworld.serve.resources.bookings import Booking, Bookings
+from multiworld.serve.machines.amounts import Need
+from multiworld.serve.machines.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 

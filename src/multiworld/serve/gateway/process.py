@@ -33,7 +33,7 @@ from multiworld.serve.gateway.openai.openai_routes import add_generation
 from multiworld.serve.gateway.openai.triton_generate import add_generate
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
-from multiworld.serve.resources.open_files import raise_limit
+from multiworld.serve.machines.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model

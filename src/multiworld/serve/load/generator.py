@@ -14,7 +14,7 @@ import orjson
 
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
-from multiworld.serve.resources.open_files import raise_limit
+from multiworld.serve.machines.open_files import raise_limit
 
 # Without an answer, or without a part of one, a request fails.
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=60.0, sock_read=60.0)

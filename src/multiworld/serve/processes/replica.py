@@ -41,9 +41,9 @@ from multiworld.serve.inference.replica.rank_group import (
     join_group,
 )
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
+from multiworld.serve.machines.amounts import Need, mib, needs_of
+from multiworld.serve.machines.usage import family_of, outgrows, usage_of
 from multiworld.serve.replica.hang_guard import HUNG_S
-from multiworld.serve.resources.amounts import Need, mib, needs_of
-from multiworld.serve.resources.usage import family_of, outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.transport import control_messages as messages

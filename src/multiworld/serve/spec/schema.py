@@ -757,7 +757,7 @@ class AppSpec(_Strict):
     reaches other networks."""
     placement: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that chooses the machine for the next replica, in place
-    of `multiworld.serve.resources.assignment:assign`."""
+    of `multiworld.serve.machines.assignment:assign`."""
     silence_s: Patience = 2.0
     """Seconds of silence after which a process counts as lost and is replaced."""
     ready_s: Patience = 120.0

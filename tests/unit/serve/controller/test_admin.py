@@ -34,7 +34,7 @@ from multiworld.serve.controller.placement.replica_bookings import ReplicaBookin
 from multiworld.serve.controller.status import StatusSources, status_of
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.gateway.admission.usage_meter import UsageRow
-from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
+from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.tenants.database import TenantDatabase

@@ -11,7 +11,7 @@ import torch
 from multiworld.config import MIB
 from multiworld.serve.controller.dtypes import resolve, resolved_here
 from multiworld.serve.engine.models.factory import build_model
-from multiworld.serve.resources.amounts import Node, needs_of
+from multiworld.serve.machines.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec
 from tests.tiny_decoder import save_decoder
 

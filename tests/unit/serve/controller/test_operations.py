@@ -20,8 +20,8 @@ from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.engine.models import imported_sources
-from multiworld.serve.resources.amounts import Location, Node, needs_of
-from multiworld.serve.resources.assignment import assign
+from multiworld.serve.machines.amounts import Location, Node, needs_of
+from multiworld.serve.machines.assignment import assign
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 

@@ -13,8 +13,8 @@ import pytest
 
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.processes import KEPT_LOGS, Processes, end_words
-from multiworld.serve.resources.amounts import Need
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.machines.amounts import Need
+from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.serve.controller.launchers.base import LauncherContext
-from multiworld.serve.resources.amounts import Node
+from multiworld.serve.machines.amounts import Node
 from multiworld.serve.spec.schema import AppSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from multiworld.config import MIB
-from multiworld.serve.resources.amounts import needs_of
+from multiworld.serve.machines.amounts import needs_of
 from multiworld.serve.spec.schema import ModelSpec
 
 

@@ -17,7 +17,7 @@ from multiworld.serve.controller.placement.replica_bookings import (
     ReplicaBookings,
     asks_of,
 )
-from multiworld.serve.resources.amounts import (
+from multiworld.serve.machines.amounts import (
     Gpu,
     Location,
     Need,
@@ -25,10 +25,10 @@ from multiworld.serve.resources.amounts import (
     in_words,
     needs_of,
 )
-from multiworld.serve.resources.assignment import assign
-from multiworld.serve.resources.bookings import Bookings
-from multiworld.serve.resources.inventory import this_node
-from multiworld.serve.resources.usage import memory_of, outgrows, usage_of
+from multiworld.serve.machines.assignment import assign
+from multiworld.serve.machines.bookings import Bookings
+from multiworld.serve.machines.inventory import this_node
+from multiworld.serve.machines.usage import memory_of, outgrows, usage_of
 from multiworld.serve.spec.loader import parse_spec
 
 GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from multiworld.errors import ServeError, SpecError
 from multiworld.serve.controller.scaling import default_policy, reference_policies
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot, StageLimits
-from multiworld.serve.resources.amounts import Need, Node
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.machines.amounts import Need, Node
+from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.engine import (
     Arrival,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.resources.amounts import Node
+from multiworld.serve.machines.amounts import Node
 
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
 # Seconds after which a start counts as slow: no urgent start waits for it.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
-from multiworld.serve.resources.amounts import Location, Need, Node
+from multiworld.serve.machines.amounts import Location, Need, Node
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.process_args import ProcessArgs
 

@@ -15,8 +15,8 @@ from multiworld.serve.controller.launchers.base import (
 )
 from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
-from multiworld.serve.resources.amounts import Location, Need, Node
-from multiworld.serve.resources.usage import outgrows
+from multiworld.serve.machines.amounts import Location, Need, Node
+from multiworld.serve.machines.usage import outgrows
 from multiworld.serve.transport.process_args import ProcessArgs
 
 

@@ -34,8 +34,8 @@ from multiworld.serve.controller.placement.replica_bookings import (
     Specs,
     asks_of,
 )
-from multiworld.serve.resources.amounts import Location, Node, mib, needs_of
-from multiworld.serve.resources.assignment import Policy
+from multiworld.serve.machines.amounts import Location, Node, mib, needs_of
+from multiworld.serve.machines.assignment import Policy
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -16,7 +16,7 @@ from multiworld.serve.controller.placement.solver.problem import (
     StageNeed,
 )
 from multiworld.serve.controller.placement.solver.problem import Node as Host
-from multiworld.serve.resources.amounts import Need, Node, needs_of
+from multiworld.serve.machines.amounts import Need, Node, needs_of
 from multiworld.serve.spec.schema import (
     AutoscalingConfig,
     ModelSpec,

@@ -16,8 +16,8 @@ from multiworld.serve.controller.placement.problem_builder import (
     problem_of,
 )
 from multiworld.serve.controller.placement.solver.problem import Placement, Problem
-from multiworld.serve.resources.amounts import Node
-from multiworld.serve.resources.assignment import Plan
+from multiworld.serve.machines.amounts import Node
+from multiworld.serve.machines.assignment import Plan
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -8,9 +8,9 @@ from typing import cast
 from multiworld.errors import PlacementError
 from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.placement.problem_builder import PlacedReplica, moves
-from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
-from multiworld.serve.resources.assignment import Plan, Policy, assign
-from multiworld.serve.resources.bookings import Booking, Bookings
+from multiworld.serve.machines.amounts import Location, Need, Node, needs_of
+from multiworld.serve.machines.assignment import Plan, Policy, assign
+from multiworld.serve.machines.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]

@@ -20,7 +20,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineSettings,
     RunFailedError,
 )
-from multiworld.serve.resources.inventory import visible_gpus
+from multiworld.serve.machines.inventory import visible_gpus
 from multiworld.serve.transport.edges import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")

@@ -19,9 +19,9 @@ from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeE
 from multiworld.serve.engine.models import folder_facts, huggingface, weights
 from multiworld.serve.engine.models.factory import folder_of, import_factory
 from multiworld.serve.generation import tokenizer_files
+from multiworld.serve.machines import inventory
 from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.replica.hang_guard import HUNG_S
-from multiworld.serve.resources import inventory
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
     Generation,

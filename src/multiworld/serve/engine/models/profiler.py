@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from multiworld.serve.engine.models.meter import Meter
-from multiworld.serve.resources.usage import memory_of
+from multiworld.serve.machines.usage import memory_of
 from multiworld.serve.spec.profiles import ModelProfile, StageProfile
 from multiworld.serve.spec.schema import ModelSpec
 

@@ -36,7 +36,7 @@ from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.resources.freed_memory import give_back
+from multiworld.serve.machines.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors

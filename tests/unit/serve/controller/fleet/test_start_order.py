@@ -11,7 +11,7 @@ from multiworld.serve.controller.fleet.start_order import (
     starts_at_once,
     urgent_starts,
 )
-from multiworld.serve.resources.amounts import Node
+from multiworld.serve.machines.amounts import Node
 
 GATEWAY = "", "", 0
 

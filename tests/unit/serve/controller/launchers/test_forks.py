@@ -13,7 +13,7 @@ from multiworld.errors import LaunchError
 from multiworld.serve.controller.launchers import forks
 from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.helper_process import HelperProcess
-from multiworld.serve.resources.usage import family_of
+from multiworld.serve.machines.usage import family_of
 from tests.unit.serve.edges import until
 
 

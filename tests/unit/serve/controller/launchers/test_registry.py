@@ -14,7 +14,7 @@ from multiworld.serve.controller.launchers.registry import (
     LAUNCHERS,
     maker_of,
 )
-from multiworld.serve.resources.amounts import Node
+from multiworld.serve.machines.amounts import Node
 from tests.unit.serve.launchers.contexts import context
 
 

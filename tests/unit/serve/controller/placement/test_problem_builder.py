@@ -20,7 +20,7 @@ from multiworld.serve.controller.placement.problem_builder import (
     problem_of,
 )
 from multiworld.serve.controller.placement.solver.verify import faults
-from multiworld.serve.resources.amounts import Gpu, Node
+from multiworld.serve.machines.amounts import Gpu, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import ModelSpec
 

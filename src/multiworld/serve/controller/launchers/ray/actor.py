@@ -134,7 +134,7 @@ def wait_exit(pid: int, began: int) -> None:
 
 def probe_machine() -> tuple[list[tuple[int, str, int]], float]:
     from multiworld.serve.engine.compute.matmul_speed import bfloat16_cost
-    from multiworld.serve.resources.inventory import gpus
+    from multiworld.serve.machines.inventory import gpus
 
     found = [(gpu.index, gpu.kind, gpu.memory_bytes) for gpu in gpus()]
     return found, bfloat16_cost()

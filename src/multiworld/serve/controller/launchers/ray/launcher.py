@@ -21,7 +21,7 @@ from multiworld.serve.controller.launchers.base import (
 )
 from multiworld.serve.controller.launchers.helper_process import HelperProcess
 from multiworld.serve.controller.launchers.local import LocalLauncher
-from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
+from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
 from multiworld.serve.transport.process_args import ProcessArgs
 

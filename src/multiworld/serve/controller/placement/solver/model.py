@@ -15,7 +15,7 @@ from multiworld.serve.controller.placement.solver.problem import (
     Replica,
     StageNeed,
 )
-from multiworld.serve.resources.amounts import mib
+from multiworld.serve.machines.amounts import mib
 
 # Candidate for a replica: the numbers of a model, its stage, and a device.
 Slot = tuple[int, int, int]

@@ -13,7 +13,7 @@ from multiworld.serve.controller.placement.solver.problem import (
     Replica,
     StageNeed,
 )
-from multiworld.serve.resources.amounts import mib
+from multiworld.serve.machines.amounts import mib
 
 SLACK = 1e-6  # relative, of all checks: solvers compute in floating point
 

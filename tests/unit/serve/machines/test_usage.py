@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from multiworld.serve.resources.usage import (
+from multiworld.serve.machines.usage import (
     MemoryKills,
     Usage,
     memory_of,

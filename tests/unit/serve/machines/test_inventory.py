@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from multiworld.serve.resources import inventory
-from multiworld.serve.resources.amounts import Gpu
-from multiworld.serve.resources.inventory import gpus, this_node
+from multiworld.serve.machines import inventory
+from multiworld.serve.machines.amounts import Gpu
+from multiworld.serve.machines.inventory import gpus, this_node
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.errors import PlacementError
-from multiworld.serve.resources.amounts import (
+from multiworld.serve.machines.amounts import (
     Location,
     Need,
     Node,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from multiworld.errors import PlacementError
-from multiworld.serve.resources.amounts import Location, Need, in_words
-from multiworld.serve.resources.bookings import Bookings, able_gpus
+from multiworld.serve.machines.amounts import Location, Need, in_words
+from multiworld.serve.machines.bookings import Bookings, able_gpus
 
 Plan = Mapping[tuple[Any, str], int]  # planned replicas of each post on each machine
 

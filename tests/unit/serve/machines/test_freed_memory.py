@@ -6,7 +6,7 @@ import threading
 
 import psutil
 
-from multiworld.serve.resources.freed_memory import give_back
+from multiworld.serve.machines.freed_memory import give_back
 
 SIZE, COUNT, KEPT = 1000, 100_000, 5000  # 100 MB of objects; every 5,000th stays
 

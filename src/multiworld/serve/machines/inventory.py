@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from multiworld.serve.resources.amounts import Gpu, Node
+from multiworld.serve.machines.amounts import Gpu, Node
 
 CGROUP = Path("/sys/fs/cgroup")  # limits of this container (control group, version 2)
 
