@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.gateway.routing.loss_ledger import REQUEST_RULE, LossLedger
+from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.tenants.fair_queue import FairQueue
 
 

@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
-from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.routing.attainment import Attainment
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
@@ -36,6 +35,7 @@ from multiworld.serve.gateway.streams.stream import (
 )
 from multiworld.serve.gateway.streams.stream_counts import StreamCounts
 from multiworld.serve.gateway.streams.suspects import Suspects
+from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage

@@ -12,7 +12,6 @@ from contextlib import aclosing, asynccontextmanager
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.gateway.streams import actions, events
 from multiworld.serve.gateway.streams.chain_selection import (
     PREFIX_BLOCK,
@@ -21,6 +20,7 @@ from multiworld.serve.gateway.streams.chain_selection import (
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.generation.prefixes import digests
+from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry

@@ -1,1 +1,0 @@
-"""Loss counting, load balancing and SLO attainment, for requests and streams."""

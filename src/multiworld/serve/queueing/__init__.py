@@ -1,0 +1,1 @@
+"""Fair queueing among tenants."""
