@@ -25,9 +25,9 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.generation import grammar_trial_process, schema_drafts
 from multiworld.serve.generation.grammar_trial_process import MadeOf
+from multiworld.serve.queueing.fair_pool import FairPool
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.tenants.fair_pool import FairPool
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 
 
 class WaitingTenants:

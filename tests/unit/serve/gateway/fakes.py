@@ -20,9 +20,9 @@ from multiworld.serve.gateway.http.hot_routes import HotRoutes
 from multiworld.serve.gateway.http.http_request import CONNECTION, Connection
 from multiworld.serve.gateway.process import ROUTES
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.transport.routing_table import (
     Replica,

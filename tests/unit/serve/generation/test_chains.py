@@ -17,7 +17,7 @@ from multiworld.errors import RequestPoisonedError
 from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import SuspectGroup
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,
     KvHeld,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport import generation_messages as messages
 from multiworld.serve.transport.frames import lay_out, unpack
 from multiworld.serve.transport.generation_messages import StepPart, TokenItem

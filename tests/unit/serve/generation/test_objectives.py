@@ -16,7 +16,7 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.streams.actions import Action, Log, Send, merged
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     EndSequences,
     PauseSequences,

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
-from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.queueing.fair_queue import FairQueue, Share
 from tests.lines import lines_of
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from multiworld.backends.bundles import ALIGNMENT
 from multiworld.backends.dtypes import memory_of
 from multiworld.errors import ModelFailedError, TensorMismatchError
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
 from multiworld.serve.transport.inference_messages import (

@@ -28,7 +28,7 @@ from multiworld.serve.generation.replica.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.tenants.fair_queue import FairQueue
+from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import (

@@ -37,11 +37,11 @@ from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.machines.freed_memory import give_back
+from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
-from multiworld.serve.tenants.fair_pool import FairPool
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.control_messages import (
     Counted,

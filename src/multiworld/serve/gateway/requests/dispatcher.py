@@ -18,8 +18,8 @@ from multiworld.serve.gateway.requests.reply_validation import check
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.routing.attainment import Attainment
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.control_messages import GatewayReport

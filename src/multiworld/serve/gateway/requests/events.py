@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.inference_messages import Attempt, Note
 from multiworld.serve.transport.routing_table import RoutingTable
 

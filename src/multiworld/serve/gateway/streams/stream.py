@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from multiworld.serve.gateway.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.generation.prefixes import Digest
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling
 
 

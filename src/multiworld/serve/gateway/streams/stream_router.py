@@ -35,8 +35,8 @@ from multiworld.serve.gateway.streams.stream import (
 )
 from multiworld.serve.gateway.streams.stream_counts import StreamCounts
 from multiworld.serve.gateway.streams.suspects import Suspects
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, TokenItem

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from multiworld.serve.generation.scheduling.sample_costs import FREE, SampleCosts
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 
 # Fixed cost of a step, in rows: reading the weights. SmolLM2 on an EPYC, float32, one
 # thread: 55 ms with one row, 99 with eight, 136 with sixteen.

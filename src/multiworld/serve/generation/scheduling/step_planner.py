@@ -29,7 +29,7 @@ from multiworld.serve.generation.scheduling.step_budget import (
     rows_of,
 )
 from multiworld.serve.generation.scheduling.steps_in_flight import StepsInFlight
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport.generation_messages import StepPart
 
 # Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs

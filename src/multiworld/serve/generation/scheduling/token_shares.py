@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 
 # Number of counters at which those that would be lifted anyway are dropped.
 PRUNE_AT = 1024

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 
 
 class WaitingQueue:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.transport.protocol import Key
 

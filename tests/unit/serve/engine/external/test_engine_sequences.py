@@ -40,7 +40,7 @@ from multiworld.serve.generation.replica.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     ComputeBegun,

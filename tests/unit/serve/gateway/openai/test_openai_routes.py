@@ -35,10 +35,10 @@ from multiworld.serve.generation.grammar import (
 )
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 from multiworld.serve.transport.routing_table import (
     Replica,

@@ -23,8 +23,8 @@ from multiworld.errors import (
 from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.requests import dispatcher as module
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
 from multiworld.serve.transport.inference_messages import (

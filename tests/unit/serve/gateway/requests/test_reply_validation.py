@@ -7,8 +7,8 @@ import torch
 
 from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.gateway.requests.reply_validation import check
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.inference_messages import AnswerItem

@@ -44,7 +44,7 @@ from multiworld.serve.gateway.requests.events import (
 )
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.gateway.routing.refusals import OutdatedError
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport.inference_messages import (
     Attempt,
     BatchBegun,

@@ -16,7 +16,7 @@ from multiworld.serve.generation.replica.events import Received
 from multiworld.serve.generation.scheduling.sample_costs import costs_of
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.scheduler import Scheduler
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     EndSequences,

@@ -21,7 +21,7 @@ from multiworld.serve.generation.scheduling.step_planner import (
     PlannedStep,
 )
 from multiworld.serve.generation.scheduling.token_shares import PRUNE_AT, TokenShares
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
 

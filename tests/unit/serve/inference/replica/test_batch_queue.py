@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from multiworld.serve.inference.replica.batch_queue import APART_S, BatchQueue, Work
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_queue import Share
 
 
 def work(

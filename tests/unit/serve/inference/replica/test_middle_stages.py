@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import SILENT_S
 from multiworld.serve.transport.inference_messages import Credit, Note, Spent

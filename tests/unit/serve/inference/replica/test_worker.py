@@ -21,9 +21,9 @@ from multiworld.serve.inference.replica import executor as executor_module
 from multiworld.serve.inference.replica import worker as module
 from multiworld.serve.inference.replica.executor import Executor, Quickness
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
 from multiworld.serve.transport.inference_messages import Attempt, Note, WorkItem

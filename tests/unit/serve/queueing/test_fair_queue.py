@@ -21,7 +21,7 @@ from multiworld.serve.gateway.requests.events import (
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.forwarder import Forwarder
-from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.queueing.fair_queue import FairQueue, Share
 from multiworld.serve.transport.inference_messages import BatchBegun
 from multiworld.serve.transport.routing_table import (
     Replica,

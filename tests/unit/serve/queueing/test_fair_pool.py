@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from multiworld.serve.tenants.fair_pool import FairPool
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.queueing.fair_pool import FairPool
+from multiworld.serve.queueing.fair_queue import Share
 
 HANG_S = 20.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.queueing.fair_queue import FairQueue, Share
 
 T = TypeVar("T")
 
