@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox

@@ -19,9 +19,9 @@ from multiworld.serve.gateway.requests.events import (
     Withdrawn,
 )
 from multiworld.serve.gateway.requests.router import Router
-from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
-from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.queueing.fair_queue import FairQueue, Share
+from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
+from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.transport.inference_messages import BatchBegun
 from multiworld.serve.transport.routing_table import (
     Replica,

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.queueing.fair_queue import FairQueue, Share
+from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from tests.lines import lines_of
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
-from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.replica.batches.batch_queue import Work
+from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
 from multiworld.serve.transport.collation import (
     collate,

@@ -11,7 +11,7 @@ from multiworld.serve.transport.edges import SILENT_S
 from multiworld.serve.transport.inference_messages import Credit, Note, Spent
 from multiworld.serve.transport.routing_table import ReplicaState
 from tests.unit.serve.edges import HANG_S, Peer, settle, until
-from tests.unit.serve.inference.replica.test_worker import (
+from tests.unit.serve.replica.batches.test_worker import (
     answers,
     begun,
     bench,

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.inference.replica import credit_returns
-from multiworld.serve.inference.replica.executor import (
+from multiworld.serve.replica import hang_guard
+from multiworld.serve.replica.batches import credit_returns
+from multiworld.serve.replica.batches.executor import (
     QUICK_S,
     SLOW_S,
     WARM,
     Quickness,
 )
-from multiworld.serve.replica import hang_guard
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.inference_messages import Credit, Note
 from tests.unit.serve.edges import settle, until
-from tests.unit.serve.inference.replica.test_worker import (
+from tests.unit.serve.replica.batches.test_worker import (
     Bench,
     answers,
     begun,

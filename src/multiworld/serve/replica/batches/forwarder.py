@@ -13,8 +13,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from multiworld.serve.gateway.routing.load_balancer import Chance, HashRing, choose
-from multiworld.serve.inference.replica.batch_queue import Work
 from multiworld.serve.queueing.fair_queue import FairQueue
+from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.inference.replica.forwarder import Forwarder
+from multiworld.serve.replica.batches.batch_queue import Work
+from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 

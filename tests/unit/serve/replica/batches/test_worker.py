@@ -17,11 +17,11 @@ import torch
 
 from multiworld.errors import InvalidRequestError
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.inference.replica import executor as executor_module
-from multiworld.serve.inference.replica import worker as module
-from multiworld.serve.inference.replica.executor import Executor, Quickness
-from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.batches import executor as executor_module
+from multiworld.serve.replica.batches import worker as module
+from multiworld.serve.replica.batches.executor import Executor, Quickness
+from multiworld.serve.replica.batches.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
 from multiworld.serve.transport import inference_messages

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from multiworld.serve.inference.replica.batch_queue import APART_S, BatchQueue, Work
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.batches.batch_queue import APART_S, BatchQueue, Work
 
 
 def work(

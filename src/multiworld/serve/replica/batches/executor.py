@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from multiworld import errors
-from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, lengths_of, split

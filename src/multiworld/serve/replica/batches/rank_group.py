@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multiworld.config import WorldConfig
 from multiworld.errors import MemberLeftError, MultiWorldError, ServeError
-from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.spec.stage import StageContext, Tensors
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

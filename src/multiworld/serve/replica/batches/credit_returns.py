@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.protocol import Key

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from multiworld.errors import ModelFailedError, WorldBrokenError
-from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.inference.replica.executor import Executor, Outcome
-from multiworld.serve.inference.replica.rank_group import LEADER, RankGroup, follow
+from multiworld.serve.replica.batches.batch_queue import Work
+from multiworld.serve.replica.batches.executor import Executor, Outcome
+from multiworld.serve.replica.batches.rank_group import LEADER, RankGroup, follow
 from multiworld.serve.spec.stage import Group, Stage, StageContext, Tensors
 from multiworld.testing import Arena
 from multiworld.world.world import World
@@ -215,7 +215,7 @@ async def test_lost_rank_frees_the_model_that_waits_for_it() -> None:
 FORKING = textwrap.dedent(
     """
     import os, sys, time
-    from multiworld.serve.inference.replica.rank_group import fork_ranks
+    from multiworld.serve.replica.batches.rank_group import fork_ranks
     rank = fork_ranks(3)
     os.write(1, f"{rank} {os.getpid()}\\n".encode())
     if len(sys.argv) > 1:

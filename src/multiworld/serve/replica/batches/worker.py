@@ -20,10 +20,10 @@ from msgspec import structs
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
-from multiworld.serve.inference.replica.credit_returns import CreditReturns
-from multiworld.serve.inference.replica.executor import Executor, Outcome
-from multiworld.serve.inference.replica.forwarder import Forwarder
+from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
+from multiworld.serve.replica.batches.credit_returns import CreditReturns
+from multiworld.serve.replica.batches.executor import Executor, Outcome
+from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.transport import control_messages as messages

@@ -1,1 +1,0 @@
-"""Requests with a single answer, at the gateway and at the replica."""

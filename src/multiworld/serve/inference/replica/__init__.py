@@ -1,1 +1,0 @@
-"""One replica of one stage: batch queue, executor, and forwarding to the next stage."""

@@ -1,0 +1,1 @@
+"""Batching, computing and forwarding requests with one answer."""
