@@ -204,7 +204,7 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 
 @pytest.mark.parametrize(
     "module",
-    ["multiworld.serve.processes.replica", "multiworld.serve.controller.service"],
+    ["multiworld.serve.replica.process", "multiworld.serve.controller.service"],
 )
 def test_processes_of_a_service_load_no_more_than_they_need(
     module: str,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from multiworld.serve.processes.replica import run_follower, run_worker
 from multiworld.serve.replica.batches.rank_group import LEADER, fork_ranks
+from multiworld.serve.replica.process import run_follower, run_worker
 from multiworld.serve.transport.process_args import ProcessArgs
 
 # Makes the kernel, out of memory, kill a replica before a gateway or the store.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.processes.replica import compute_s_of
+from multiworld.serve.replica.process import compute_s_of
 from multiworld.serve.spec.schema import ModelSpec
 
 EMBEDDING = {"path": "/m", "engine": "vllm", "embeddings": True}

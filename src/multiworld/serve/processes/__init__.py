@@ -1,1 +1,0 @@
-"""Composition of the gateway process and of the replica process."""
