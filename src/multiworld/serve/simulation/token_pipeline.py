@@ -23,9 +23,9 @@ from multiworld.serve.gateway.streams.chain_selection import (
 )
 from multiworld.serve.gateway.streams.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.scheduling.pipeline_share import adapt
-from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
-from multiworld.serve.generation.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.scheduling.pipeline_share import adapt
+from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.simulation.engine import (
     Arrival,
     At,

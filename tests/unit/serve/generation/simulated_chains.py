@@ -26,8 +26,8 @@ from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
-from multiworld.serve.generation.scheduling.scheduler import Scheduler
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.transport.generation_messages import (
     Sampling,

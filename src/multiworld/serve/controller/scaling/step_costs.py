@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.controller.scaling.snapshot import Snapshot, StageSeen
-from multiworld.serve.generation.scheduling.step_planner import MIN_CHUNK
+from multiworld.serve.replica.scheduling.step_planner import MIN_CHUNK
 
 # Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
 # an EPYC; see ``generation.scheduling.step_planner``.

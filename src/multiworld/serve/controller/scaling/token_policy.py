@@ -34,7 +34,7 @@ from multiworld.serve.controller.scaling.step_costs import (
     measured,
     prompt_seconds,
 )
-from multiworld.serve.generation.scheduling.step_planner import ROWS
+from multiworld.serve.replica.scheduling.step_planner import ROWS
 
 BUSY = 0.85  # maximum utilization of a stage that is planned for
 

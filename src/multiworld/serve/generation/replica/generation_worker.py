@@ -37,10 +37,10 @@ from multiworld.serve.generation.replica.step_queue import (
     RebuildRows,
     StepQueue,
 )
-from multiworld.serve.generation.scheduling.pipeline_share import adapt_to
-from multiworld.serve.generation.scheduling.scheduler import Scheduler
-from multiworld.serve.generation.scheduling.step_planner import PlannedStep
-from multiworld.serve.generation.scheduling.steps_in_flight import GRACE_S
+from multiworld.serve.replica.scheduling.pipeline_share import adapt_to
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.scheduling.step_planner import PlannedStep
+from multiworld.serve.replica.scheduling.steps_in_flight import GRACE_S
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.control_messages import WorkerReport

@@ -27,13 +27,13 @@ from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
     SequenceTable,
 )
-from multiworld.serve.generation.scheduling.sample_costs import costs_of
-from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
-from multiworld.serve.generation.scheduling.scheduler import (
+from multiworld.serve.replica.scheduling.sample_costs import costs_of
+from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.replica.scheduling.scheduler import (
     Scheduler,
     TooManyTokensError,
 )
-from multiworld.serve.generation.scheduling.step_planner import PlannedStep
+from multiworld.serve.replica.scheduling.step_planner import PlannedStep
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart

@@ -49,7 +49,7 @@ from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
-from multiworld.serve.generation.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from tests.tiers import some
 from tests.tiny_decoder import KINDS, save_decoder
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 
 
 class TenantUse:

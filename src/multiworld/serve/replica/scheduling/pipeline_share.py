@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from multiworld.serve.generation.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
 
 

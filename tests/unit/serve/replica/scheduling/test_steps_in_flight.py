@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.generation.scheduling.steps_in_flight import (
+from multiworld.serve.replica.scheduling.steps_in_flight import (
     GRACE_S,
     StepsInFlight,
 )

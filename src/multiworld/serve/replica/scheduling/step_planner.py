@@ -17,19 +17,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from multiworld.serve.generation.scheduling.scheduled_sequence import (
+from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.scheduled_sequence import (
     ScheduledSequence,
     by_route,
 )
-from multiworld.serve.generation.scheduling.sequence_pool import SequencePool
-from multiworld.serve.generation.scheduling.step_budget import (
+from multiworld.serve.replica.scheduling.sequence_pool import SequencePool
+from multiworld.serve.replica.scheduling.step_budget import (
     STEP_ROWS,
     StepBudget,
     cost_of,
     rows_of,
 )
-from multiworld.serve.generation.scheduling.steps_in_flight import StepsInFlight
-from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.transport.generation_messages import StepPart
 
 # Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs

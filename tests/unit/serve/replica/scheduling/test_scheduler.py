@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
-from multiworld.serve.generation.scheduling.scheduler import (
+from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.replica.scheduling.scheduler import (
     Scheduler,
     TooManyTokensError,
 )
-from multiworld.serve.generation.scheduling.step_budget import BESIDE, cost_of, rows_of
-from multiworld.serve.generation.scheduling.step_planner import (
+from multiworld.serve.replica.scheduling.step_budget import BESIDE, cost_of, rows_of
+from multiworld.serve.replica.scheduling.step_planner import (
     SHARED_TOKENS,
     PlannedStep,
 )
-from multiworld.serve.generation.scheduling.token_shares import PRUNE_AT, TokenShares
-from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.token_shares import PRUNE_AT, TokenShares
 from multiworld.serve.transport.protocol import Key
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from multiworld.serve.generation.scheduling.sample_costs import FREE, SampleCosts
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.replica.scheduling.sample_costs import FREE, SampleCosts
 from multiworld.serve.transport.protocol import Key
 
 

@@ -6,8 +6,8 @@ import bisect
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 
 
 class WaitingQueue:

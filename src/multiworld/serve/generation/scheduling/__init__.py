@@ -1,1 +1,0 @@
-"""Choice of the tokens that each step computes. Pure."""
