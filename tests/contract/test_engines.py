@@ -33,12 +33,12 @@ from multiworld.serve.engine.external.whole_engine import (
 )
 from multiworld.serve.engine.models import decoder
 from multiworld.serve.generation.limits import limits_of
-from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.generation_worker import GenerationWorker
-from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.machines.usage import family_of
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.sequences.engine import Engine
+from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
+from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.generation_messages import Sampling

@@ -29,9 +29,6 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.generation_worker import GenerationWorker
-from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.machines.amounts import Need, mib, needs_of
 from multiworld.serve.machines.usage import family_of, outgrows, usage_of
 from multiworld.serve.replica.batches.executor import Executor
@@ -44,6 +41,9 @@ from multiworld.serve.replica.batches.rank_group import (
 from multiworld.serve.replica.batches.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.sequences.engine import Engine
+from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
+from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.transport import control_messages as messages

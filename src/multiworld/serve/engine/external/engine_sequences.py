@@ -22,13 +22,13 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
 )
 from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
-from multiworld.serve.generation.replica.actions import Send
-from multiworld.serve.generation.replica.events import (
+from multiworld.serve.queueing.fair_queue import FairQueue
+from multiworld.serve.replica.sequences.actions import Send
+from multiworld.serve.replica.sequences.events import (
     Disconnected,
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import (

@@ -21,16 +21,16 @@ from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external import engine_sequences, whole_engine
-from multiworld.serve.generation.replica.actions import Send
-from multiworld.serve.generation.replica.events import (
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.sequences.actions import Send
+from multiworld.serve.replica.sequences.events import (
     Disconnected,
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.generation.replica.message_validation import check
-from multiworld.serve.generation.replica.outboxes import Outboxes
-from multiworld.serve.generation.replica.sequence_state import SequenceTable
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.sequences.message_validation import check
+from multiworld.serve.replica.sequences.outboxes import Outboxes
+from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.control_messages import WorkerReport
 from multiworld.serve.transport.edges import SILENT_S, Outbox

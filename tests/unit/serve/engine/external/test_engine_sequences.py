@@ -34,13 +34,13 @@ from multiworld.serve.engine.external.whole_engine import (
     RunFailedError,
 )
 from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
-from multiworld.serve.generation.replica.actions import Send
-from multiworld.serve.generation.replica.events import (
+from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.replica.sequences.actions import Send
+from multiworld.serve.replica.sequences.events import (
     Disconnected,
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     ComputeBegun,

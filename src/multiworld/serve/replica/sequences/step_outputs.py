@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.engine.compute.stage_engine import Computed
-from multiworld.serve.generation.replica.sequence_state import SequenceTable
+from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.transport.generation_messages import (
     Step,
     StepDone,

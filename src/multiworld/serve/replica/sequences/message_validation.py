@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from multiworld.serve.generation.replica.sequence_state import SequenceTable
+from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage

@@ -14,9 +14,9 @@ from multiworld.serve.engine.compute.prefix_cache import (
     PrefixCache,
 )
 from multiworld.serve.generation.prefixes import Digest, digests
-from multiworld.serve.generation.replica.activation_log import ActivationLog
-from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.sequence_state import SequenceState
+from multiworld.serve.replica.sequences.activation_log import ActivationLog
+from multiworld.serve.replica.sequences.engine import Engine
+from multiworld.serve.replica.sequences.sequence_state import SequenceState
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import StreamId
 

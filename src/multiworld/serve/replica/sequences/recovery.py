@@ -20,13 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.generation.replica import actions as act
-from multiworld.serve.generation.replica import events
-from multiworld.serve.generation.replica.kv_budget import KvBudget
-from multiworld.serve.generation.replica.sequence_state import (
-    SequenceState,
-    SequenceTable,
-)
 from multiworld.serve.replica.scheduling.sample_costs import costs_of
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import (
@@ -34,6 +27,13 @@ from multiworld.serve.replica.scheduling.scheduler import (
     TooManyTokensError,
 )
 from multiworld.serve.replica.scheduling.step_planner import PlannedStep
+from multiworld.serve.replica.sequences import actions as act
+from multiworld.serve.replica.sequences import events
+from multiworld.serve.replica.sequences.kv_budget import KvBudget
+from multiworld.serve.replica.sequences.sequence_state import (
+    SequenceState,
+    SequenceTable,
+)
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multiworld.serve.generation.replica.sequence_state import SequenceTable
+from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,
     PreemptSequences,

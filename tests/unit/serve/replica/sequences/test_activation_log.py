@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.replica.activation_log import ActivationLog
+from multiworld.serve.replica.sequences.activation_log import ActivationLog
 
 WIDTH = 4
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multiworld.serve.generation.replica.sequence_state import SequenceTable
-from multiworld.serve.generation.replica.step_queue import (
+from multiworld.serve.replica.sequences.sequence_state import SequenceTable
+from multiworld.serve.replica.sequences.step_queue import (
     PIECE,
     ArrivedStep,
     RebuildRows,

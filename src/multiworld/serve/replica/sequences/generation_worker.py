@@ -17,30 +17,30 @@ from torch import Tensor
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.kv_cache import MissingTokensError
 from multiworld.serve.engine.compute.stage_engine import Computed
-from multiworld.serve.generation.replica import actions as act
-from multiworld.serve.generation.replica import events
-from multiworld.serve.generation.replica.activation_log import ActivationLog
-from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.message_validation import check
-from multiworld.serve.generation.replica.outboxes import Outboxes
-from multiworld.serve.generation.replica.prompt_prefixes import PromptPrefixes
-from multiworld.serve.generation.replica.recovery import Recovery, ReplicaSettings
-from multiworld.serve.generation.replica.sequence_state import SequenceState
-from multiworld.serve.generation.replica.step_outputs import (
+from multiworld.serve.replica.scheduling.pipeline_share import adapt_to
+from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.scheduling.step_planner import PlannedStep
+from multiworld.serve.replica.scheduling.steps_in_flight import GRACE_S
+from multiworld.serve.replica.sequences import actions as act
+from multiworld.serve.replica.sequences import events
+from multiworld.serve.replica.sequences.activation_log import ActivationLog
+from multiworld.serve.replica.sequences.engine import Engine
+from multiworld.serve.replica.sequences.message_validation import check
+from multiworld.serve.replica.sequences.outboxes import Outboxes
+from multiworld.serve.replica.sequences.prompt_prefixes import PromptPrefixes
+from multiworld.serve.replica.sequences.recovery import Recovery, ReplicaSettings
+from multiworld.serve.replica.sequences.sequence_state import SequenceState
+from multiworld.serve.replica.sequences.step_outputs import (
     NO_ROWS,
     by_gateway,
     outcome,
     steps_on,
 )
-from multiworld.serve.generation.replica.step_queue import (
+from multiworld.serve.replica.sequences.step_queue import (
     ArrivedStep,
     RebuildRows,
     StepQueue,
 )
-from multiworld.serve.replica.scheduling.pipeline_share import adapt_to
-from multiworld.serve.replica.scheduling.scheduler import Scheduler
-from multiworld.serve.replica.scheduling.step_planner import PlannedStep
-from multiworld.serve.replica.scheduling.steps_in_flight import GRACE_S
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.control_messages import WorkerReport
