@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.controller.scaling.step_costs import USUAL_RATIO
-from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+from multiworld.serve.text.tokenizer import Tokenizer
 
 WORDS = 256
 """Number of tokens; each is a byte."""

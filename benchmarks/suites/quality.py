@@ -23,7 +23,7 @@ from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.models import decoder_stage, smollm2
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.text.tokenizer import Tokenizer
 
 FLOAT, INTEGER = "float32", "int8"
 """Names of the contenders."""

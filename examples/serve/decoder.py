@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from multiworld.serve import Generation, Model, Stage
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.text.tokenizer import Tokenizer
 
 WORDS = 49_152
 

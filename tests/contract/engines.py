@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from multiworld.serve.generation.grammar import grammar_of_regex
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.text.grammar import grammar_of_regex
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.generation_messages import (
     Sampling,

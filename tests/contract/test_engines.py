@@ -32,7 +32,6 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
 )
 from multiworld.serve.engine.models import decoder
-from multiworld.serve.generation.limits import limits_of
 from multiworld.serve.machines.usage import family_of
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
@@ -41,6 +40,7 @@ from multiworld.serve.replica.sequences.generation_worker import GenerationWorke
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.text.limits import limits_of
 from multiworld.serve.transport.generation_messages import Sampling
 from tests import fake_token_server, fake_vllm
 from tests.contract.engines import (

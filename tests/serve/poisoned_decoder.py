@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+from multiworld.serve.text.tokenizer import Tokenizer
 from tests.tiny_decoder import save_tokenizer
 
 POISON, HANG, GROW = 250, 251, 252

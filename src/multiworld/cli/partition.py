@@ -19,10 +19,10 @@ from multiworld.serve.engine.compute.stage_meter import TextMeter
 from multiworld.serve.engine.models.factory import build_model
 from multiworld.serve.engine.models.meter import BatchMeter, Meter, measured_stages
 from multiworld.serve.engine.models.partition import Part, cut
-from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model
+from multiworld.serve.text.limits import limits_by
 
 
 def chosen_model(path: Path, name: str | None) -> tuple[str, ModelSpec]:

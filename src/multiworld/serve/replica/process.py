@@ -28,7 +28,6 @@ from multiworld.serve.engine.models.factory import (
     stage_name,
 )
 from multiworld.serve.engine.models.identity import refusal
-from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
 from multiworld.serve.machines.amounts import Need, mib, needs_of
 from multiworld.serve.machines.usage import family_of, outgrows, usage_of
 from multiworld.serve.replica.batches.executor import Executor
@@ -46,6 +45,7 @@ from multiworld.serve.replica.sequences.generation_worker import GenerationWorke
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
+from multiworld.serve.text.limits import limits_of, prefix_bytes_of
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper

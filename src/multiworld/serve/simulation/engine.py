@@ -24,7 +24,7 @@ from multiworld.serve.controller.scaling.snapshot import (
     TextObjectives,
 )
 from multiworld.serve.gateway.routing.load_balancer import Chance, choose
-from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.text.engine_limits import EngineLimits
 
 # Calls a function at a time of the simulation, with that time.
 At = Callable[[float, Callable[[float], None]], None]

@@ -12,13 +12,13 @@ from multiworld.serve.controller.scaling.rules import limits_now
 from multiworld.serve.controller.scaling.scaling_plans import StageCost
 from multiworld.serve.controller.scaling.snapshot import Policy
 from multiworld.serve.controller.scaling.step_costs import USUAL_RATIO
-from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.machines.amounts import Need
 from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
 from multiworld.serve.spec.profiles import ModelProfile, item_s_of
 from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.text.limits import limits_by
 
 Curve = Mapping[int, float]  # of a batch, by its rows
 

@@ -22,7 +22,6 @@ from multiworld.serve.gateway.streams.chain_selection import (
     surplus_of,
 )
 from multiworld.serve.gateway.streams.moves import AT_ONCE, WORTH
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.replica.scheduling.pipeline_share import adapt
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
@@ -35,6 +34,7 @@ from multiworld.serve.simulation.engine import (
     Request,
     Room,
 )
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 

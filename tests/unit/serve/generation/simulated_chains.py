@@ -22,13 +22,13 @@ from multiworld.errors import ServeError
 from multiworld.serve.engine.compute.stage_engine import StageEngine
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Streams
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.stage import Generation, Stage
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport.generation_messages import (
     Sampling,
     SequenceStart,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from multiworld.errors import RequestPoisonedError
 from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import SuspectGroup
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,
     KvHeld,

@@ -22,14 +22,14 @@ from multiworld.serve.gateway.streams.stream import (
     Stream,
     TimeLimits,
 )
-from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.replica.scheduling.pipeline_share import adapt_to, steps_for
 from multiworld.serve.replica.scheduling.scheduled_sequence import (
     ScheduledSequence,
     by_route,
 )
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.text.engine_limits import EngineLimits
+from multiworld.serve.text.prefixes import digests
 from multiworld.serve.transport.generation_messages import Sampling
 from multiworld.serve.transport.routing_table import (
     Replica,

@@ -18,8 +18,8 @@ from jsonschema_rs import validator_for
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation import schema_drafts
-from multiworld.serve.generation.grammar import grammar_of_schema
+from multiworld.serve.text import schema_drafts
+from multiworld.serve.text.grammar import grammar_of_schema
 from tests.tiers import some
 
 SUITE = Path(__file__).parents[3] / "data" / "json_schema" / "suite.json.xz"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport import generation_messages as messages
 from multiworld.serve.transport.frames import lay_out, unpack
 from multiworld.serve.transport.generation_messages import StepPart, TokenItem

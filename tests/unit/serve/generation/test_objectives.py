@@ -15,8 +15,8 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.streams.actions import Action, Log, Send, merged
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport.generation_messages import (
     EndSequences,
     PauseSequences,

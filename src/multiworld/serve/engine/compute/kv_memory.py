@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.engine_limits import GROWTH
+from multiworld.serve.text.engine_limits import GROWTH
 
 # Sequences that share tensors, at most. SmolLM2 in float32 on two cores, 160 keys: one
 # row takes 47 us, four together 100, eight 160.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multiworld.serve.generation.prefixes import Digest
+from multiworld.serve.text.prefixes import Digest
 from multiworld.serve.transport.protocol import Key
 
 

@@ -44,8 +44,8 @@ from multiworld.serve.engine.compute.step_graphs import StepGraphs, recorder
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
 from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.packed_linear import pack_linears, unmap
-from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.grammar import Matcher
 from multiworld.serve.transport.generation_messages import (
     SequenceStart,
     StepPart,

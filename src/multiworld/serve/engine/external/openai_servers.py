@@ -26,7 +26,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
 )
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -51,8 +51,8 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.generation.grammar import text_of_tokenizer
 from multiworld.serve.models.folder_json import read_json
+from multiworld.serve.text.grammar import text_of_tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 
 # Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
@@ -435,7 +435,7 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     They need torch, and llguidance for structured output, but nothing of this package,
     whose torch could replace vLLM's.
     """
-    from multiworld.serve.generation.tokenizer import Tokenizer
+    from multiworld.serve.text.tokenizer import Tokenizer
 
     (folder / FAILURES).mkdir()
     for name, module in ((MODULE, vllm_sampling), (SAMPLER, sampler)):

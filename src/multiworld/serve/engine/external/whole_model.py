@@ -18,7 +18,6 @@ from multiworld.serve.engine.external.llama_cpp import weights_of
 from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeEngine
 from multiworld.serve.engine.models import folder_facts, huggingface, weights
 from multiworld.serve.engine.models.factory import folder_of, import_factory
-from multiworld.serve.generation import tokenizer_files
 from multiworld.serve.machines import inventory
 from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.replica.hang_guard import HUNG_S
@@ -30,6 +29,7 @@ from multiworld.serve.spec.stage import (
     StageContext,
     StageFunction,
 )
+from multiworld.serve.text import tokenizer_files
 
 PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
 HERE = "multiworld.serve.generation.engines"

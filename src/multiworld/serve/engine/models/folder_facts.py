@@ -78,7 +78,7 @@ _tokenizers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 def tokenizer(folder: Path) -> Any:
     """Return a folder's tokenizer: one while it is used and no file changes."""
-    from multiworld.serve.generation.tokenizer import Tokenizer
+    from multiworld.serve.text.tokenizer import Tokenizer
 
     key = folder, _files(folder)
     found = _tokenizers.get(key)

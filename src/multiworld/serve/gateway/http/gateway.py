@@ -35,13 +35,13 @@ from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.streams.streams import Streams
-from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.machines.freed_memory import give_back
 from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
+from multiworld.serve.text.limits import longest_of
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.control_messages import (
     Counted,

@@ -15,8 +15,8 @@ import msgspec
 from multiworld.errors import ServeError
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Places
-from multiworld.serve.generation.growing_text import GrowingText
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.text.growing_text import GrowingText
+from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
 # ``Streams.stream`` with all but the prompt and the sampling.

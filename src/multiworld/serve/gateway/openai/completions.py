@@ -24,7 +24,7 @@ from multiworld.serve.gateway.openai.request_fields import (
 )
 from multiworld.serve.gateway.openai.tools import Calling, calling_of
 from multiworld.serve.gateway.routing.refusals import wrong_field
-from multiworld.serve.generation import grammar as grammars
+from multiworld.serve.text import grammar as grammars
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64  # of one request, over all of its prompts

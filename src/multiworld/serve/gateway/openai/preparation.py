@@ -36,17 +36,17 @@ from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionB
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
-from multiworld.serve.generation.grammar import (
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.grammar import (
     after_reasoning,
     arguments_of,
     grammar_of_answer_or_calls,
     grammar_of_marked_calls,
 )
-from multiworld.serve.generation.grammar_trials import TrialTokenizer, trials
-from multiworld.serve.generation.growing_text import GrowingText
-from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
-from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.grammar_trials import TrialTokenizer, trials
+from multiworld.serve.text.growing_text import GrowingText
+from multiworld.serve.text.limits import longest_of
+from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 
 MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
 

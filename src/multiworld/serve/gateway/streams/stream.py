@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from multiworld.serve.gateway.routing.loss_ledger import STREAM_RULE, LossLedger
-from multiworld.serve.generation.prefixes import Digest
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.text.prefixes import Digest
 from multiworld.serve.transport.generation_messages import Sampling
 
 

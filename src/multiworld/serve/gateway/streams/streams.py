@@ -19,9 +19,9 @@ from multiworld.serve.gateway.streams.chain_selection import (
 )
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
-from multiworld.serve.generation.prefixes import digests
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
+from multiworld.serve.text.prefixes import digests
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem

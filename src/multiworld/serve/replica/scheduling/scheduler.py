@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.sequence_pool import SequencePool
 from multiworld.serve.replica.scheduling.step_planner import PlannedStep, StepPlanner
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
+from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.transport.protocol import Key
 
 

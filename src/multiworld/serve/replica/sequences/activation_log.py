@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.engine_limits import GROWTH
+from multiworld.serve.text.engine_limits import GROWTH
 from multiworld.serve.transport.protocol import StreamId
 
 

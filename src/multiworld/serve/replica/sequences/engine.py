@@ -24,10 +24,10 @@ from multiworld.serve.engine.compute.stage_engine import (
 )
 from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import compiled_code, integer_products
-from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
+from multiworld.serve.text.grammar import Matcher, Matchers
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import StreamId
 

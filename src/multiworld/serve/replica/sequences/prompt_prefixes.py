@@ -13,10 +13,10 @@ from multiworld.serve.engine.compute.prefix_cache import (
     BlockSpan,
     PrefixCache,
 )
-from multiworld.serve.generation.prefixes import Digest, digests
 from multiworld.serve.replica.sequences.activation_log import ActivationLog
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.sequence_state import SequenceState
+from multiworld.serve.text.prefixes import Digest, digests
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import StreamId
 

@@ -27,7 +27,7 @@ from multiworld.serve.engine.compute.kv_memory import (
     Pair,
 )
 from multiworld.serve.engine.compute.layer_code import can_run
-from multiworld.serve.generation.engine_limits import GROWTH
+from multiworld.serve.text.engine_limits import GROWTH
 from tests.memory import objects_in
 
 BLOCK = 4

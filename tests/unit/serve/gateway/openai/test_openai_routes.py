@@ -28,17 +28,17 @@ from multiworld.serve.gateway.openai import choices, completion_answers, openai_
 from multiworld.serve.gateway.openai.choices import Choice, generate
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Places, Streams
-from multiworld.serve.generation.grammar import (
-    ANY_OBJECT,
-    after_reasoning,
-    grammar_of_schema,
-)
-from multiworld.serve.generation.growing_text import GrowingText
-from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.text.grammar import (
+    ANY_OBJECT,
+    after_reasoning,
+    grammar_of_schema,
+)
+from multiworld.serve.text.growing_text import GrowingText
+from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 from multiworld.serve.transport.routing_table import (
     Replica,

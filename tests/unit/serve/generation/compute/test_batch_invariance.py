@@ -48,8 +48,8 @@ from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
-from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.text.engine_limits import GROWTH, EngineLimits
 from tests.tiers import some
 from tests.tiny_decoder import KINDS, save_decoder
 

@@ -17,7 +17,7 @@ from multiworld.serve.gateway.streams.events import (
 )
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
-from multiworld.serve.generation.prefixes import digests
+from multiworld.serve.text.prefixes import digests
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     PrepareSequence,

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from multiworld.errors import ModelFailedError, NoReplicaError
-from multiworld.serve.generation.grammar_trial_process import Answer, Asked, MadeOf
+from multiworld.serve.text.grammar_trial_process import Answer, Asked, MadeOf
 
 PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 # Processor time of a trial, and the time after which it counts as hung.

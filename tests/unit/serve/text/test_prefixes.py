@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.serve.engine.compute.prefix_cache import Block, PrefixCache
-from multiworld.serve.generation.prefixes import PrefixRoutes, digests
+from multiworld.serve.text.prefixes import PrefixRoutes, digests
 
 tokens = st.lists(st.integers(0, 2), max_size=20)
 

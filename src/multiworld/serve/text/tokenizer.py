@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.control_tokens import ControlTokens
-from multiworld.serve.generation.grammar import import_grammars
-from multiworld.serve.generation.template_tokens import tokens_of
-from multiworld.serve.generation.tokenizer_files import chat_tokenizer, ends_of
+from multiworld.serve.text.control_tokens import ControlTokens
+from multiworld.serve.text.grammar import import_grammars
+from multiworld.serve.text.template_tokens import tokens_of
+from multiworld.serve.text.tokenizer_files import chat_tokenizer, ends_of
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.generation import control_tokens
-from multiworld.serve.generation.control_tokens import ControlTokens
+from multiworld.serve.text import control_tokens
+from multiworld.serve.text.control_tokens import ControlTokens
 
 TOKENS = ["<|im_end|>", "<s>", "[INST]", "<|a|>", " <x> ", "<s><s>"]
 CORES = [t[1:-1] for t in TOKENS if not t[1:-1].isalnum()]

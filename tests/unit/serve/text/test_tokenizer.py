@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.growing_text import PENDING, GrowingText, StopStrings
-from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
+from multiworld.serve.text.growing_text import PENDING, GrowingText, StopStrings
+from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from tests.tiny_decoder import save_tokenizer
 
 

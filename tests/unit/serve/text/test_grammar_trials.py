@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, NoReplicaError
-from multiworld.serve.generation import grammar_trials
-from multiworld.serve.generation.grammar import (
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text import grammar_trials
+from multiworld.serve.text.grammar import (
     Trial,
     arguments_of,
     grammar_of_calls,
@@ -22,14 +23,13 @@ from multiworld.serve.generation.grammar import (
     grammar_of_marked_calls,
     grammar_of_schema,
 )
-from multiworld.serve.generation.grammar_trial_process import MadeOf
-from multiworld.serve.generation.grammar_trials import (
+from multiworld.serve.text.grammar_trial_process import MadeOf
+from multiworld.serve.text.grammar_trials import (
     TOO_COMPLEX,
     GrammarTrials,
     TrialTokenizer,
 )
-from multiworld.serve.generation.tokenizer import Tokenizer
-from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.tokenizer import Tokenizer
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 
 GOOD = 'start: "a" | "b"'

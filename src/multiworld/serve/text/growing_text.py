@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Collection, Sequence
 
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.text.tokenizer import Tokenizer
 
 CONTEXT = 8  # tokens of a prompt, before the text
 PENDING = 16  # tokens that show nothing yet, before they are looked at more closely

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from multiworld.config import MIB
-from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.engine_limits import GROWTH, EngineLimits
 
 
 def limits_of(spec: GenerationSpec, model: Generation, stages: int) -> EngineLimits:

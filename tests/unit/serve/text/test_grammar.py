@@ -15,9 +15,10 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
-from multiworld.serve.generation import grammar as grammars
-from multiworld.serve.generation import grammar_trial_process
-from multiworld.serve.generation.grammar import (
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text import grammar as grammars
+from multiworld.serve.text import grammar_trial_process
+from multiworld.serve.text.grammar import (
     MAX_CHARACTERS,
     Matcher,
     Matchers,
@@ -26,8 +27,7 @@ from multiworld.serve.generation.grammar import (
     grammar_of_regex,
     grammar_of_schema,
 )
-from multiworld.serve.generation.tokenizer import Tokenizer
-from multiworld.serve.spec.stage import Generation
+from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 

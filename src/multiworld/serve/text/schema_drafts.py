@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from multiworld.serve.generation.schema_rewrites import NOTES, rewritten
+from multiworld.serve.text.schema_rewrites import NOTES, rewritten
 
 # Keywords whose values have schemas by name, and those whose values are data.
 MAPS = {

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, grammars, and names of prefixes."""
