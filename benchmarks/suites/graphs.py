@@ -30,7 +30,7 @@ from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     StepPart,

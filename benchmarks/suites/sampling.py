@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.members import Options, Step
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 READING = "reading"
 KIND = "64 rows by vocabulary"

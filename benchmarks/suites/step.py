@@ -37,7 +37,7 @@ from multiworld.serve.engine.compute.sampler import TokenHistory, sample
 from multiworld.serve.engine.models import decoder_stage, smollm2
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 STREAMS, THREADS = (1, 4, 16), 2
 FLOAT, INT8, EQUAL = "float32", "int8", "int8, deterministic"

@@ -16,14 +16,14 @@ import pytest
 
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.text.grammar import grammar_of_regex
-from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire import generation_messages
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import Key, RemoteError
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.protocol import Key, RemoteError
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -41,7 +41,7 @@ from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.text.limits import limits_of
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests import fake_token_server, fake_vllm
 from tests.contract.engines import (
     CHECKS,

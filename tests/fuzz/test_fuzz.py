@@ -29,16 +29,16 @@ from multiworld.serve.gateway.openai.completions import (
 from multiworld.serve.gateway.openai.request_fields import decoded
 from multiworld.serve.gateway.openai.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
-from multiworld.serve.transport import frames as edge_frames
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire import frames as edge_frames
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.inference_messages import (
     AnswerItem,
     Answers,
     Cancel,
     Work,
     WorkItem,
 )
-from multiworld.serve.transport.protocol import MessageError
+from multiworld.serve.wire.protocol import MessageError
 from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of

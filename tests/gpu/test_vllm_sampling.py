@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.unit.serve.engine.external.test_vllm_sampling import (
     SAMPLINGS,
     Asked,

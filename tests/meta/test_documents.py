@@ -16,8 +16,8 @@ from benchmarks.__main__ import bench
 from benchmarks.runner import SUITES
 from multiworld import errors
 from multiworld.serve.gateway.http.metrics import render
-from multiworld.serve.transport.control_messages import FleetReport, GatewayReport
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.control_messages import FleetReport, GatewayReport
+from multiworld.serve.wire.routing_table import RoutingTable
 from tests.meta.imports import modules, tree
 from tests.meta.test_layers import LAYERS
 from tests.ports import free_port

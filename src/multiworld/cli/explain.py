@@ -12,7 +12,7 @@ from multiworld.cli.options import of_service
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
-from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
+from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 
 # Explanation of a process that sent no report.
 SILENT = "does not answer: it is stopped, busy in a long call, or cut off"

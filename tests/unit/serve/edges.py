@@ -12,11 +12,11 @@ from torch import Tensor
 
 from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.edges import Outbox
-from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.protocol import FRAMES, Codec
-from multiworld.serve.transport.routing_table import Edge
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.edges import Outbox
+from multiworld.serve.wire.frames import Entry, lay_out, unpack
+from multiworld.serve.wire.protocol import FRAMES, Codec
+from multiworld.serve.wire.routing_table import Edge
 from multiworld.testing import Arena
 from multiworld.world.world import World
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.machines.amounts import Gpu
-from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
+from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 
 T = TypeVar("T")
 

@@ -67,8 +67,8 @@ from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.process_args import args_of
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.process_args import args_of
 from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
-from multiworld.serve.transport import control_messages as messages
+from multiworld.serve.wire import control_messages as messages
 
 ASK_S = 1.0  # for a process; then its last known counts are used
 

@@ -24,7 +24,7 @@ from multiworld.serve.controller.versions import Versions
 from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     InjectHang,
     InjectPartition,
     Order,

@@ -18,10 +18,10 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.control_agent import AGAIN_S, control_world
-from multiworld.serve.transport.process_args import world_config
-from multiworld.serve.transport.protocol import MessageError
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.control_agent import AGAIN_S, control_world
+from multiworld.serve.wire.process_args import world_config
+from multiworld.serve.wire.protocol import MessageError
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

@@ -16,7 +16,7 @@ from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.controller.status import exit_words, last_words
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 KEPT_LOGS = 200  # of processes that ended last
 LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # of a gateway or a replica

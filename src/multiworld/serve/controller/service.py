@@ -55,7 +55,7 @@ from multiworld.serve.machines.amounts import Node
 from multiworld.serve.machines.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.process_args import world_config
+from multiworld.serve.wire.process_args import world_config
 from multiworld.world.manager import WorldManager
 
 # Modules that the fork server imports for every service.

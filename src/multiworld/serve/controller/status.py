@@ -26,7 +26,7 @@ from multiworld.serve.controller.placement.replica_bookings import (
 from multiworld.serve.machines.amounts import Need
 from multiworld.serve.machines.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
-from multiworld.serve.transport.control_messages import ModelsChanged, Reports
+from multiworld.serve.wire.control_messages import ModelsChanged, Reports
 
 LAST_WORDS = 300  # maximum characters shown of a last log line
 LOG_END = 4096  # bytes of a log that are looked at for it

@@ -40,13 +40,13 @@ from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.last_usage import store_rest
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.edges import EdgeKeeper, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.generation_messages import GenerationMessage
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.routing_table import RoutingTable, edges_of
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.control_agent import ControlAgent
+from multiworld.serve.wire.edges import EdgeKeeper, Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.generation_messages import GenerationMessage
+from multiworld.serve.wire.process_args import ProcessArgs
+from multiworld.serve.wire.routing_table import RoutingTable, edges_of
 from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")

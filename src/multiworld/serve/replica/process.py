@@ -46,11 +46,11 @@ from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.text.limits import limits_of, prefix_bytes_of
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.edges import EdgeKeeper
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.routing_table import edges_of
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.control_agent import ControlAgent
+from multiworld.serve.wire.edges import EdgeKeeper
+from multiworld.serve.wire.process_args import ProcessArgs
+from multiworld.serve.wire.routing_table import edges_of
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

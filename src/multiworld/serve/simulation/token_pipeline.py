@@ -35,8 +35,8 @@ from multiworld.serve.simulation.engine import (
     Room,
 )
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.generation_messages import StepPart
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.generation_messages import StepPart
+from multiworld.serve.wire.protocol import Key
 
 
 @dataclass(slots=True, eq=False)

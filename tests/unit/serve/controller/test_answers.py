@@ -11,7 +11,7 @@ from multiworld.serve.controller import answers
 from multiworld.serve.controller.answers import AnswerFormError, decode, encode, plain
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
-from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
+from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 from tests.unit.serve.control import examples
 
 EXAMPLES: list[tuple[Any, Any]] = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
 from multiworld.serve.controller.fleet_metrics import REMEMBERED, FleetMetrics, Totals
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     Counted,
     GatewayReport,
     Report,

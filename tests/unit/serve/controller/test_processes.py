@@ -15,7 +15,7 @@ from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.processes import KEPT_LOGS, Processes, end_words
 from multiworld.serve.machines.amounts import Need
 from multiworld.serve.machines.bookings import Bookings
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 
 class StandIn:

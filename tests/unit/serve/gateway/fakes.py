@@ -24,7 +24,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -37,8 +37,8 @@ from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
-from multiworld.serve.transport.control_agent import ControlAgent, control_world
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_agent import ControlAgent, control_world
+from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,
     AllTenants,
@@ -63,10 +63,10 @@ from multiworld.serve.transport.control_messages import (
     UsageReport,
     UsageStored,
 )
-from multiworld.serve.transport.generation_messages import Sampling
-from multiworld.serve.transport.inference_messages import AnswerItem, Answers, Work
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.generation_messages import Sampling
+from multiworld.serve.wire.inference_messages import AnswerItem, Answers, Work
+from multiworld.serve.wire.process_args import ProcessArgs
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,
@@ -77,7 +77,7 @@ from multiworld.world.world import World
 from tests.recorded import recorded
 from tests.unit.serve.edges import HANG_S, Controller, Peer, break_world, settle, until
 from tests.unit.serve.gateway.fakes import body
-from tests.unit.serve.transport.test_edges import MemoryManager
+from tests.unit.serve.wire.test_edges import MemoryManager
 
 N = TypeVar("N", bound=News)
 

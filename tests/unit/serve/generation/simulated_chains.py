@@ -29,13 +29,13 @@ from multiworld.serve.replica.sequences.generation_worker import GenerationWorke
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.protocol import MessageError
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -18,7 +18,7 @@ from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import SuspectGroup
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     ActivationRows,
     KvHeld,
     RunsAlone,

@@ -30,8 +30,8 @@ from multiworld.serve.replica.scheduling.scheduled_sequence import (
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.text.prefixes import digests
-from multiworld.serve.transport.generation_messages import Sampling
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.generation_messages import Sampling
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

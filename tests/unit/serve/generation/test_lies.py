@@ -11,10 +11,10 @@ import torch
 
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport import generation_messages as messages
-from multiworld.serve.transport.frames import lay_out, unpack
-from multiworld.serve.transport.generation_messages import StepPart, TokenItem
-from multiworld.serve.transport.protocol import Key, MessageError
+from multiworld.serve.wire import generation_messages as messages
+from multiworld.serve.wire.frames import lay_out, unpack
+from multiworld.serve.wire.generation_messages import StepPart, TokenItem
+from multiworld.serve.wire.protocol import Key, MessageError
 from tests.unit.serve.generation.simulated_chains import (
     GATEWAY,
     Client,

@@ -17,11 +17,11 @@ from multiworld.errors import (
 from multiworld.serve.gateway.streams.actions import Action, Log, Send, merged
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     EndSequences,
     PauseSequences,
 )
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.routing_table import RoutingTable
 from tests.unit.serve.generation.simulated_chains import Client, Net
 from tests.unit.waiting import turns
 

@@ -21,7 +21,7 @@ from multiworld.serve.controller.launchers.local import LocalLauncher
 from multiworld.serve.controller.launchers.protocol import Line
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.usage import family_of
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 from tests.unit.serve.edges import until
 from tests.unit.serve.launchers.contexts import context
 

@@ -29,7 +29,7 @@ from multiworld.serve.controller.launchers.protocol import (
 from multiworld.serve.controller.launchers.ray import launcher as module
 from multiworld.serve.controller.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 from tests.recorded import recorded
 from tests.unit.serve.launchers.contexts import context
 from tests.until import until

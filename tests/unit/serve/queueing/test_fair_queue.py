@@ -22,8 +22,8 @@ from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.queueing.fair_queue import FairQueue, Share
 from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from multiworld.serve.replica.batches.forwarder import Forwarder
-from multiworld.serve.transport.inference_messages import BatchBegun
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.inference_messages import BatchBegun
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

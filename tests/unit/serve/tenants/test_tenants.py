@@ -53,7 +53,7 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     AllTenants,
     PoisonFound,
     UsageReport,

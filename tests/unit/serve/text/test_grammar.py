@@ -28,7 +28,7 @@ from multiworld.serve.text.grammar import (
     grammar_of_schema,
 )
 from multiworld.serve.text.tokenizer import Tokenizer
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 
 SCHEMA = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.routing_table import RoutingTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from multiworld.serve.controller.fleet.state import (
     ProcessPhase,
 )
 from multiworld.serve.spec.identity import CHANGED
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.routing_table import RoutingTable
 
 
 class Reconciler:

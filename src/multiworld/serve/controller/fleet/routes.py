@@ -10,7 +10,7 @@ from multiworld.serve.controller.fleet.state import (
     DesiredState,
     Process,
 )
-from multiworld.serve.transport.routing_table import Replica, Route, RoutingTable
+from multiworld.serve.wire.routing_table import Replica, Route, RoutingTable
 
 # Desired state, by model and version, of all versions that are desired or still run.
 Versions = Mapping[tuple[str, str], DesiredModel]

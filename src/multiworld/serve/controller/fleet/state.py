@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from multiworld.serve.transport.routing_table import ReplicaState
+from multiworld.serve.wire.routing_table import ReplicaState
 
 
 @dataclass(frozen=True, slots=True)

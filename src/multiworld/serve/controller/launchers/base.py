@@ -12,7 +12,7 @@ from typing import Protocol
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.machines.amounts import Location, Need, Node
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from setproctitle import setproctitle
 
 from multiworld.serve.replica.batches.rank_group import LEADER, fork_ranks
 from multiworld.serve.replica.process import run_follower, run_worker
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 # Makes the kernel, out of memory, kill a replica before a gateway or the store.
 OOM_SCORE = 500

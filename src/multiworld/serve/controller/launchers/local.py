@@ -17,7 +17,7 @@ from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.machines.amounts import Location, Need, Node
 from multiworld.serve.machines.usage import outgrows
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 
 class LocalLauncher:

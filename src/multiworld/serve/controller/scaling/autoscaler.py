@@ -33,7 +33,7 @@ from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snaps
 from multiworld.serve.controller.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.engine.models.factory import import_factory
 from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.transport.control_messages import Reports
+from multiworld.serve.wire.control_messages import Reports
 
 logger = logging.getLogger("multiworld.serve")
 

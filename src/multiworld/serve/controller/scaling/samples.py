@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     GatewayReport,
     Reports,
     WorkerReport,

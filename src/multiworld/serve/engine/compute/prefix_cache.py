@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld.serve.text.prefixes import Digest
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.functional import pad, threshold
 
 if TYPE_CHECKING:  # names and meanings are vLLM's
-    from multiworld.serve.transport.generation_messages import Sampling as Parameters
+    from multiworld.serve.wire.generation_messages import Sampling as Parameters
 
 BLOCK = 128  # words of the vocabulary in a block
 COLUMN = 16  # words of the chosen blocks that are compared by their largest first

@@ -46,12 +46,12 @@ from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.packed_linear import pack_linears, unmap
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text.grammar import Matcher
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     SequenceStart,
     StepPart,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import Key, StreamId
+from multiworld.serve.wire.protocol import Key, StreamId
 
 logger = logging.getLogger("multiworld.serve")
 

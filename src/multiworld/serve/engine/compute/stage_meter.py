@@ -17,12 +17,12 @@ from multiworld.serve.engine.compute.stage_engine import (
 from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models.meter import Measured, parameter_bytes, timed
 from multiworld.serve.spec.stage import Generation, Model, StageContext
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     StepPart,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 

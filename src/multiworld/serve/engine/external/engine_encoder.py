@@ -44,7 +44,7 @@ from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
-from multiworld.serve.transport.edges import SILENT_S
+from multiworld.serve.wire.edges import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -29,14 +29,14 @@ from multiworld.serve.replica.sequences.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire import generation_messages
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import Key, RemoteError, StreamId
+from multiworld.serve.wire.protocol import Key, RemoteError, StreamId
 
 # Runs without any token, in a row, after which the engine is tried with a run of its
 # own. If that has a token, the sequences are at fault; otherwise the engine is lost.

@@ -32,10 +32,10 @@ from multiworld.serve.replica.sequences.message_validation import check
 from multiworld.serve.replica.sequences.outboxes import Outboxes
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport.control_messages import WorkerReport
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.control_messages import WorkerReport
+from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 

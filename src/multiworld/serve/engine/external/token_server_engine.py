@@ -20,7 +20,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")
 

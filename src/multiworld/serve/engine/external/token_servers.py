@@ -24,7 +24,7 @@ from multiworld.serve.engine.external.engine_server import (
 from multiworld.serve.engine.external.pieces import Piece, is_greedy, size_of
 from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.text.tokenizer import Tokenizer
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 # Tokens in a piece. It divides the number of requests, and bounds the tokens that are
 # computed again after a loss.

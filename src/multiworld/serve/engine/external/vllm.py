@@ -53,7 +53,7 @@ from multiworld.serve.engine.external.whole_engine import (
 )
 from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.text.grammar import text_of_tokenizer
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 # Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

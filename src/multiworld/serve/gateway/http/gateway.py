@@ -42,13 +42,13 @@ from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.text.limits import longest_of
-from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.collation import rows_of
+from multiworld.serve.wire.control_messages import (
     Counted,
     FleetReport,
     GatewayReport,
 )
-from multiworld.serve.transport.routing_table import ReplicaState
+from multiworld.serve.wire.routing_table import ReplicaState
 
 # Bytes of inputs from which their digest is computed in a thread.
 LARGE_BYTES = 256 * 1024

@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 import multiworld
 from multiworld.serve.gateway.http.request_counts import ENDS
 from multiworld.serve.gateway.streams.stream_counts import ENDS as STREAM_ENDS
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.routing_table import RoutingTable
 
 Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
 

@@ -28,7 +28,7 @@ from multiworld.serve.gateway.http.json_limits import (
 )
 from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
-from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.wire.collation import rows_of
 
 MAX_DIMENSIONS = 16  # of a tensor
 MAX_DIGITS = 18  # of a length; ``int`` takes long for millions of them

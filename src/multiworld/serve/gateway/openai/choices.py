@@ -17,7 +17,7 @@ from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Places
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
-from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 
 # ``Streams.stream`` with all but the prompt and the sampling.
 Open = Callable[

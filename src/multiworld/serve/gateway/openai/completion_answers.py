@@ -23,7 +23,7 @@ from multiworld.serve.gateway.openai.choices import (
 from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.gateway.openai.reasoning import AnswerParser, Thought
 from multiworld.serve.gateway.openai.tools import Call
-from multiworld.serve.transport.generation_messages import TokenItem
+from multiworld.serve.wire.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # of the output, in one whole answer
 KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment

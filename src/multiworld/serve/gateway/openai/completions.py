@@ -25,7 +25,7 @@ from multiworld.serve.gateway.openai.request_fields import (
 from multiworld.serve.gateway.openai.tools import Calling, calling_of
 from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.text import grammar as grammars
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 MAX_CHOICES = 64  # of one request, over all of its prompts
 MAX_PROMPTS = 2048

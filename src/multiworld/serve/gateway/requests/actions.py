@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError
-from multiworld.serve.transport.inference_messages import Attempt
+from multiworld.serve.wire.inference_messages import Attempt
 
 
 @dataclass(frozen=True, slots=True)

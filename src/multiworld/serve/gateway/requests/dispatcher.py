@@ -20,13 +20,13 @@ from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.routing.attainment import Attainment
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.control_messages import GatewayReport
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent, WorkItem
-from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.collation import rows_of
+from multiworld.serve.wire.control_messages import GatewayReport
+from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent, WorkItem
+from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 

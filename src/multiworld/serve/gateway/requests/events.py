@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.inference_messages import Attempt, Note
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.inference_messages import Attempt, Note
+from multiworld.serve.wire.routing_table import RoutingTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.inference_messages import Attempt
-from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.routing_table import Replica, RoutingTable
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.collation import rows_of
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.inference_messages import Attempt
+from multiworld.serve.wire.protocol import MessageError
+from multiworld.serve.wire.routing_table import Replica, RoutingTable
 
 # Returns a request in flight and its number of attempts; None if it has ended.
 Sent = Callable[[int], tuple[Submitted, int] | None]

@@ -38,9 +38,9 @@ from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.routing.load_balancer import Chance, choose
 from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.inference_messages import Attempt
-from multiworld.serve.transport.routing_table import Replica, Route, first_ready
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.inference_messages import Attempt
+from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 
 # Seconds after a poison request during which its tenant's requests to the model run in
 # isolation, behind other suspects.

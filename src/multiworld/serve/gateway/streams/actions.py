@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.errors import ServeError
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     EndSequences,
     PauseSequences,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import MessageError
+from multiworld.serve.wire.protocol import MessageError
 
 
 @dataclass(frozen=True, slots=True)

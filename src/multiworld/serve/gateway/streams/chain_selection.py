@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.gateway.streams.stream import Chain, Stream
 from multiworld.serve.text.prefixes import TOKENS_PER_STREAM, PrefixRoutes
-from multiworld.serve.transport.routing_table import Replica, ReplicaState
+from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
 # Tokens per block of a prefix, and maximum tokens of a prefix.
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.gateway.streams.stream import Stream
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.routing_table import RoutingTable
 
 
 @dataclass(frozen=True, slots=True)

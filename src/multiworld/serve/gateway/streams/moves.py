@@ -18,11 +18,11 @@ from multiworld.serve.gateway.streams.stream import (
     Stream,
     StreamIndex,
 )
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     PrepareSequence,
     SequenceStart,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 # Streams being moved at once, at most, and their tokens unless it is one stream: what
 # computes them also computes other streams, which wait meanwhile.

@@ -12,7 +12,7 @@ from enum import StrEnum
 from multiworld.serve.gateway.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.text.prefixes import Digest
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)

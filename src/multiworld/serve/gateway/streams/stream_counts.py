@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
-from multiworld.serve.transport.control_messages import Counted
+from multiworld.serve.wire.control_messages import Counted
 
 # Upper bounds of the histograms' buckets, in seconds; the last has none.
 BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

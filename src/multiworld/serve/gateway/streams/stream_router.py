@@ -37,11 +37,11 @@ from multiworld.serve.gateway.streams.stream_counts import StreamCounts
 from multiworld.serve.gateway.streams.suspects import Suspects
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
-from multiworld.serve.transport import generation_messages, protocol
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import SequenceStart, TokenItem
-from multiworld.serve.transport.protocol import Key
-from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.wire import generation_messages, protocol
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import SequenceStart, TokenItem
+from multiworld.serve.wire.protocol import Key
+from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 MANY = 64  # actions of one event from which messages to a replica are merged
 # Seconds of failing attempts before a stream starts over, so that a connection that

@@ -22,11 +22,11 @@ from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.text.prefixes import digests
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.generation_messages import Sampling, TokenItem
-from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.generation_messages import Sampling, TokenItem
+from multiworld.serve.wire.protocol import MessageError
+from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent
+from multiworld.serve.wire.protocol import Key
 
 APART_S = 30.0  # after a failure
 

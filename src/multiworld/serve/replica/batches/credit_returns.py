@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from multiworld.serve.replica.batches.batch_queue import Work
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.edges import Outbox
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.edges import Outbox
+from multiworld.serve.wire.protocol import Key
 
 RELEASE_S = 0.05  # until the credit of a quick stage's work is returned
 

@@ -13,8 +13,8 @@ from multiworld import errors
 from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
-from multiworld.serve.transport.collation import collate, lengths_of, split
-from multiworld.serve.transport.protocol import wording_of
+from multiworld.serve.wire.collation import collate, lengths_of, split
+from multiworld.serve.wire.protocol import wording_of
 
 logger = logging.getLogger("multiworld.serve")
 

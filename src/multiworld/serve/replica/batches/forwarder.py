@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from multiworld.serve.gateway.routing.load_balancer import Chance, HashRing, choose
 from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.replica.batches.batch_queue import Work
-from multiworld.serve.transport.protocol import Key
-from multiworld.serve.transport.routing_table import Replica, ReplicaState
+from multiworld.serve.wire.protocol import Key
+from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
 # Seconds during which a gateway's work is not sent to a replica that refused it.
 REFUSED_S = 0.5

@@ -26,19 +26,19 @@ from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
-from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.collation import group_of, rows_of
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.collation import group_of, rows_of
+from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.inference_messages import (
     AnswerItem,
     Attempt,
     Spent,
     WorkItem,
 )
-from multiworld.serve.transport.protocol import Key, RemoteError
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.protocol import Key, RemoteError
+from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
-from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
+from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
 
 
 def steps_for(replicas: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 SMALL = 64  # ``top_k`` below which few words are considered: ``sampler.FEW``
 DRAWN = 0.015  # a softmax, and the race of the words

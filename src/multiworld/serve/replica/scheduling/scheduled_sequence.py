@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.replica.scheduling.sample_costs import FREE, SampleCosts
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 
 @dataclass(slots=True, eq=False)

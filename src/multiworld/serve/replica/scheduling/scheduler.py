@@ -11,7 +11,7 @@ from multiworld.serve.replica.scheduling.sequence_pool import SequencePool
 from multiworld.serve.replica.scheduling.step_planner import PlannedStep, StepPlanner
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 
 class TooManyTokensError(Exception):

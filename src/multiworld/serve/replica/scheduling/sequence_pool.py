@@ -25,7 +25,7 @@ from multiworld.serve.replica.scheduling.tenant_use import TenantUse
 from multiworld.serve.replica.scheduling.token_shares import TokenShares
 from multiworld.serve.replica.scheduling.waiting_queue import WaitingQueue
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 # Minimum and maximum seconds for which nothing is sent to a replica that had no KV
 # blocks for a sequence; the time doubles while it has none.

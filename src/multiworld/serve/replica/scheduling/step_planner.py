@@ -30,7 +30,7 @@ from multiworld.serve.replica.scheduling.step_budget import (
     rows_of,
 )
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
-from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.wire.generation_messages import StepPart
 
 # Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs
 # about as much as nine tokens, so chunks of 32 take 28 % more time in all.

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.transport.generation_messages import StepPart
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.generation_messages import StepPart
+from multiworld.serve.wire.protocol import Key
 
 # Seconds for which a sequence may be missing, as its end may be in flight. Also the
 # time between two checks.

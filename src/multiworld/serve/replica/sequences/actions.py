@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import SequenceStart
-from multiworld.serve.transport.protocol import Key, StreamId
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import SequenceStart
+from multiworld.serve.wire.protocol import Key, StreamId
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.text.engine_limits import GROWTH
-from multiworld.serve.transport.protocol import StreamId
+from multiworld.serve.wire.protocol import StreamId
 
 
 class _Rows:

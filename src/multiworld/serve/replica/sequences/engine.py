@@ -28,8 +28,8 @@ from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.text.grammar import Matcher, Matchers
-from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
-from multiworld.serve.transport.protocol import StreamId
+from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
+from multiworld.serve.wire.protocol import StreamId
 
 logger = logging.getLogger("multiworld.serve")
 

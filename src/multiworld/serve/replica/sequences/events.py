@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.protocol import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,13 @@ from multiworld.serve.replica.sequences.step_queue import (
     StepQueue,
 )
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.control_messages import WorkerReport
-from multiworld.serve.transport.edges import Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.generation_messages import StepPart, TokenItem
-from multiworld.serve.transport.protocol import Key
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire import generation_messages
+from multiworld.serve.wire.control_messages import WorkerReport
+from multiworld.serve.wire.edges import Outbox
+from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.generation_messages import StepPart, TokenItem
+from multiworld.serve.wire.protocol import Key
+from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
-from multiworld.serve.transport.protocol import Key, MessageError
+from multiworld.serve.wire import generation_messages
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
+from multiworld.serve.wire.protocol import Key, MessageError
 
 # Messages that only later stages may receive, and those of stage 0.
 OF_LATER_STAGES = (

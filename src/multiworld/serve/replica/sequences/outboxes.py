@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.edges import Outbox
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.edges import Outbox
+from multiworld.serve.wire.routing_table import RoutingTable
 
 MAX_POSTPONED = 4096  # messages for a gateway that is still to connect
 

@@ -17,8 +17,8 @@ from multiworld.serve.replica.sequences.activation_log import ActivationLog
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.sequence_state import SequenceState
 from multiworld.serve.text.prefixes import Digest, digests
-from multiworld.serve.transport.generation_messages import StepPart
-from multiworld.serve.transport.protocol import StreamId
+from multiworld.serve.wire.generation_messages import StepPart
+from multiworld.serve.wire.protocol import StreamId
 
 
 class PromptPrefixes:

@@ -34,10 +34,10 @@ from multiworld.serve.replica.sequences.sequence_state import (
     SequenceState,
     SequenceTable,
 )
-from multiworld.serve.transport import generation_messages
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
-from multiworld.serve.transport.protocol import Key, RemoteError, StreamId
+from multiworld.serve.wire import generation_messages
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
+from multiworld.serve.wire.protocol import Key, RemoteError, StreamId
 
 # Looks up a prompt in the prefix cache, and records the cached tokens.
 FindPrefix = Callable[[SequenceState], None]

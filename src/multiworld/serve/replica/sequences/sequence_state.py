@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.transport.generation_messages import SequenceStart
-from multiworld.serve.transport.protocol import Key, StreamId
+from multiworld.serve.wire.generation_messages import SequenceStart
+from multiworld.serve.wire.protocol import Key, StreamId
 
 MAX_EARLY = 4096  # sequences that the next stage reports before their gateway does
 

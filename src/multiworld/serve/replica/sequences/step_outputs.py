@@ -9,14 +9,14 @@ from torch import Tensor
 
 from multiworld.serve.engine.compute.stage_engine import Computed
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Step,
     StepDone,
     StepPart,
     TokenItem,
     Tokens,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 NO_ROWS = torch.empty(0, 0)
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     ActivationRows,
     PreemptSequences,
     Step,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 # Rows of a KV rebuild between two steps of other sequences. A step has a fixed cost of
 # about nine rows, so a rebuild in such pieces takes 14 % longer.

@@ -38,7 +38,7 @@ from multiworld.serve.controller.fleet.state import (
     Process,
     ProcessPhase,
 )
-from multiworld.serve.transport.routing_table import ReplicaState
+from multiworld.serve.wire.routing_table import ReplicaState
 
 
 def desired(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:

@@ -31,7 +31,7 @@ from multiworld.serve.controller.scaling import autoscaler as module
 from multiworld.serve.controller.scaling.autoscaler import Autoscaler, largest_that_fits
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.transport.control_messages import GatewayReport, Reports
+from multiworld.serve.wire.control_messages import GatewayReport, Reports
 from tests.unit.serve.edges import until
 
 INTERVAL_S = 0.001

@@ -47,7 +47,7 @@ from multiworld.serve.controller.scaling.stabilization import (
 )
 from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     GatewayReport,
     Reports,
     WorkerReport,

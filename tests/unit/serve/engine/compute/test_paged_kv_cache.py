@@ -32,7 +32,7 @@ from multiworld.serve.engine.compute.stage_engine import (
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
 from multiworld.serve.engine.models import decoder
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     StepPart,

@@ -26,7 +26,7 @@ from multiworld.serve.engine.compute.sampler import (
     hash_of,
     sample,
 )
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 
 def choose(

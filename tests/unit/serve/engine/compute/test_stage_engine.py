@@ -11,12 +11,12 @@ import torch
 from multiworld.serve.engine.compute.kv_cache import MissingTokensError
 from multiworld.serve.engine.compute.stage_engine import Chores, StageEngine
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     Sampling,
     SequenceStart,
     StepPart,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 WORDS = 8
 FACTS = Generation(

@@ -28,7 +28,7 @@ from multiworld.serve.engine.compute.stage_engine import StageEngine
 from multiworld.serve.engine.compute.step_graphs import Record, StepGraphs
 from multiworld.serve.engine.models import decoder
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.wire.generation_messages import StepPart
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 HIDDEN = 64

@@ -33,7 +33,7 @@ from multiworld.serve.engine.external.whole_engine import (
 )
 from multiworld.serve.engine.models.factory import build_model, modules_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 

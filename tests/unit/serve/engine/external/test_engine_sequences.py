@@ -41,7 +41,7 @@ from multiworld.serve.replica.sequences.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     ComputeBegun,
     EndSequences,
@@ -55,7 +55,7 @@ from multiworld.serve.transport.generation_messages import (
     TokenItem,
     Tokens,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 GATEWAY = "gateway/1"
 VOCABULARY = 1000

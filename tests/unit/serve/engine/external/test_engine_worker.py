@@ -19,7 +19,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
 )
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.contract.engines import NAME, Bench
 
 HUNG_S = 3.0

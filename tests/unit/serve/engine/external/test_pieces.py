@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.serve.engine.external.pieces import Piece, next_piece, seed_of
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 PROMPT = [7, 8, 9]
 

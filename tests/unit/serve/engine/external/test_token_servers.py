@@ -19,7 +19,7 @@ from multiworld.serve.engine.external.token_servers import (
 )
 from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.text.tokenizer import Tokenizer
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import save_tokenizer
 
 

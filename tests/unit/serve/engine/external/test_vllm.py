@@ -20,7 +20,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 SCORES = {7: -3.0, 5: -0.5, 6: -1.0}
 """The sampled token comes first, as vLLM lists it."""

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from multiworld.serve.engine.compute.sampler import Choice, TokenHistory, sample
 from multiworld.serve.engine.external import vllm_sampling
 from multiworld.serve.text.grammar import grammar_of_regex
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 
 END = 0

@@ -23,7 +23,7 @@ from multiworld.serve.gateway.admission.budgets import (
 from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.transport.control_messages import BudgetsUsed, Order, UsageReport
+from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageReport
 
 
 def at(text: str) -> float:

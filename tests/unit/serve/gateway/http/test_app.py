@@ -31,7 +31,7 @@ from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
+from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
 from tests.unit.serve.edges import HANG_S
 from tests.unit.serve.gateway.fakes import (
     MODEL,

@@ -12,14 +12,14 @@ import multiworld
 from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http.metrics import GAUGES, OF_WORK, render
 from multiworld.serve.gateway.http.request_counts import RequestCounts
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     ROWS_BOUNDS,
     Counted,
     FleetReport,
     GatewayReport,
     WorkerReport,
 )
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     RoutingTable,

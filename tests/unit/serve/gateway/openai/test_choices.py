@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiworld.serve.gateway.openai.choices import digest_of
-from multiworld.serve.transport.generation_messages import Sampling
+from multiworld.serve.wire.generation_messages import Sampling
 
 
 def test_digest_is_of_all_parameters_but_the_seed() -> None:

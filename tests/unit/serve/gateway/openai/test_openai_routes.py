@@ -39,8 +39,8 @@ from multiworld.serve.text.grammar import (
 )
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
-from multiworld.serve.transport.generation_messages import Sampling, TokenItem
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.generation_messages import Sampling, TokenItem
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -25,17 +25,17 @@ from multiworld.serve.gateway.requests import dispatcher as module
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.edges import listen
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.edges import listen
+from multiworld.serve.wire.inference_messages import (
     AnswerItem,
     Attempt,
     Note,
     Spent,
     WorkItem,
 )
-from multiworld.serve.transport.protocol import FRAMES, RemoteError
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.protocol import FRAMES, RemoteError
+from multiworld.serve.wire.routing_table import (
     Edge,
     Replica,
     ReplicaState,

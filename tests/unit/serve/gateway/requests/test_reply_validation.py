@@ -9,11 +9,11 @@ from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.gateway.requests.reply_validation import check
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.inference_messages import AnswerItem
-from multiworld.serve.transport.protocol import MessageError, RemoteError
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.inference_messages import AnswerItem
+from multiworld.serve.wire.protocol import MessageError, RemoteError
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -45,7 +45,7 @@ from multiworld.serve.gateway.requests.events import (
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.queueing.fair_queue import Share
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire.inference_messages import (
     Attempt,
     BatchBegun,
     WorkDropped,
@@ -53,8 +53,8 @@ from multiworld.serve.transport.inference_messages import (
     WorkReturned,
     WorkStuck,
 )
-from multiworld.serve.transport.protocol import RemoteError
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.protocol import RemoteError
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -18,7 +18,7 @@ from multiworld.serve.gateway.streams.events import (
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.text.prefixes import digests
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     PrepareSequence,
     Sampling,
@@ -26,7 +26,7 @@ from multiworld.serve.transport.generation_messages import (
     TokenItem,
     Tokens,
 )
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

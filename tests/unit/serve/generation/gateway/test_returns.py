@@ -18,12 +18,12 @@ from multiworld.serve.gateway.streams.events import (
 )
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     Sampling,
     SequenceFailed,
 )
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
     Route,

@@ -17,7 +17,7 @@ from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequ
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.events import Received
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     EndSequences,
     Sampling,

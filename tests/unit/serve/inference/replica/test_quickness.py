@@ -19,8 +19,8 @@ from multiworld.serve.replica.batches.executor import (
     Quickness,
 )
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.inference_messages import Credit, Note
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.inference_messages import Credit, Note
 from tests.unit.serve.edges import settle, until
 from tests.unit.serve.replica.batches.test_worker import (
     Bench,

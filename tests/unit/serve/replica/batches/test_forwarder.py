@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.replica.batches.forwarder import Forwarder
-from multiworld.serve.transport.protocol import Key
-from multiworld.serve.transport.routing_table import Replica, ReplicaState
+from multiworld.serve.wire.protocol import Key
+from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
 
 def piece(

@@ -24,11 +24,11 @@ from multiworld.serve.replica.batches.executor import Executor, Quickness
 from multiworld.serve.replica.batches.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
-from multiworld.serve.transport import inference_messages
-from multiworld.serve.transport.edges import listen
-from multiworld.serve.transport.inference_messages import Attempt, Note, WorkItem
-from multiworld.serve.transport.protocol import FRAMES, Key
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire import inference_messages
+from multiworld.serve.wire.edges import listen
+from multiworld.serve.wire.inference_messages import Attempt, Note, WorkItem
+from multiworld.serve.wire.protocol import FRAMES, Key
+from multiworld.serve.wire.routing_table import (
     Edge,
     Replica,
     ReplicaState,

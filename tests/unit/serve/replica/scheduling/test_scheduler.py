@@ -22,7 +22,7 @@ from multiworld.serve.replica.scheduling.step_planner import (
 )
 from multiworld.serve.replica.scheduling.token_shares import PRUNE_AT, TokenShares
 from multiworld.serve.text.engine_limits import EngineLimits
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 
 def key(number: int) -> Key:

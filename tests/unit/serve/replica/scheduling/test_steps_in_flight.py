@@ -6,7 +6,7 @@ from multiworld.serve.replica.scheduling.steps_in_flight import (
     GRACE_S,
     StepsInFlight,
 )
-from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.wire.generation_messages import StepPart
 
 A, B = ("gateway/1", 1, 0), ("gateway/1", 2, 0)
 MAX_S = 60.0

@@ -12,14 +12,14 @@ from multiworld.serve.replica.sequences.step_queue import (
     RebuildRows,
     StepQueue,
 )
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     ActivationRows,
     Sampling,
     SequenceStart,
     Step,
     StepPart,
 )
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.wire.protocol import Key
 
 
 def key(number: int) -> Key:

@@ -23,7 +23,7 @@ from multiworld.serve.controller.launchers.helper_process import HelperProcess
 from multiworld.serve.controller.launchers.local import LocalLauncher
 from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
-from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.wire.process_args import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
 

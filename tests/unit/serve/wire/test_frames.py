@@ -14,9 +14,9 @@ from multiworld.backends.dtypes import memory_of
 from multiworld.errors import ModelFailedError, TensorMismatchError
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.frames import Entry, lay_out, unpack
+from multiworld.serve.wire.inference_messages import (
     AnswerItem,
     Answers,
     BatchBegun,
@@ -30,7 +30,7 @@ from multiworld.serve.transport.inference_messages import (
     WorkReturned,
     WorkStuck,
 )
-from multiworld.serve.transport.protocol import PROTOCOL, MessageError, RemoteError
+from multiworld.serve.wire.protocol import PROTOCOL, MessageError, RemoteError
 
 FULL = WorkItem(
     ("gateway/1", 4, 1), 2.5, True, "s", {"0": "m/0/1"}, Share("acme", 2.0, -1)

@@ -7,8 +7,8 @@ import msgspec
 from multiworld.serve.gateway.admission.budgets import TokensUsed
 from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.transport.protocol import Codec, Message
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.wire.protocol import Codec, Message
+from multiworld.serve.wire.routing_table import RoutingTable
 
 Counted = tuple[str, tuple[str, ...], float]  # since the start: kind, labels, value
 

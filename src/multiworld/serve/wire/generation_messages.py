@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.protocol import Key, Message, RemoteError
+from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # of tokens, or position of one
 

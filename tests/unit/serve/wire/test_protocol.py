@@ -8,7 +8,7 @@ import pytest
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Key, Tenant
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,
     AllTenants,
@@ -27,7 +27,7 @@ from multiworld.serve.transport.control_messages import (
     UsageReport,
     WorkerReport,
 )
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.wire.protocol import (
     PROTOCOL,
     Codec,
     Message,

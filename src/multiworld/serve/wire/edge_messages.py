@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from multiworld.serve.transport.generation_messages import (
+from multiworld.serve.wire.generation_messages import (
     ActivationRows,
     GenerationMessage,
     Step,
 )
-from multiworld.serve.transport.inference_messages import (
+from multiworld.serve.wire.inference_messages import (
     Answers,
     Cancel,
     Credit,

@@ -16,10 +16,10 @@ from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
 from multiworld.config import WorldConfig
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.protocol import FRAMES, NOTHING
-from multiworld.serve.transport.routing_table import Edge
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.frames import Entry, lay_out, unpack
+from multiworld.serve.wire.protocol import FRAMES, NOTHING
+from multiworld.serve.wire.routing_table import Edge
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

@@ -13,7 +13,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
-from multiworld.serve.transport.collation import (
+from multiworld.serve.wire.collation import (
     collate,
     group_of,
     lengths_of,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiworld.serve.transport.control_messages import ORDERS, TableChanged
-from multiworld.serve.transport.routing_table import (
+from multiworld.serve.wire.control_messages import ORDERS, TableChanged
+from multiworld.serve.wire.routing_table import (
     Edge,
     Replica,
     ReplicaState,

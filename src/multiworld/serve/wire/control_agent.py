@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from multiworld.config import WorldConfig
 from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.transport.control_messages import NEWS, ORDERS, Hello, News, Order
-from multiworld.serve.transport.protocol import MessageError
+from multiworld.serve.wire.control_messages import NEWS, ORDERS, Hello, News, Order
+from multiworld.serve.wire.protocol import MessageError
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

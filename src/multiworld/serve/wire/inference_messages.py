@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.protocol import Key, Message, RemoteError
+from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
 Attempt = tuple[int, int]  # numbers of a request at its gateway, and of the attempt
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from multiworld.config import WorldConfig
-from multiworld.serve.transport.control_agent import ControlAgent, control_world
-from multiworld.serve.transport.control_messages import (
+from multiworld.serve.wire.control_agent import ControlAgent, control_world
+from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,
     Finish,
@@ -28,7 +28,7 @@ from multiworld.testing import FakeClock
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 from tests.unit.serve.edges import HANG_S, Controller, break_world, settle, until
-from tests.unit.serve.transport.test_edges import MemoryManager
+from tests.unit.serve.wire.test_edges import MemoryManager
 
 _numbers = itertools.count()
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from multiworld.backends.bundles import Layout, aligned, tensor_at, tensor_from
 from multiworld.backends.dtypes import code_of, memory_of, plain
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport.edge_messages import EdgeMessage, contents_of
-from multiworld.serve.transport.protocol import PROTOCOL, UNDERSTOOD, MessageError
+from multiworld.serve.wire.edge_messages import EdgeMessage, contents_of
+from multiworld.serve.wire.protocol import PROTOCOL, UNDERSTOOD, MessageError
 
 _LEAD = struct.Struct("<HxxI")
 

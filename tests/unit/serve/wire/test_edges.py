@@ -14,13 +14,13 @@ from torch import Tensor
 
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError
-from multiworld.serve.transport import edges as module
-from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.edges import EdgeKeeper, Outbox, OutboxFullError
-from multiworld.serve.transport.frames import Entry, unpack
-from multiworld.serve.transport.inference_messages import AnswerItem, Answers, Cancel
-from multiworld.serve.transport.protocol import FRAMES
-from multiworld.serve.transport.routing_table import Edge
+from multiworld.serve.wire import edges as module
+from multiworld.serve.wire.edge_messages import EdgeMessage
+from multiworld.serve.wire.edges import EdgeKeeper, Outbox, OutboxFullError
+from multiworld.serve.wire.frames import Entry, unpack
+from multiworld.serve.wire.inference_messages import AnswerItem, Answers, Cancel
+from multiworld.serve.wire.protocol import FRAMES
+from multiworld.serve.wire.routing_table import Edge
 from multiworld.testing import Arena
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

@@ -1,1 +1,0 @@
-"""Edges between processes of a service: connections, messages and the routing table."""
