@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.folder_json import read_if_there, read_json
-from multiworld.serve.models.text_inputs import loaded
+from multiworld.serve.text.folder_json import read_if_there, read_json
+from multiworld.serve.text.text_inputs import loaded
 
 
 def chat_tokenizer(folder: Path) -> Any:

@@ -12,8 +12,7 @@ from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import text_inputs
-from multiworld.serve.text import tokenizer
+from multiworld.serve.text import text_inputs, tokenizer
 from multiworld.serve.text.tokenizer_files import ends_of
 
 TEXTS = ["Hello, world", "a<|im_end|>b", " <tool> x", "<|im_start|>user\nhi", "</s>"]

@@ -51,7 +51,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.models.folder_json import read_json
+from multiworld.serve.text.folder_json import read_json
 from multiworld.serve.text.grammar import text_of_tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
 

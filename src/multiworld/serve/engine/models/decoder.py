@@ -16,9 +16,9 @@ from multiworld.serve.engine.models import (
     weights,
 )
 from multiworld.serve.engine.models.partition import Span
-from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from multiworld.serve.text import tokenizer_files
+from multiworld.serve.text.folder_json import read_json
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number
 

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.folder_json import read_if_there
+from multiworld.serve.text.folder_json import read_if_there
 
 # Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
 # their minimum and maximum values.

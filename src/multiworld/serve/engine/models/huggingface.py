@@ -16,9 +16,9 @@ from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.engine.models.partition import Span, chain_partition
 from multiworld.serve.engine.models.pooling import Pooling
 from multiworld.serve.engine.models.stored_integers import check_config
-from multiworld.serve.models.folder_json import read_if_there, read_json
-from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
+from multiworld.serve.text.folder_json import read_if_there, read_json
+from multiworld.serve.text.text_inputs import Tokenizer
 
 EXAMPLE_TOKENS = 24  # about one sentence, so that measurements are typical
 

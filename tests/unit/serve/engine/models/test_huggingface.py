@@ -11,8 +11,8 @@ import transformers
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import huggingface
-from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.text.text_inputs import Tokenizer
 from tests.tiny_decoder import save_tokenizer
 
 TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.folder_json import read_if_there
 from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.text.folder_json import read_if_there
 
 # Characters passed to the tokenizer per token of the maximum length. It would otherwise
 # read a longer text whole before truncating it. The longest English words have 45.

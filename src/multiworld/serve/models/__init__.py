@@ -1,1 +1,0 @@
-"""Model factories: existing models, cut into stages."""
