@@ -22,7 +22,7 @@ PROCESSORS = {
 FILES = (
     "tests/unit/serve/engine/models/test_packed_linear.py",
     "tests/unit/serve/engine/models/test_integer_linear.py",
-    "tests/unit/serve/generation/compute/test_batch_invariance.py",
+    "tests/unit/serve/engine/compute/test_batch_invariance.py",
     "tests/unit/serve/engine/compute/test_compiled_attention.py",
     "tests/unit/serve/engine/compute/test_compiled_layers.py",
     "tests/unit/serve/engine/models/test_decoder.py",

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from multiworld.cli.main import cli
-from tests.unit.serve.control import examples
-from tests.unit.serve.control.service import CannedService
+from tests.unit.serve.controller import examples
+from tests.unit.serve.controller.service import CannedService
 
 STATUS = "/status?reports=true"
 PROCESSES = {

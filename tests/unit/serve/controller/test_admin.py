@@ -44,7 +44,7 @@ from multiworld.serve.wire.control_messages import (
     Reports,
     WorkerReport,
 )
-from tests.unit.serve.control import examples
+from tests.unit.serve.controller import examples
 
 T = TypeVar("T")
 

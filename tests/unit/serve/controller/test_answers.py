@@ -12,7 +12,7 @@ from multiworld.serve.controller.answers import AnswerFormError, decode, encode,
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
-from tests.unit.serve.control import examples
+from tests.unit.serve.controller import examples
 
 EXAMPLES: list[tuple[Any, Any]] = [
     (answers.Scaled, {"before": 1, "replicas": 2}),

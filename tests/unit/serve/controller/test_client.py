@@ -11,7 +11,7 @@ from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import Scaled, StatusAnswer
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.status import last_words
-from tests.unit.serve.control.service import CannedService
+from tests.unit.serve.controller.service import CannedService
 
 SCALE = {"model": "m", "stage": "add", "replicas": 2}
 

@@ -26,7 +26,7 @@ from multiworld.serve.controller.launchers.protocol import (
 )
 from tests.unit.serve.edges import HANG_S
 
-MODULE = "tests.unit.serve.launchers.helpers"
+MODULE = "tests.unit.serve.controller.launchers.helpers"
 
 
 class Helper:

@@ -15,7 +15,7 @@ from multiworld.serve.controller.launchers.registry import (
     maker_of,
 )
 from multiworld.serve.machines.amounts import Node
-from tests.unit.serve.launchers.contexts import context
+from tests.unit.serve.controller.launchers.contexts import context
 
 
 async def make(context: LauncherContext) -> Any:

@@ -22,7 +22,7 @@ from multiworld.serve.wire.generation_messages import (
     PauseSequences,
 )
 from multiworld.serve.wire.routing_table import RoutingTable
-from tests.unit.serve.generation.simulated_chains import Client, Net
+from tests.unit.serve.gateway.streams.simulated_chains import Client, Net
 from tests.unit.waiting import turns
 
 LIMITS = EngineLimits(

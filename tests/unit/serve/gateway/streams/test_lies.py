@@ -15,7 +15,7 @@ from multiworld.serve.wire import generation_messages as messages
 from multiworld.serve.wire.frames import lay_out, unpack
 from multiworld.serve.wire.generation_messages import StepPart, TokenItem
 from multiworld.serve.wire.protocol import Key, MessageError
-from tests.unit.serve.generation.simulated_chains import (
+from tests.unit.serve.gateway.streams.simulated_chains import (
     GATEWAY,
     Client,
     FakeOutbox,

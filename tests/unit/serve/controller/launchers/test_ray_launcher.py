@@ -31,7 +31,7 @@ from multiworld.serve.controller.launchers.ray.launcher import RayLauncher, bund
 from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.wire.process_args import ProcessArgs
 from tests.recorded import recorded
-from tests.unit.serve.launchers.contexts import context
+from tests.unit.serve.controller.launchers.contexts import context
 from tests.until import until
 
 Kind = TypeVar("Kind")

@@ -22,11 +22,11 @@ from multiworld.serve.controller.launchers.protocol import Line
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.usage import family_of
 from multiworld.serve.wire.process_args import ProcessArgs
+from tests.unit.serve.controller.launchers.contexts import context
 from tests.unit.serve.edges import until
-from tests.unit.serve.launchers.contexts import context
 
 WAIT_S = 50.0
-FAKE_ENTRY = "tests.unit.serve.launchers.fake_entry"
+FAKE_ENTRY = "tests.unit.serve.controller.launchers.fake_entry"
 NEED = Need()
 
 

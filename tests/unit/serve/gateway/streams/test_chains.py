@@ -26,7 +26,7 @@ from multiworld.serve.wire.generation_messages import (
     Tokens,
 )
 from tests.tiers import some
-from tests.unit.serve.generation.simulated_chains import (
+from tests.unit.serve.gateway.streams.simulated_chains import (
     CONTROLLER,
     GATEWAY,
     Client,

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 from tests.serve.harness import wait_for_exit
-from tests.unit.serve.launchers.test_local_launcher import WAIT_S, python_path
+from tests.unit.serve.controller.launchers.test_local_launcher import (
+    WAIT_S,
+    python_path,
+)
 
 
 def starter(folder: Path, word: str, *, code: int = 0) -> list[str]:
     """Run the program; return the lines that it printed after the first."""
     env = {**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"}
-    module = "tests.unit.serve.launchers.starter"
+    module = "tests.unit.serve.controller.launchers.starter"
     ran = subprocess.run(
         [sys.executable, "-m", module, str(folder), word],
         env=env,

@@ -18,7 +18,10 @@ from multiworld.serve.controller.launchers.fork_server import (
     WaitingServer,
     fork_waiting,
 )
-from tests.unit.serve.launchers.test_local_launcher import Launched, parent_of
+from tests.unit.serve.controller.launchers.test_local_launcher import (
+    Launched,
+    parent_of,
+)
 
 
 def inherited(pid: int) -> list[str]:

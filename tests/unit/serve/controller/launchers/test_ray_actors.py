@@ -20,7 +20,7 @@ from multiworld.serve.controller.launchers.ray.actor import (
     wait_exit,
 )
 from tests.recorded import recorded
-from tests.unit.serve.launchers.test_local_launcher import (
+from tests.unit.serve.controller.launchers.test_local_launcher import (
     FAKE_ENTRY,
     WAIT_S,
     args,
