@@ -23,14 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from multiworld.serve.placement.solver import (
-    Device,
-    ModelNeed,
-    Node,
-    Problem,
-    StageNeed,
-    place,
-)
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +31,14 @@ from benchmarks.studies.layer_chains import (
     NodeKind,
     flow_of,
     place_chain,
+)
+from multiworld.serve.controller.placement.solver import (
+    Device,
+    ModelNeed,
+    Node,
+    Problem,
+    StageNeed,
+    place,
 )
 from multiworld.serve.controller.placement.solver.problem import GIB
 from multiworld.serve.controller.placement.solver.verify import faults

@@ -179,7 +179,7 @@ def _placed(
     app: AppSpec, machines: Sequence[Node], limit_s: float
 ) -> tuple[Placement, list[StageOutlook], list[PlannedModel]]:
     """Return the planned placement, and the load that it would carry."""
-    from multiworld.serve.placement.solver import place
+    from multiworld.serve.controller.placement.solver import place
 
     problem = problem_of(machines, asks_in(app.models))
     found = place(problem, limit_s)

@@ -122,7 +122,7 @@ class Replanner:
 
 
 def _plan(snapshot: PlacementSnapshot) -> PlanReady:
-    from multiworld.serve.placement.solver import place
+    from multiworld.serve.controller.placement.solver import place
 
     problem = problem_of(snapshot.nodes, snapshot.asks, snapshot.running)
     placement = place(problem, LIMIT_S)

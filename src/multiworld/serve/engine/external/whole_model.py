@@ -32,7 +32,7 @@ from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
 
 PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
-HERE = "multiworld.serve.generation.engines"
+HERE = "multiworld.serve.engine.external"
 
 # Functions that make the adapters of known engines, by the engine's name.
 ENGINES = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from multiworld.serve.placement.solver import Placement, Replica, place
 
 from multiworld.config import MIB
 from multiworld.serve.controller.placement.problem_builder import (
@@ -19,6 +18,7 @@ from multiworld.serve.controller.placement.problem_builder import (
     plan_of,
     problem_of,
 )
+from multiworld.serve.controller.placement.solver import Placement, Replica, place
 from multiworld.serve.controller.placement.solver.verify import faults
 from multiworld.serve.machines.amounts import Gpu, Node
 from multiworld.serve.spec.loader import parse_spec

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from multiworld.serve.placement.solver import (
+
+from multiworld.serve.controller.placement.solver import (
     Device,
     ModelNeed,
     Node,
@@ -20,7 +21,6 @@ from multiworld.serve.placement.solver import (
     StageNeed,
     place,
 )
-
 from multiworld.serve.controller.placement.solver.greedy import place_greedily
 from multiworld.serve.controller.placement.solver.linear import Formulation
 from multiworld.serve.controller.placement.solver.model import (
