@@ -76,7 +76,7 @@ class Helper:
 
 
 def _paths() -> list[str]:
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[5]
     return [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
 
 

@@ -32,7 +32,7 @@ NEED = Need()
 
 def python_path() -> str:
     """Return the PYTHONPATH of a fork server that imports ``fake_entry``."""
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[5]
     paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(paths)
 

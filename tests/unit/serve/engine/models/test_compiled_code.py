@@ -21,7 +21,7 @@ from multiworld.serve.engine.models import compiled_code
 from multiworld.serve.engine.models import integer_linear as integers
 from multiworld.serve.engine.models.integer_products import SOURCE, CompiledProducts
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 NEEDS_COMPILER = pytest.mark.skipif(
     isinstance(compiled_code.outcome(SOURCE), str), reason="not compiled here"
