@@ -23,7 +23,7 @@ from multiworld.serve.controller.scaling.snapshot import (
     StageSeen,
     TextObjectives,
 )
-from multiworld.serve.gateway.routing.load_balancer import Chance, choose
+from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.text.engine_limits import EngineLimits
 
 # Calls a function at a time of the simulation, with that time.

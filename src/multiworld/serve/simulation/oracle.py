@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from multiworld.serve.controller.scaling import reference_policies
-from multiworld.serve.gateway.routing.load_balancer import Chance
+from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.simulation.engine import Arrival, PipelineModel
 from multiworld.serve.simulation.model_builder import costs_of
 from multiworld.serve.simulation.replay import simulate

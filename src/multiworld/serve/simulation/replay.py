@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from multiworld.serve.gateway.routing.load_balancer import Chance
+from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.simulation.engine import (
     Arrival,
     At,

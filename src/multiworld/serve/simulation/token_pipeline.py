@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.serve.controller.scaling.snapshot import Sample, StageSeen
-from multiworld.serve.gateway.routing.load_balancer import Chance
 from multiworld.serve.gateway.streams.chain_selection import (
     NEW_S,
     SPLIT,
@@ -25,6 +24,7 @@ from multiworld.serve.gateway.streams.moves import AT_ONCE, WORTH
 from multiworld.serve.replica.scheduling.pipeline_share import adapt
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.simulation.engine import (
     Arrival,
     At,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from multiworld.serve.controller.scaling import reference_policies
 from multiworld.serve.controller.scaling.snapshot import StageLimits
-from multiworld.serve.gateway.routing.load_balancer import Chance
+from multiworld.serve.routing.load_balancer import Chance
 from multiworld.serve.simulation.engine import Arrival, PipelineModel, StageModel
 from multiworld.serve.simulation.model_builder import seconds_of
 from multiworld.serve.simulation.oracle import with_foresight

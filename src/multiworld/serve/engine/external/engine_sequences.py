@@ -21,7 +21,6 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineToken,
     Run,
 )
-from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -29,6 +28,7 @@ from multiworld.serve.replica.sequences.events import (
     GatewaysChanged,
     Received,
 )
+from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.wire import generation_messages
 from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import (

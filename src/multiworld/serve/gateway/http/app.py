@@ -38,7 +38,7 @@ from multiworld.serve.gateway.http.request_body import (
     while_connected,
 )
 from multiworld.serve.gateway.http.triton_routes import PLATFORM, add_triton, tensors_of
-from multiworld.serve.gateway.routing.refusals import OutdatedError
+from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.spec.stage import Tensors
 

@@ -35,7 +35,7 @@ from multiworld.serve.gateway.http.request_body import (
     off_loop,
     while_connected,
 )
-from multiworld.serve.gateway.routing.refusals import OutdatedError
+from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import Tenant
 

@@ -33,10 +33,10 @@ from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_body import Body, read_body
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.gateway.routing import refusals
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.machines.freed_memory import give_back
 from multiworld.serve.queueing.fair_pool import FairPool
+from multiworld.serve.routing import refusals
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors

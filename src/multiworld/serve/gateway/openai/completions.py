@@ -23,7 +23,7 @@ from multiworld.serve.gateway.openai.request_fields import (
     decoded_with_ignored,
 )
 from multiworld.serve.gateway.openai.tools import Calling, calling_of
-from multiworld.serve.gateway.routing.refusals import wrong_field
+from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.text import grammar as grammars
 from multiworld.serve.wire.generation_messages import Sampling
 

@@ -33,7 +33,7 @@ from multiworld.serve.gateway.openai.preparation import (
 )
 from multiworld.serve.gateway.openai.request_fields import decoded
 from multiworld.serve.gateway.openai.request_lifecycle import Form, answered
-from multiworld.serve.gateway.routing.refusals import wrong_field
+from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.text.tokenizer import bytes_of
 
 OPENAI = Form(whole, events, openai_error_response)

@@ -34,8 +34,8 @@ from multiworld.serve.gateway.openai.reasoning import (
 )
 from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
-from multiworld.serve.gateway.routing.refusals import wrong_field
 from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
+from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text.grammar import (
     after_reasoning,

@@ -16,9 +16,9 @@ from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.requests import actions, events
 from multiworld.serve.gateway.requests.reply_validation import check
 from multiworld.serve.gateway.requests.router import Router
-from multiworld.serve.gateway.routing import refusals
-from multiworld.serve.gateway.routing.attainment import Attainment
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.routing import refusals
+from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from multiworld.serve.gateway.requests.events import Submitted
-from multiworld.serve.gateway.routing.loss_ledger import REQUEST_RULE, LossLedger
 from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
+from multiworld.serve.routing.loss_ledger import REQUEST_RULE, LossLedger
 
 
 @dataclass(slots=True)

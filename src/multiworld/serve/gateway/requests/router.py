@@ -34,10 +34,10 @@ from multiworld.serve.gateway.requests.actions import (
     Replayed,
 )
 from multiworld.serve.gateway.requests.records import AttemptState, Queue, Request
-from multiworld.serve.gateway.routing import refusals
-from multiworld.serve.gateway.routing.load_balancer import Chance, choose
-from multiworld.serve.gateway.routing.refusals import OutdatedError
-from multiworld.serve.gateway.routing.replica_view import ReplicaView
+from multiworld.serve.routing import refusals
+from multiworld.serve.routing.load_balancer import Chance, choose
+from multiworld.serve.routing.refusals import OutdatedError
+from multiworld.serve.routing.replica_view import ReplicaView
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.inference_messages import Attempt
 from multiworld.serve.wire.routing_table import Replica, Route, first_ready

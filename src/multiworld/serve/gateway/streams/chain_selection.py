@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.gateway.streams.stream import Chain, Stream
+from multiworld.serve.routing.replica_view import ReplicaView
 from multiworld.serve.text.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.wire.routing_table import Replica, ReplicaState
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from multiworld.serve.gateway.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.text.prefixes import Digest
 from multiworld.serve.wire.generation_messages import Sampling
 

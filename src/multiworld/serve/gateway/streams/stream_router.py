@@ -17,9 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
-from multiworld.serve.gateway.routing import refusals
-from multiworld.serve.gateway.routing.attainment import Attainment
-from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.gateway.streams import actions as act
 from multiworld.serve.gateway.streams import events
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
@@ -37,6 +34,9 @@ from multiworld.serve.gateway.streams.stream_counts import StreamCounts
 from multiworld.serve.gateway.streams.suspects import Suspects
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
+from multiworld.serve.routing import refusals
+from multiworld.serve.routing.attainment import Attainment
+from multiworld.serve.routing.replica_view import ReplicaView
 from multiworld.serve.wire import generation_messages, protocol
 from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import SequenceStart, TokenItem

@@ -12,9 +12,9 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from multiworld.serve.gateway.routing.load_balancer import Chance, HashRing, choose
 from multiworld.serve.queueing.fair_queue import FairQueue
 from multiworld.serve.replica.batches.batch_queue import Work
+from multiworld.serve.routing.load_balancer import Chance, HashRing, choose
 from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Replica, ReplicaState
 

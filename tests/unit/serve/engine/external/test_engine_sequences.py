@@ -33,7 +33,6 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -41,6 +40,7 @@ from multiworld.serve.replica.sequences.events import (
     GatewaysChanged,
     Received,
 )
+from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     ComputeBegun,

@@ -27,8 +27,8 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http import request_body
-from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.load.breakdown import phases_of
+from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable

@@ -43,8 +43,8 @@ from multiworld.serve.gateway.requests.events import (
     Withdrawn,
 )
 from multiworld.serve.gateway.requests.router import Router
-from multiworld.serve.gateway.routing.refusals import OutdatedError
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.wire.inference_messages import (
     Attempt,
     BatchBegun,

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from multiworld.serve.gateway.routing.replica_view import ReplicaView
 from multiworld.serve.gateway.streams.chain_selection import (
     NEW_S,
     PREFIX_BLOCK,
@@ -28,6 +27,7 @@ from multiworld.serve.replica.scheduling.scheduled_sequence import (
     by_route,
 )
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.routing.replica_view import ReplicaView
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.text.prefixes import digests
 from multiworld.serve.wire.generation_messages import Sampling

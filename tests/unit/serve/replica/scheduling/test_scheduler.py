@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.gateway.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import (
@@ -21,6 +20,7 @@ from multiworld.serve.replica.scheduling.step_planner import (
     PlannedStep,
 )
 from multiworld.serve.replica.scheduling.token_shares import PRUNE_AT, TokenShares
+from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.protocol import Key
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from multiworld.serve.gateway.routing.load_balancer import HashRing, choose
+from multiworld.serve.routing.load_balancer import HashRing, choose
 
 
 def test_choose_when_two_then_the_one_with_less_work() -> None:

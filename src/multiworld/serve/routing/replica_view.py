@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from multiworld.serve.gateway.routing.load_balancer import HashRing
+from multiworld.serve.routing.load_balancer import HashRing
 from multiworld.serve.wire.routing_table import Replica, ReplicaState, RoutingTable
 
 KNOWN_SESSIONS = 4096  # whose replicas are cached: queued work asks repeatedly

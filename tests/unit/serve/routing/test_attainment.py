@@ -15,7 +15,7 @@ from multiworld.errors import (
     QuarantinedError,
     RequestPoisonedError,
 )
-from multiworld.serve.gateway.routing.attainment import Attainment
+from multiworld.serve.routing.attainment import Attainment
 
 
 @pytest.mark.parametrize(

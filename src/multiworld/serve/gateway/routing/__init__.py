@@ -1,1 +1,0 @@
-"""What requests and streams share: losses, load balancing, refusals."""

@@ -1,0 +1,1 @@
+"""Which replica gets work, and what follows from losses: for gateways and replicas."""
