@@ -28,8 +28,8 @@ from setproctitle import setproctitle
 
 from multiworld.serve.controller.launchers import protocol
 from multiworld.serve.engine.models.imported_sources import note_preloaded
+from multiworld.serve.machines.leash import open_leash, wear_leash
 from multiworld.serve.machines.open_files import raise_limit
-from multiworld.serve.replica.leash import open_leash, wear_leash
 
 # Looks at threads that may be gone soon, and seconds between them.
 GONE_LOOKS, GONE_S = 20, 0.01

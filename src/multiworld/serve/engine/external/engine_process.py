@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from multiworld.serve.engine.external.held_cores import HeldCores
+from multiworld.serve.machines import leash
 from multiworld.serve.machines.usage import family_of
-from multiworld.serve.replica import leash
 
 END_S = 5.0  # for an engine to exit before it is killed
 KILLED_S = 1.0  # for a killed one to be gone; it may wait in a driver for ever

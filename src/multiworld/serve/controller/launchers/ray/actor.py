@@ -19,7 +19,7 @@ from multiworld.errors import LaunchError
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
-from multiworld.serve.replica.leash import Leash, hold_leash
+from multiworld.serve.machines.leash import Leash, hold_leash
 
 # Seconds that a holder stays after its replica has exited, to report the exit. Then the
 # bridge kills it, unless the head is lost.

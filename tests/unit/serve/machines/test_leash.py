@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.replica.leash import Leash, hold_leash, open_leash
+from multiworld.serve.machines.leash import Leash, hold_leash, open_leash
 
 WAIT_S = 30.0
 SOURCE = str(Path(__file__).parents[4] / "src")
