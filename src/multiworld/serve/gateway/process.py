@@ -20,6 +20,7 @@ import uvicorn
 
 from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
 from multiworld.serve.gateway.admission.authenticator import Authenticator, ModelVersion
+from multiworld.serve.gateway.admission.last_usage import store_rest
 from multiworld.serve.gateway.admission.shared_limits import shared_limits
 from multiworld.serve.gateway.http.app import make_app
 from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
@@ -39,7 +40,6 @@ from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.last_usage import store_rest
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
 from multiworld.serve.wire.edges import EdgeKeeper, Outbox

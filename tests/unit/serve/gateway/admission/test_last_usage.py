@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from multiworld.serve.gateway.admission.last_usage import store_rest
 from multiworld.serve.gateway.admission.usage_meter import UsageMeter
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
-from multiworld.serve.tenants.last_usage import store_rest
 
 
 async def test_what_no_controller_confirmed_is_stored_once(tmp_path: Path) -> None:
