@@ -17,11 +17,6 @@ import torch
 
 from multiworld.serve.engine.external import server_choice
 from multiworld.serve.engine.external.engine_process import EngineProcess, free_port
-from multiworld.serve.engine.external.engine_worker import (
-    EXIT_LOST,
-    EngineWorker,
-    MakeEngine,
-)
 from multiworld.serve.engine.external.llama_cpp import LlamaCppEngine
 from multiworld.serve.engine.external.openai_servers import OpenAiEngine
 from multiworld.serve.engine.external.vllm import VllmEngine
@@ -38,6 +33,11 @@ from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
+from multiworld.serve.replica.whole_engines.engine_worker import (
+    EXIT_LOST,
+    EngineWorker,
+    MakeEngine,
+)
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.text.limits import limits_of

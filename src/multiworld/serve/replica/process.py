@@ -19,7 +19,6 @@ from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.engine.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.engine.compute.layer_code import DIGEST, can_run
-from multiworld.serve.engine.external.engine_worker import EngineWorker
 from multiworld.serve.engine.external.whole_model import maker_of, settings_of
 from multiworld.serve.engine.models.factory import (
     build_model,
@@ -43,6 +42,7 @@ from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
+from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.text.limits import limits_of, prefix_bytes_of

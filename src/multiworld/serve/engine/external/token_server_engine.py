@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 from multiworld.errors import ServeError
 from multiworld.serve.engine.external.engine_args import check_adapter
-from multiworld.serve.engine.external.engine_sequences import WARM_UP
 from multiworld.serve.engine.external.engine_server import EngineServer
 from multiworld.serve.engine.external.pieces import Piece, next_piece
 from multiworld.serve.engine.external.token_servers import Dialect
@@ -20,6 +19,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
+from multiworld.serve.replica.whole_engines.engine_sequences import WARM_UP
 from multiworld.serve.wire.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")

@@ -9,13 +9,13 @@ import pytest
 
 from multiworld.serve.engine.compute import prefix_cache
 from multiworld.serve.engine.compute.prefix_cache import Block, PrefixCache
-from multiworld.serve.engine.external.engine_sequences import EngineSequences
 from multiworld.serve.engine.external.whole_engine import EngineSettings
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.replica.scheduling.sample_costs import costs_of
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.events import Received
+from multiworld.serve.replica.whole_engines.engine_sequences import EngineSequences
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
     BeginSequences,

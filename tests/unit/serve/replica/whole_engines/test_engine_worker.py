@@ -7,11 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from multiworld.serve.engine.external.engine_worker import (
-    BUSY_S,
-    LOOK_S,
-    EngineWorker,
-)
 from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineSettings,
@@ -19,6 +14,11 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
 )
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.replica.whole_engines.engine_worker import (
+    BUSY_S,
+    LOOK_S,
+    EngineWorker,
+)
 from multiworld.serve.wire.generation_messages import Sampling
 from tests.contract.engines import NAME, Bench
 

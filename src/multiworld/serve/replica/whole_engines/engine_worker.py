@@ -20,7 +20,7 @@ from functools import partial
 from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.sampler import finish_of
-from multiworld.serve.engine.external import engine_sequences, whole_engine
+from multiworld.serve.engine.external import whole_engine
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -31,6 +31,7 @@ from multiworld.serve.replica.sequences.events import (
 from multiworld.serve.replica.sequences.message_validation import check
 from multiworld.serve.replica.sequences.outboxes import Outboxes
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
+from multiworld.serve.replica.whole_engines import engine_sequences
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.wire.control_messages import WorkerReport
 from multiworld.serve.wire.edges import SILENT_S, Outbox

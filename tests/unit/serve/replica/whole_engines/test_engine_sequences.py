@@ -13,18 +13,6 @@ from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.compute.sampler import finish_of
-from multiworld.serve.engine.external.engine_sequences import (
-    MAX_FAILURES,
-    OWN_FAILURES,
-    Abort,
-    Begin,
-    EngineSequences,
-    Event,
-    Generated,
-    GiveUp,
-    RunEnded,
-    RunOver,
-)
 from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
@@ -39,6 +27,18 @@ from multiworld.serve.replica.sequences.events import (
     Disconnected,
     GatewaysChanged,
     Received,
+)
+from multiworld.serve.replica.whole_engines.engine_sequences import (
+    MAX_FAILURES,
+    OWN_FAILURES,
+    Abort,
+    Begin,
+    EngineSequences,
+    Event,
+    Generated,
+    GiveUp,
+    RunEnded,
+    RunOver,
 )
 from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
 from multiworld.serve.wire.generation_messages import (

@@ -1,0 +1,1 @@
+"""Sequences of an engine of others, which is one replica."""
