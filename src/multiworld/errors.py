@@ -501,3 +501,10 @@ class PlacementError(ServeError):
 
 class InternalError(MultiWorldError):
     """A bug in multiworld; please report it with the message and the traceback."""
+
+
+def wrong_field(
+    param: str, rule: str, code: str = "invalid_value"
+) -> InvalidRequestError:
+    """Return the error about a field of a request; ``rule`` says what is wrong."""
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code=code)

@@ -13,12 +13,6 @@ class OutdatedError(errors.ServeError):
     """A request was checked against a version that is no longer active: check again."""
 
 
-def wrong_field(
-    param: str, rule: str, code: str = "invalid_value"
-) -> errors.InvalidRequestError:
-    return errors.InvalidRequestError(f'"{param}" {rule}', param=param, code=code)
-
-
 def unknown_model(
     model: str, known: Iterable[str] | None = None
 ) -> errors.UnknownModelError:

@@ -21,10 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.errors import (
+    InvalidRequestError,
+    ModelFailedError,
+    ServeError,
+    wrong_field,
+)
 from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text import grammar_trial_process, schema_drafts
 from multiworld.serve.text.grammar_trial_process import MadeOf

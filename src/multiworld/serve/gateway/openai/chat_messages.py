@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from multiworld.errors import wrong_field
 from multiworld.serve.gateway.http.json_limits import NOT_JSON
-from multiworld.serve.routing.refusals import wrong_field
 
 # Of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, wrong_field
 from multiworld.serve.gateway.openai.chat_messages import for_template
 from multiworld.serve.gateway.openai.request_fields import (
     CHAT,
@@ -23,7 +23,6 @@ from multiworld.serve.gateway.openai.request_fields import (
     decoded_with_ignored,
 )
 from multiworld.serve.gateway.openai.tools import Calling, calling_of
-from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.text import grammar as grammars
 from multiworld.serve.wire.generation_messages import Sampling
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.body_budget import Reservation
 from multiworld.serve.gateway.http.gateway import Gateway
@@ -33,7 +33,6 @@ from multiworld.serve.gateway.openai.preparation import (
 )
 from multiworld.serve.gateway.openai.request_fields import decoded
 from multiworld.serve.gateway.openai.request_lifecycle import Form, answered
-from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.text.tokenizer import bytes_of
 
 OPENAI = Form(whole, events, openai_error_response)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from multiworld.errors import DeadlineExceededError, InvalidRequestError
+from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
@@ -35,7 +35,6 @@ from multiworld.serve.gateway.openai.reasoning import (
 from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
-from multiworld.serve.routing.refusals import wrong_field
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text.grammar import (
     after_reasoning,

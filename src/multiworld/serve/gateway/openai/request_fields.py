@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, wrong_field
 from multiworld.serve.gateway.http.json_limits import NOT_JSON, check_values
 from multiworld.serve.gateway.openai.tools import NamedTool, Tool
-from multiworld.serve.routing.refusals import wrong_field
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
