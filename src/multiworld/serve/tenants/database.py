@@ -14,13 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ServeError
-from multiworld.serve.gateway.admission.usage_meter import (
-    FIELDS,
-    MAX_UNCONFIRMED,
-    UsageRow,
-)
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
+from multiworld.serve.tenants.usage import FIELDS, MAX_UNCONFIRMED, UsageRow
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from multiworld.serve.gateway.admission.budgets import TokensUsed
-from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.usage import TokensUsed, UsageRow
 from multiworld.serve.wire.protocol import Codec, Message
 from multiworld.serve.wire.routing_table import RoutingTable
 

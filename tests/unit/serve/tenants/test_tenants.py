@@ -37,12 +37,7 @@ from multiworld.serve.gateway.admission.quarantine import (
     Quarantine,
 )
 from multiworld.serve.gateway.admission.rate_limits import RateLimiter
-from multiworld.serve.gateway.admission.usage_meter import (
-    MAX_UNCONFIRMED,
-    RESEND_S,
-    UsageMeter,
-    UsageRow,
-)
+from multiworld.serve.gateway.admission.usage_meter import RESEND_S, UsageMeter
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.tenants.database import TenantDatabase
@@ -53,6 +48,7 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.usage import MAX_UNCONFIRMED, UsageRow
 from multiworld.serve.wire.control_messages import (
     AllTenants,
     PoisonFound,

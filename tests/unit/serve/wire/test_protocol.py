@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
-from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Key, Tenant
+from multiworld.serve.tenants.usage import UsageRow
 from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,

@@ -15,10 +15,11 @@ from multiworld.serve.gateway.admission.budgets import TokenBudgets
 from multiworld.serve.gateway.admission.quarantine import Quarantine
 from multiworld.serve.gateway.admission.rate_limits import RateLimiter
 from multiworld.serve.gateway.admission.timing import Timing
-from multiworld.serve.gateway.admission.usage_meter import UsageMeter, UsageTotals
+from multiworld.serve.gateway.admission.usage_meter import UsageMeter
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
+from multiworld.serve.tenants.usage import UsageTotals
 
 ModelVersion = tuple[str, str]
 

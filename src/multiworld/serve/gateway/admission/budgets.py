@@ -10,27 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from multiworld.serve.gateway.admission.rate_limits import RateLimited
-from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.usage import TokensUsed, UsageRow
 
 DAY_S = 86400
 
 LIMITS = ("tokens_per_day", "tokens_per_month")
 
 KEPT = 3  # latest days, and months, of a tenant: clocks jump, and jump back
-
-
-class TokensUsed(NamedTuple):
-    """Tokens used in a ``day`` and a ``month`` (their starts, in epoch seconds)."""
-
-    tenant: str
-    day: int
-    in_day: int
-    month: int
-    in_month: int
 
 
 def day_of(wall_s: float) -> int:

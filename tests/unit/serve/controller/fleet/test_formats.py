@@ -14,10 +14,10 @@ from multiworld.errors import ConfigError, ServeError
 from multiworld.rendezvous.epoch_file import EpochFile
 from multiworld.serve.controller.fleet import record
 from multiworld.serve.controller.fleet.record import Record, StateFolder
-from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import database
 from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.usage import UsageRow
 
 APP: dict[str, Any] = {
     "models": {"m": {"factory": "a:b", "version": "1", "stages": [{}]}}

@@ -15,14 +15,13 @@ from multiworld.serve.gateway.admission.budgets import (
     DAY_S,
     TokenBudgets,
     TokenLedger,
-    TokensUsed,
     day_of,
     month_of,
     next_month_of,
 )
-from multiworld.serve.gateway.admission.usage_meter import UsageRow
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.usage import TokensUsed, UsageRow
 from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageReport
 
 

@@ -1,0 +1,57 @@
+"""Usage of tenants, as it is counted, sent and stored. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+MINUTE_S = 60  # that one row covers
+MAX_UNCONFIRMED = 16  # batches of a gateway; at this number it makes no new one
+
+
+@dataclass(slots=True)
+class UsageTotals:
+    """Usage of one tenant and model in one minute."""
+
+    requests: int = 0  # admitted, and ended
+    answered: int = 0  # with status 200
+    failed: int = 0
+    refused: int = 0  # by a limit, a quarantine or for lack of permission
+    rows: int = 0  # of answered requests
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0  # total duration of the answered requests
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+# Names of the totals in a row, in order.
+FIELDS = tuple(field.name for field in fields(UsageTotals))
+
+
+class UsageRow(NamedTuple):
+    """``UsageTotals`` of one tenant and model; ``minute`` is since the epoch."""
+
+    minute: int
+    tenant: str
+    model: str
+    requests: int
+    answered: int
+    failed: int
+    refused: int
+    rows: int
+    bytes_in: int
+    bytes_out: int
+    seconds: float
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class TokensUsed(NamedTuple):
+    """Tokens used in a ``day`` and a ``month`` (their starts, in epoch seconds)."""
+
+    tenant: str
+    day: int
+    in_day: int
+    month: int
+    in_month: int
