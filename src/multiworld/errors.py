@@ -506,5 +506,9 @@ class InternalError(MultiWorldError):
 def wrong_field(
     param: str, rule: str, code: str = "invalid_value"
 ) -> InvalidRequestError:
-    """Return the error about a field of a request; ``rule`` says what is wrong."""
+    """Return the error about a field of a request.
+
+    Args:
+        param, rule, code: Name of the field, what is wrong with it, and the code.
+    """
     return InvalidRequestError(f'"{param}" {rule}', param=param, code=code)

@@ -21,6 +21,7 @@ from multiworld.serve.engine.external.llama_cpp import LlamaCppEngine
 from multiworld.serve.engine.external.openai_servers import OpenAiEngine
 from multiworld.serve.engine.external.vllm import VllmEngine
 from multiworld.serve.engine.external.whole_engine import (
+    EXIT_LOST,
     EngineLostError,
     EngineSettings,
     EngineToken,
@@ -34,7 +35,6 @@ from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.replica.whole_engines.engine_worker import (
-    EXIT_LOST,
     EngineWorker,
     MakeEngine,
 )

@@ -22,6 +22,7 @@ from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.usage import TokensUsed
 from multiworld.serve.wire import control_messages as messages
 
 logger = logging.getLogger("multiworld.serve")
@@ -96,7 +97,7 @@ class TenantManager:
         for name in self._gateways() if uses else ():
             self._send(name, messages.BudgetsUsed(uses))
 
-    def _uses(self, tenants: Iterable[Tenant]) -> tuple[budgets.TokensUsed, ...]:
+    def _uses(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
         now = time.time()
         return tuple(
             self._ledger.used(tenant.name, now)

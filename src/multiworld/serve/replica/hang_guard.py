@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 from multiworld.liveness.pause_detector import PauseDetector
 
-HUNG_S = (
-    30.0  # of a batch, a step or a token, by default; longer ones need ``compute_s``
-)
 EXIT_HUNG = 70  # of a replica that exits because its model hangs
 GUARD_S = 1.0  # between two checks
 

@@ -37,13 +37,12 @@ from multiworld.serve.replica.batches.rank_group import (
     join_group,
 )
 from multiworld.serve.replica.batches.worker import Worker, WorkerLimits
-from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
-from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
+from multiworld.serve.spec.schema import HUNG_S, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.text.limits import limits_of, prefix_bytes_of
 from multiworld.serve.wire import control_messages as messages

@@ -22,6 +22,9 @@ REVISION = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 ENGINE = r"^([a-z][a-z0-9_.-]*|[\w.]+:\w+)$"
 LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
+HUNG_S = (
+    30.0  # of a batch, a step or a token; stages with longer ones have ``compute_s``
+)
 PATTERNS = {
     NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
@@ -235,7 +238,7 @@ class GenerationSpec(_Strict):
     attention: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:Class` (or function) that makes the attention of a step from the
     cache and the rows of the step, in place of torch's. Not with `deterministic`. See
-    multiworld.serve.engine.compute.kv_cache.Attention."""
+    multiworld.serve.engine.models.attention.Attention."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""
@@ -460,8 +463,8 @@ class ModelSpec(_Strict):
     burst reserve."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that decides the number of replicas of each stage, in
-    place of `multiworld.serve.controller.scaling.default_policy:decide` (generated text:
-    `token_policy:decide`)."""
+    place of `default_policy:decide` (generated text: `token_policy:decide`) of
+    `multiworld.serve.controller.scaling`."""
     latency_ms: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""

@@ -1,5 +1,7 @@
-"""Fork server: ``python -m multiworld.serve.controller.launchers.fork_server FD MODULE...``
-imports a service's modules once and forks its processes, on orders from the socket FD.
+"""Fork server: imports a service's modules once, and forks its processes.
+
+It runs as ``python -m`` this module, with a socket's descriptor, from which it takes
+orders, and the modules.
 
 Importing torch and a model's code takes seconds, a fork about 10 ms. A service's first
 fork server is a fork of the controller, which has imported most of it. The fork server

@@ -15,12 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.engine.compute.kv_cache import (
-    Attention,
-    KvCache,
-    Rows,
-    StepAttention,
-)
+from multiworld.serve.engine.compute.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.engine.compute.layer_code import (
     DTYPES,
     LANES,
@@ -28,6 +23,7 @@ from multiworld.serve.engine.compute.layer_code import (
     can_run,
     library,
 )
+from multiworld.serve.engine.models.attention import Attention
 
 MAX_SIZE = 256
 SMALL = 64  # heads up to this size are small

@@ -12,13 +12,13 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from multiworld.serve.engine.compute.kv_memory import SLOTS, KvMemory, Run
+from multiworld.serve.engine.models.attention import Attention
 
 # Keys and values by layer, [key heads, tokens, size] each, on the host.
 Layers = dict[int, tuple[Tensor, Tensor]]
@@ -35,23 +35,6 @@ class Rows:
     sequence: Hashable
     begin: int
     count: int
-
-
-class Attention(Protocol):
-    """Attention of the rows of one step over all earlier tokens of their sequences."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [heads, rows, size]
-        key: Tensor,  # [key heads, rows, size]; heads are a multiple of key heads
-        value: Tensor,  # like ``key``; its size may differ
-        *,
-        scale: float | None = None,  # of the scores; None: 1 / sqrt(size)
-        window: int | None = None,  # tokens that a row attends to, with itself
-        softcap: float | None = None,  # ``softcap * tanh(score / softcap)``
-    ) -> Tensor:
-        """Append keys and values of the rows; return [rows, heads, size of values]."""
 
 
 class MissingTokensError(Exception):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.engine.compute.kv_cache import (
-    Attention,
     Layers,
     MissingTokensError,
     Rows,
@@ -29,6 +28,7 @@ from multiworld.serve.engine.compute.kv_cache import (
     of_single_rows,
 )
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
+from multiworld.serve.engine.models.attention import Attention
 
 logger = logging.getLogger("multiworld.serve")
 

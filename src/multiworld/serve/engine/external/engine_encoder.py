@@ -27,6 +27,7 @@ from multiworld.serve.engine.external.engine_server import (
 )
 from multiworld.serve.engine.external.server_choice import ServerChoice
 from multiworld.serve.engine.external.whole_engine import (
+    EXIT_LOST,
     BusyError,
     EngineLostError,
     EngineSettings,
@@ -39,7 +40,6 @@ from multiworld.serve.engine.models.huggingface import (
     max_length_of,
     number_of,
 )
-from multiworld.serve.replica.whole_engines.engine_worker import EXIT_LOST
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.text.folder_json import read_json

@@ -13,13 +13,13 @@ from multiworld.serve.engine.external.engine_server import EngineServer
 from multiworld.serve.engine.external.pieces import Piece, next_piece
 from multiworld.serve.engine.external.token_servers import Dialect
 from multiworld.serve.engine.external.whole_engine import (
+    WARM_UP,
     EngineLostError,
     EngineSettings,
     EngineToken,
     Run,
     RunFailedError,
 )
-from multiworld.serve.replica.whole_engines.engine_sequences import WARM_UP
 from multiworld.serve.wire.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")

@@ -19,6 +19,9 @@ from typing import Any, Protocol
 from multiworld.errors import ServeError
 from multiworld.serve.wire.generation_messages import Sampling
 
+EXIT_LOST = 71  # exit code of a replica whose engine is lost
+WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+
 
 class EngineLostError(ServeError):
     """The engine has exited, hangs or does not answer; its replica is replaced."""

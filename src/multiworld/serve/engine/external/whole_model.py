@@ -19,8 +19,13 @@ from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeE
 from multiworld.serve.engine.models import folder_facts, huggingface, weights
 from multiworld.serve.engine.models.factory import folder_of, import_factory
 from multiworld.serve.machines import inventory
-from multiworld.serve.replica.hang_guard import HUNG_S
-from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
+from multiworld.serve.spec.schema import (
+    HUNG_S,
+    LLAMA_CPP,
+    OPENAI,
+    GenerationSpec,
+    ModelSpec,
+)
 from multiworld.serve.spec.stage import (
     Generation,
     Model,

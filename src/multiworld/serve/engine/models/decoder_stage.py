@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.compute.kv_cache import Attention
 from multiworld.serve.engine.models import folder_facts, transformer_stage
 from multiworld.serve.engine.models.anatomy import anatomy_of
+from multiworld.serve.engine.models.attention import Attention
 from multiworld.serve.engine.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers

@@ -24,7 +24,8 @@ from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from multiworld.serve.replica.batches.credit_returns import CreditReturns
 from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.spec.schema import HUNG_S
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.external.whole_engine import (
+    WARM_UP,
     BusyError,
     EngineLostError,
     EngineSettings,
@@ -45,7 +46,6 @@ OWN_FAILURES = 4  # the same, of one sequence
 KEPT_FAILURES = 1024  # sequences whose failures are known
 
 # Sampling that prepares a sequence: it fills the engine's prefix cache.
-WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external import whole_engine
+from multiworld.serve.engine.external.whole_engine import EXIT_LOST
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -45,7 +46,6 @@ LOOK_S = 0.1  # between checks of the engine
 # than ``compute_s`` to its first token.
 PREFILL = 200.0
 BUSY_S = 60.0  # for which an engine without a token may say that it is busy
-EXIT_LOST = 71  # exit code of a replica whose engine is lost
 NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
 
 

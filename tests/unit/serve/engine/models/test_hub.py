@@ -26,7 +26,7 @@ FILES = {
 PROGRAM = """
 import sys
 from multiworld.errors import SpecError
-from multiworld.serve.models import hub
+from multiworld.serve.engine.models import hub
 try:
     print(hub.folder_of(sys.argv[1], sys.argv[2]))
 except SpecError as error:

@@ -1,7 +1,7 @@
 """Ray driver of a service: starts and stops actors and lists machines.
 
-It runs as ``python -m multiworld.serve.controller.launchers.ray.bridge FD ADDRESS NAMESPACE APP``,
-with orders from the socket FD. Actors are detached: the next bridge finds them by name.
+It runs as ``python -m`` this module, with arguments FD ADDRESS NAMESPACE APP, and takes
+orders from the socket FD. Actors are detached: the next bridge finds them by name.
 """
 
 from __future__ import annotations
