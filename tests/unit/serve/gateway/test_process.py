@@ -20,7 +20,7 @@ import torch
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
-from multiworld.serve.gateway import gateway as module
+from multiworld.serve.gateway import process as module
 from multiworld.serve.gateway.admission import usage_meter
 from multiworld.serve.gateway.admission.authenticator import digest_of
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer

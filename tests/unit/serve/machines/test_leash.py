@@ -17,7 +17,7 @@ WAIT_S = 30.0
 SOURCE = str(Path(__file__).parents[4] / "src")
 PROGRAM = """
 import signal, sys, time
-from multiworld.serve.replica import leash
+from multiworld.serve.machines import leash
 if sys.argv[1] == "wear":
     leash.wear_leash(leash.open_leash(sys.argv[2]))
 else:
