@@ -13,7 +13,7 @@ SEED ?= 1
 LANES ?= 3
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean
+.PHONY: setup demo demo-cluster test check test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,14 @@ test: lint
 	@mkdir -p build
 	@nice $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -m "not heavy" $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
+
+# The quick loop: lint, types, and the tests that a change most likely breaks. BASE is the
+# commit to compare with, by default the last one.
+check: lint
+	@mkdir -p build
+	@nice $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -q -m "not heavy" $(SIDE_BY_SIDE) $$($(BIN)/python -m tests.meta.affected) $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
 
 # Line coverage of the library by the same tests, processes included.

@@ -1,0 +1,74 @@
+"""Which tests a change most likely breaks (``python -m tests.meta.affected``).
+
+Changed are the files that differ from ``BASE`` (by default the last commit, or, where
+nothing differs from that, the one before it). A test is affected if it, or a helper of
+the tests that it imports, changed or imports a module that changed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.meta.imports import imported, modules
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("unit", "contract", "integration", "faults")
+SLOW = ("faults", "integration")
+"""Folders of which at most ``FEW`` files are chosen: the rest is for `make test`."""
+FEW = 6
+
+
+def changed_files(base: str | None) -> set[Path]:
+    """Return the files that differ from a commit, new ones included."""
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        return done.stdout.split("\n")
+
+    new = git("ls-files", "--others", "--exclude-standard")
+    found = [*git("diff", "--name-only", base or "HEAD"), *new]
+    if base is None and not any(found):
+        found = git("diff", "--name-only", "HEAD~1")
+    return {ROOT / name for name in found if name}
+
+
+def affected(changed: Iterable[Path], tests: Iterable[Path]) -> list[Path]:
+    """Return the tests that changed files most likely break."""
+    changed = set(changed)
+    names = {name for name, path in modules().items() if path in changed}
+    inside = [path for path in changed if path.is_relative_to(ROOT / "tests")]
+    helpers = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in inside}
+    found = [
+        path for path in tests if path in changed or imported(path) & (names | helpers)
+    ]
+    chosen, slow = [], Counter[str]()
+    for path in found:
+        folder = path.relative_to(ROOT / "tests").parts[0]
+        slow[folder] += folder in SLOW
+        if path in changed or slow[folder] <= FEW:
+            chosen.append(path)
+    return chosen
+
+
+def every_test() -> list[Path]:
+    """Return the files of all tests that run within a process or few."""
+    folders = (ROOT / "tests" / folder for folder in FOLDERS)
+    return [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
+
+
+def main() -> None:
+    """Print the tests, with those of the structure, by their paths."""
+    found = affected(changed_files(os.environ.get("BASE")), every_test())
+    paths = ["tests/meta", *(str(path.relative_to(ROOT)) for path in found)]
+    sys.stdout.write(" ".join(paths) + "\n")
+
+
+if __name__ == "__main__":
+    main()
