@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from multiworld.backends.direct import header
+from multiworld.backends import header
 from multiworld.errors import ServeError
 from multiworld.liveness.manager_messages import Broken, ManagerHello, control_messages
 from multiworld.net import frames

@@ -23,7 +23,7 @@ MESSAGE_BYTES, DIMENSION_BYTES = 1664, 28
 class Description(NamedTuple):
     """A message, as its first header describes it."""
 
-    kind: int  # one of ``direct.header``
+    kind: int  # one of ``header``
     dtype: int  # wire code
     shape: tuple[int, ...]  # of a collective: its number and elements
     size: int  # in bytes

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from multiworld.backends.direct.header import MAX_NDIM
+from multiworld.backends.header import MAX_NDIM
 from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld.backends import dtypes
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Description, Receive
 from multiworld.backends.base import WorldView
 from multiworld.backends.channel import Channel
 from multiworld.backends.collective import Call, Operation
-from multiworld.backends.direct import header as wire
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, Combine, finish_average, op_name

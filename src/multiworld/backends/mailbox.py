@@ -20,8 +20,8 @@ from multiworld.backends.arrivals import (
     allocate,
 )
 from multiworld.backends.base import Handler, Peek
-from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import UINT8
+from multiworld.backends.header import TENSOR
 
 logger = logging.getLogger("multiworld")
 

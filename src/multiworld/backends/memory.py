@@ -14,8 +14,8 @@ from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.base import ErrorMaker
 from multiworld.backends.channel import Channel
 from multiworld.backends.channel import Lane as AnyLane
-from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
+from multiworld.backends.header import TENSOR
 from multiworld.backends.message_backend import COLLECTIVE, P2P, MessageBackend
 from multiworld.backends.offload import in_thread
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from multiworld.backends import bundles, dtypes
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Check, Description, allocate
 from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
-from multiworld.backends.direct import header as wire
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.turns import Turns

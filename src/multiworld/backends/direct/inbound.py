@@ -11,13 +11,13 @@ import math
 import zlib
 from collections.abc import Callable
 
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Arrival, Description
-from multiworld.backends.direct import header as wire
-from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lending import MAX_BLOCKS, Borrowed
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
+from multiworld.backends.header import Header, HeaderError
 from multiworld.backends.mailbox import Mailbox
 
 logger = logging.getLogger("multiworld")

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from multiworld.backends.arrivals import Description
 from multiworld.backends.base import ErrorMaker
-from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.outbound import SHARED_BYTES, Outbound, Outgoing
+from multiworld.backends.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig

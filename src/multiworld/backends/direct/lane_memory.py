@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 from multiworld.backends.direct import shared_memory
-from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.lending import Block, Borrowed, Lender
 from multiworld.backends.direct.outbound import Outbound
+from multiworld.backends.header import HeaderError
 
 # Seconds between looks for a free slot while the bell cannot be heard: the first, and
 # the most that they double to.

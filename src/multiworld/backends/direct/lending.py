@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.arrivals import Description, form_of
-from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.memory_maps import (
     map_private,
     map_shared,
@@ -27,6 +26,7 @@ from multiworld.backends.direct.memory_maps import (
     view_at,
 )
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
+from multiworld.backends.header import HeaderError
 
 # A larger message does not stay in the cache as a whole, as it does piece by piece in
 # the ring. To read it from memory again costs what the second copy would.

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Description
-from multiworld.backends.direct import header as wire
-from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
 from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
+from multiworld.backends.header import FRAGMENT_BYTES, Header
 
 # Smallest message for shared memory: from here on, two copies in user space and a
 # wake-up cost less than the kernel's two copies.

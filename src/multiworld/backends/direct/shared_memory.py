@@ -14,8 +14,8 @@ import socket
 import sys
 from typing import Any
 
-from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.memory_maps import shared_view
+from multiworld.backends.header import HeaderError
 
 # Twice a frame on the socket: copies are as fast and need half as many frames. A
 # multiple of every dtype's size, so that a slot holds whole elements.

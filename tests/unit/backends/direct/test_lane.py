@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Arrival, Description, Receive
 from multiworld.backends.channel import Channel
-from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.dtypes import CODES, memory_of
 from multiworld.backends.offload import OFFLOAD_BYTES

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import (
     DIMENSION_BYTES,
     MESSAGE_BYTES,
@@ -18,11 +19,10 @@ from multiworld.backends.arrivals import (
     Description,
     Receive,
 )
-from multiworld.backends.direct import header as wire
-from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.outbound import Outbound, Outgoing
 from multiworld.backends.dtypes import code_of, memory_of
+from multiworld.backends.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.mailbox import Mailbox
 
 NONCE = 77

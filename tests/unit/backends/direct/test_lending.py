@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import World, WorldConfig
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Description
-from multiworld.backends.direct import header as wire
 from multiworld.backends.direct import lending
-from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.lending import (
     LANE_BYTES,
@@ -31,6 +30,7 @@ from multiworld.backends.direct.lending import (
     Lender,
 )
 from multiworld.backends.dtypes import CODES, memory_of
+from multiworld.backends.header import Header, HeaderError
 from multiworld.backends.mailbox import Mailbox
 from tests.unit.backends.direct.test_shared_memory import (
     Owner,

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from multiworld import World, WorldConfig
+from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.channel import Channel
 from multiworld.backends.direct import backend as backend_module
-from multiworld.backends.direct import header as wire
 from multiworld.backends.direct import lane as lane_module
 from multiworld.backends.direct import lane_memory, lending, shared_memory
-from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.outbound import Outbound
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
+from multiworld.backends.header import Header, HeaderError
 from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks

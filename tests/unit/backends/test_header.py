@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.backends.direct import header as wire
-from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends import header as wire
+from multiworld.backends.header import Header, HeaderError
 
 u8, u32 = st.integers(0, 255), st.integers(0, 2**32 - 1)
 u64, i64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
