@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multiworld.backends import torch_names
+from multiworld.backends import collectives, torch_names
 from multiworld.backends.base import WorldView
 from multiworld.backends.c10d.flat import (
     as_bytes,
@@ -26,8 +26,7 @@ from multiworld.backends.c10d.flat import (
 )
 from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
-from multiworld.backends.collective import Call, name_of
-from multiworld.backends.collectives import ALL_GATHER
+from multiworld.backends.collective import Call, Collective, name_of
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import (
     CODES,
@@ -64,6 +63,18 @@ class GroupCollectives:
         self._matching = functools.partial(
             require_matching, size=self._size, check=self._checked
         )
+        # Those that the group has.
+        self._natives: dict[Collective, Callable[[Call], Native]] = {
+            collectives.BROADCAST: self._broadcast,
+            collectives.ALL_REDUCE: self._all_reduce,
+            collectives.REDUCE: self._reduce,
+            collectives.ALL_GATHER: self._all_gather,
+            collectives.GATHER: self._gather,
+            collectives.SCATTER: self._scatter,
+            collectives.REDUCE_SCATTER: self._reduce_scatter,
+            collectives.ALL_TO_ALL: self._all_to_all,
+            collectives.BARRIER: self._barrier,
+        }
         self._turn = asyncio.Lock()
         self._numbers = itertools.count()  # equal at all members
         self._limit = timedelta(seconds=view.config.operation_s)
@@ -73,7 +84,7 @@ class GroupCollectives:
 
     async def run(self, call: Call) -> None:
         """Carry out a call; over lanes, if the group does not have the collective."""
-        prepare_native = getattr(self, f"_{call.collective.name}", None)
+        prepare_native = self._natives.get(call.collective)
         steps = (
             self._direct.collectives.run(call)
             if prepare_native is None
@@ -95,8 +106,6 @@ class GroupCollectives:
             raise
         finally:
             steps.close()
-
-    # One method for each collective that the group has.
 
     def _broadcast(self, call: Call) -> Native:
         src = call.root
@@ -289,7 +298,7 @@ class GroupCollectives:
     async def _agree(self, terms: list[int]) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._direct.collectives.run(Call(ALL_GATHER, mine, outs))
+        await self._direct.collectives.run(Call(collectives.ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
