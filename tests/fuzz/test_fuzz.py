@@ -26,8 +26,7 @@ from multiworld.serve.gateway.openai.completions import (
     completion_of,
     prompts_of,
 )
-from multiworld.serve.gateway.openai.request_fields import decoded
-from multiworld.serve.gateway.openai.triton_generate import GenerateBody
+from multiworld.serve.gateway.openai.request_fields import GenerateBody, decoded
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.wire import frames as edge_frames
 from multiworld.serve.wire.frames import Entry

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import RedirectResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.routing import Match, Route
@@ -126,7 +126,7 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
         """Return the version of multiworld."""
         return json_response({"version": multiworld.__version__})
 
-    @app.get("/metrics", tags=["health"])
+    @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Return the Prometheus metrics; needs an operator's key if keys are on."""
         gateway.authenticator.check_operator(request.headers)
@@ -322,6 +322,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         for operations in schema["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        schema.get("components", {}).pop("schemas", None)
+        schemas = getattr(app.state, "schemas", {})
+        schema.setdefault("components", {})["schemas"] = schemas
         app.openapi_schema = schema
     return app.openapi_schema

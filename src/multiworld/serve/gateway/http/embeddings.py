@@ -87,6 +87,7 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
                 parsed = await off_loop(len(body), partial(_embedding_request, body))
             except ServeError:
                 admitted.model = model_named_in(body)
+                gateway.check_known(admitted)
                 raise
             del body
             admitted.model = parsed.model

@@ -180,6 +180,14 @@ class Gateway:
             self._dedicated.add(own)
         return own
 
+    def check_known(self, admitted: AdmittedRequest) -> None:
+        """Raise UnknownModelError if an invalid request names no model that is served.
+
+        That is what its client has to know first.
+        """
+        if admitted.model and not self.may_use(admitted.tenant, admitted.model):
+            raise refusals.unknown_model(admitted.model, self.names(admitted.tenant))
+
     def model(
         self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
     ) -> tuple[str, Model]:

@@ -15,7 +15,11 @@ _ERRORS = {
     415: "The Content-Encoding is not supported.",
     429: "The queue is full, a limit is reached, or the tenant is quarantined; see "
     "Retry-After.",
+    406: "The answer cannot be written as JSON.",
+    431: "The head of the request is too large.",
+    499: "The client has closed the connection.",
     500: "The model raised an error, or the request is a poison request.",
+    501: "The server has no structured output.",
     503: "A stage had no replica before the deadline; see Retry-After.",
     504: "The request missed its deadline.",
 }
@@ -35,7 +39,7 @@ _TENSOR = {
     },
 }
 
-_TIMEOUT = {
+TIMEOUT = {
     "name": "X-Timeout-S",
     "in": "header",
     "description": "Seconds until the deadline of the request; default: the model's.",
@@ -113,7 +117,7 @@ INFER = _described(
     },
     {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]},
     [
-        _TIMEOUT,
+        TIMEOUT,
         {
             "name": "Inference-Header-Content-Length",
             "in": "header",
@@ -124,23 +128,24 @@ INFER = _described(
     ERROR,
 )
 
+_TEXT = {"type": "string", "minLength": 1}
+_TOKEN = {"type": "integer", "minimum": 0}
+
 EMBEDDINGS = _described(
     {
         "type": "object",
         "required": ["model", "input"],
         "properties": {
-            "model": {"type": "string"},
+            "model": {"type": "string", "minLength": 1},
             "input": {
                 "oneOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "minItems": 1, "items": _TEXT},
+                    {"type": "array", "minItems": 1, "items": _TOKEN},
                     {
                         "type": "array",
-                        "items": {
-                            "type": "array",
-                            "items": {"type": "integer", "minimum": 0},
-                        },
+                        "minItems": 1,
+                        "items": {"type": "array", "minItems": 1, "items": _TOKEN},
                     },
                 ]
             },
@@ -150,7 +155,7 @@ EMBEDDINGS = _described(
         },
     },
     {"model": "minilm", "input": ["hello world"]},
-    [_TIMEOUT],
+    [TIMEOUT],
     OPENAI_ERROR,
 )
 

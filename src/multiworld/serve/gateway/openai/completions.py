@@ -15,6 +15,14 @@ from multiworld.serve.gateway.openai.chat_messages import for_template
 from multiworld.serve.gateway.openai.request_fields import (
     CHAT,
     COMPLETION,
+    EFFORTS,
+    MAX_KEY,
+    MAX_METADATA,
+    MAX_SESSION,
+    MAX_STOP,
+    MAX_STOPS,
+    MAX_VALUE,
+    RANGES,
     ChatBody,
     CompletionBody,
     ResponseFormat,
@@ -26,19 +34,11 @@ from multiworld.serve.gateway.openai.tools import Calling, calling_of
 from multiworld.serve.text import grammar as grammars
 from multiworld.serve.wire.generation_messages import Sampling
 
-MAX_CHOICES = 64  # of one request, over all of its prompts
 MAX_PROMPTS = 2048
-MAX_STOPS = 16  # stop strings
 MAX_STOP_TOKENS = 1024  # tokens that end a completion
-MAX_STOP = 256  # characters of a stop string; each token is searched for them
 MAX_BIASES = 1024
 GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM: else logits / t overflows
-MAX_LOGPROBS = 20  # alternatives reported with each token
 DEFAULT_TOKENS = 16  # of a text completion that gives no number, as in OpenAI's API
-# Pairs of ``metadata``, characters of names and values, as in OpenAI's API.
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MAX_SESSION = 256  # characters of its name
 # Fields whose default is in the model's ``generation_config.json``.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -96,7 +96,7 @@ def chat_of(
         raise wrong_field("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
     logprobs = None
     if asked.logprobs:
-        logprobs = _between("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS, 0)
+        logprobs = _between("top_logprobs", asked.top_logprobs, 0)
     elif asked.top_logprobs:
         raise wrong_field("top_logprobs", "needs logprobs: true")
     wanted = _with_tools(asked, _wanted(asked, tokens, logprobs))
@@ -134,7 +134,7 @@ def completion_of(
 def wanted_of(asked: CompletionBody) -> Wanted:
     logprobs = asked.logprobs
     if logprobs is not None:
-        logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
+        logprobs = int(_between("logprobs", logprobs, 0))
     if asked.best_of == (asked.n or 1):
         asked = msgspec.structs.replace(asked, best_of=None)
     tokens = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
@@ -167,32 +167,32 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
 
 
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
-    def number(name: str, low: float, high: float, default: float) -> Any:
-        return _between(name, getattr(asked, name), low, high, default)
+    def number(name: str, default: float) -> Any:
+        return _between(name, getattr(asked, name), default)
 
     check_supported(asked)
     _check_metadata(asked.metadata)
-    n = number("n", 1, MAX_CHOICES, 1)
+    n = number("n", 1)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     is_long = any(len(one) > MAX_STOP for one in stop)
     if len(stop) > MAX_STOPS or not all(stop) or is_long:
         raise wrong_field(
             "stop", f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters"
         )
-    temperature = number("temperature", 0.0, 100.0, 1.0)
+    temperature = number("temperature", 1.0)
     sampling = Sampling(
         temperature=temperature if temperature >= GREEDY else 0.0,
-        top_p=number("top_p", 0.0, 1.0, 1.0),
-        top_k=max(0, number("top_k", -1, 2**31, 0)),
-        min_p=number("min_p", 0.0, 1.0, 0.0),
+        top_p=number("top_p", 1.0),
+        top_k=max(0, number("top_k", 0)),
+        min_p=number("min_p", 0.0),
         seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
-        presence_penalty=number("presence_penalty", -2.0, 2.0, 0.0),
-        frequency_penalty=number("frequency_penalty", -2.0, 2.0, 0.0),
-        repetition_penalty=number("repetition_penalty", 0.01, 100.0, 1.0),
+        presence_penalty=number("presence_penalty", 0.0),
+        frequency_penalty=number("frequency_penalty", 0.0),
+        repetition_penalty=number("repetition_penalty", 1.0),
         logit_bias=_biases(asked.logit_bias),
         stop_token_ids=_stop_tokens(asked.stop_token_ids or []),
-        min_tokens=number("min_tokens", 0, 2**31, 0),
-        max_tokens=int(_between("max_tokens", max_tokens, 1, 2**31, 0)),
+        min_tokens=number("min_tokens", 0),
+        max_tokens=int(_between("max_tokens", max_tokens, 0)),
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )
@@ -290,15 +290,14 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
     for token, bias in found.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise wrong_field("logit_bias", "must have token ids as names")
-        _between("logit_bias", bias, -100.0, 100.0, 0.0)
+        _between("logit_bias", bias, 0.0)
     return {int(token): bias for token, bias in found.items()}
 
 
-def _between(
-    name: str, value: float | None, low: float, high: float, default: float
-) -> Any:
+def _between(name: str, value: float | None, default: float) -> Any:
     if value is None:
         return default
+    low, high = RANGES[name]
     if not low <= value <= high:
         raise wrong_field(name, f"must be from {low} to {high}, not {value}")
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from multiworld.serve.gateway.http.http_responses import (
     respond,
 )
 from multiworld.serve.gateway.http.request_body import Body, model_named_in, off_loop
+from multiworld.serve.gateway.openai import schemas
 from multiworld.serve.gateway.openai.chat_messages import for_template
 from multiworld.serve.gateway.openai.completion_answers import events, whole
 from multiworld.serve.gateway.openai.completions import chat_of, completion_of
@@ -31,7 +32,11 @@ from multiworld.serve.gateway.openai.preparation import (
     served_model,
     timed,
 )
-from multiworld.serve.gateway.openai.request_fields import decoded
+from multiworld.serve.gateway.openai.request_fields import (
+    DetokenizeBody,
+    TokenizeBody,
+    decoded,
+)
 from multiworld.serve.gateway.openai.request_lifecycle import Form, answered
 from multiworld.serve.text.tokenizer import bytes_of
 
@@ -39,7 +44,9 @@ OPENAI = Form(whole, events, openai_error_response)
 
 
 def add_generation(app: FastAPI, gateway: Gateway) -> None:
-    @app.post("/v1/chat/completions", tags=["openai"])
+    app.state.schemas = schemas.schemas()
+
+    @app.post("/v1/chat/completions", tags=["openai"], openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
         """Generate the next message of a chat.
 
@@ -47,20 +54,20 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
         """
         return await answered(gateway, request, _read_chat, OPENAI)
 
-    @app.post("/v1/completions", tags=["openai"])
+    @app.post("/v1/completions", tags=["openai"], openapi_extra=schemas.COMPLETION)
     async def completions(request: Request) -> Response:
         """Continue prompts, given as text or as token ids."""
         return await answered(gateway, request, _read_completion, OPENAI)
 
-    @app.post("/tokenize", tags=["openai"])
+    @app.post("/tokenize", tags=["openai"], openapi_extra=schemas.TOKENIZE)
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt or of the messages of a chat."""
-        return await _tool(gateway, request, _tokenize)
+        return await _tool(gateway, request, _answer_tokenize)
 
-    @app.post("/detokenize", tags=["openai"])
+    @app.post("/detokenize", tags=["openai"], openapi_extra=schemas.DETOKENIZE)
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
-        return await _tool(gateway, request, _detokenize)
+        return await _tool(gateway, request, _answer_detokenize)
 
 
 async def _read_chat(
@@ -82,48 +89,68 @@ async def _read_completion(
 # Tokens.
 
 
-class _Tool(msgspec.Struct, forbid_unknown_fields=True):
-    model: str
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tokens: list[int] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    reasoning_effort: str | None = None
-    return_token_strs: bool = False
+_tokenize_bodies = msgspec.json.Decoder(TokenizeBody)
+_detokenize_bodies = msgspec.json.Decoder(DetokenizeBody)
 
 
-_tools = msgspec.json.Decoder(_Tool)
+async def _answer_tokenize(
+    gateway: Gateway, admitted: AdmittedRequest, body: Body
+) -> Response:
+    parse = partial(decoded, body, _tokenize_bodies)
+    parsed: TokenizeBody = await off_loop(len(body), parse)
+    if parsed.messages is not None:
+        parsed.messages = for_template(parsed.messages)
+    elif parsed.prompt is None:
+        raise InvalidRequestError("give prompt or messages", param="prompt")
+    served = await served_model(gateway, admitted, parsed.model)
+    size = bytes_of((parsed.messages, parsed.prompt))
+    served.tokenizer.check_length(size, served.longest)
+    return await _encoded(gateway, admitted, size, partial(_tokenize, parsed, served))
+
+
+async def _answer_detokenize(
+    gateway: Gateway, admitted: AdmittedRequest, body: Body
+) -> Response:
+    parse = partial(decoded, body, _detokenize_bodies)
+    parsed: DetokenizeBody = await off_loop(len(body), parse)
+    served = await served_model(gateway, admitted, parsed.model)
+    count = len(parsed.tokens)
+    if count > served.longest:
+        rule = f"has {count} tokens; this model takes at most {served.longest}"
+        raise wrong_field("tokens", rule)
+    call = partial(_detokenize, parsed, served)
+    return await _encoded(gateway, admitted, count, call)
+
+
+async def _encoded(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    size: int,
+    call: Callable[[], dict[str, Any]],
+) -> Response:
+    """Answer with what the tokenizer returns, in the tenant's turn."""
+    work = gateway.encoding.submit(admitted.tenant.share, 1.0 + size, call)
+    return json_response(await asyncio.wrap_future(work))
 
 
 async def _tool(
     gateway: Gateway,
     request: Request,
-    answer: Callable[[_Tool, ServedModel], dict[str, Any]],
+    answer: Callable[[Gateway, AdmittedRequest, Body], Awaitable[Response]],
 ) -> Response:
     async def handle(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         body = await gateway.read_body(request, admitted, reservation)
         admitted.model = model_named_in(body)
-        parsed: _Tool = await off_loop(len(body), partial(decoded, body, _tools))
-        if parsed.messages is not None:
-            parsed.messages = for_template(parsed.messages)
-        served = await served_model(gateway, admitted, parsed.model)
-        given = bytes_of((parsed.messages, parsed.prompt))
-        served.tokenizer.check_length(given, served.longest)
-        tokens = len(parsed.tokens or ())
-        if tokens > served.longest:
-            rule = f"has {tokens} tokens; this model takes at most {served.longest}"
-            raise wrong_field("tokens", rule)
-        call = partial(answer, parsed, served)
-        cost = 1.0 + given + tokens
-        work = gateway.encoding.submit(admitted.tenant.share, cost, call)
-        return json_response(await asyncio.wrap_future(work))
+        try:
+            return await answer(gateway, admitted, body)
+        except InvalidRequestError:
+            gateway.check_known(admitted)
+            raise
 
     return await respond(gateway, request, "", handle, openai_error_response)
 
 
-def _tokenize(asked: _Tool, served: ServedModel) -> dict[str, Any]:
+def _tokenize(asked: TokenizeBody, served: ServedModel) -> dict[str, Any]:
     tokenizer = served.tokenizer
     if asked.messages is not None:
         tokens = tokenizer.chat(
@@ -134,20 +161,17 @@ def _tokenize(asked: _Tool, served: ServedModel) -> dict[str, Any]:
             effort=asked.reasoning_effort,
             has_controls=served.has_controls,
         )
-    elif asked.prompt is not None:
-        tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)
     else:
-        raise InvalidRequestError("give prompt or messages", param="prompt")
+        assert asked.prompt is not None
+        tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)
     found = {"count": len(tokens), "max_model_len": served.longest, "tokens": tokens}
     if asked.return_token_strs:
         found["token_strs"] = [tokenizer.piece(token) for token in tokens]
     return found
 
 
-def _detokenize(asked: _Tool, served: ServedModel) -> dict[str, Any]:
+def _detokenize(asked: DetokenizeBody, served: ServedModel) -> dict[str, Any]:
     vocabulary = served.generation.vocabulary
-    if asked.tokens is None:
-        raise InvalidRequestError("give tokens", param="tokens")
     if any(not 0 <= token < vocabulary for token in asked.tokens):
         raise InvalidRequestError(
             f"tokens must be from 0 to {vocabulary - 1}",

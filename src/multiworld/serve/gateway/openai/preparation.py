@@ -19,7 +19,6 @@ from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.http_responses import timeout_of
 from multiworld.serve.gateway.openai.choices import Choice
 from multiworld.serve.gateway.openai.completions import (
-    MAX_CHOICES,
     Structure,
     Wanted,
     check_fits,
@@ -32,7 +31,11 @@ from multiworld.serve.gateway.openai.reasoning import (
     marks_of,
     reasoning_after,
 )
-from multiworld.serve.gateway.openai.request_fields import ChatBody, CompletionBody
+from multiworld.serve.gateway.openai.request_fields import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+)
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
 from multiworld.serve.spec.stage import Generation

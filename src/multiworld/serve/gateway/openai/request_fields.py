@@ -121,8 +121,60 @@ class CompletionBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=T
     add_special_tokens: bool | None = None
 
 
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    tokens: list[int]
+
+
+class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of Triton's generate extension."""
+
+    text_input: str
+    id: str = ""
+    parameters: dict[str, Any] = {}  # of a text completion
+    stream: bool | None = None  # ignored: the route decides
+
+
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
+
+MAX_CHOICES = 64  # of one request, over all of its prompts
+MAX_STOPS = 16  # stop strings
+MAX_STOP = 256  # characters of a stop string; each token is searched for them
+# Pairs of ``metadata``, characters of names and values, as in OpenAI's API.
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_SESSION = 256  # characters of its name
+MAX_LOGPROBS = 20  # alternatives reported with each token
+
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_CHOICES),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "min_tokens": (0, 2**31),
+    "max_tokens": (1, 2**31),
+    "max_completion_tokens": (1, 2**31),
+    "logprobs": (0, MAX_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "logit_bias": (-100.0, 100.0),  # each of them
+}
+"""The smallest and the largest value of each number."""
 
 # Fields of OpenAI's API and of vLLM's.
 UNSUPPORTED = (

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec.structs import replace
 
-from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.errors import InvalidRequestError, RequestPoisonedError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.body_budget import Reservation
@@ -59,8 +59,10 @@ async def answered(
             began = gateway.authenticator.clock()
             preparing = _prepared(gateway, admitted, request, read, body)
             ready = await while_connected(request, preparing)
-        except ServeError:
+        except ServeError as error:
             admitted.model = model_named_in(body)
+            if isinstance(error, InvalidRequestError):
+                gateway.check_known(admitted)
             raise
         del body
         admitted.model = ready.wanted.model

@@ -19,7 +19,6 @@ from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.http.request_body import Body, off_loop
 from multiworld.serve.gateway.openai.choices import Piece
 from multiworld.serve.gateway.openai.completion_answers import kept_alive
@@ -27,20 +26,15 @@ from multiworld.serve.gateway.openai.completions import wanted_of
 from multiworld.serve.gateway.openai.preparation import Ready, prepare_completion, timed
 from multiworld.serve.gateway.openai.request_fields import (
     CompletionBody,
+    GenerateBody,
     decoded,
     invalid,
 )
 from multiworld.serve.gateway.openai.request_lifecycle import Form, Reader, answered
+from multiworld.serve.gateway.openai.schemas import GENERATE, GENERATE_STREAM
 
 # Parameter that leaves out the prompt, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"
-
-
-class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    text_input: str
-    id: str = ""
-    parameters: dict[str, Any] = {}  # of a text completion, except ``FIXED``
-    stream: bool | None = None  # ignored: the route decides
 
 
 _bodies = msgspec.json.Decoder(GenerateBody)
@@ -76,7 +70,7 @@ def add_generate(app: FastAPI, gateway: Gateway) -> None:
                 methods=["POST"],
                 tags=["inference"],
                 name=path,
-                openapi_extra=KNOWN_MODEL,
+                openapi_extra=GENERATE_STREAM if is_streamed else GENERATE,
             )
 
     add("generate", is_streamed=False)
