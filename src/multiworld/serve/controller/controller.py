@@ -64,9 +64,10 @@ from multiworld.serve.engine.models.identity import forget_copies, refusal
 from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.usage import MemoryKills
-from multiworld.serve.spec.schema import HUNG_S, AppSpec
+from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.process_args import args_of
 from multiworld.world.manager import WorldManager
 

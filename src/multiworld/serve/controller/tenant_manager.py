@@ -22,7 +22,7 @@ from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.usage import TokensUsed
+from multiworld.serve.tenants.usage_rows import TokensUsed
 from multiworld.serve.wire import control_messages as messages
 
 logger = logging.getLogger("multiworld.serve")

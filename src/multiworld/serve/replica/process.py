@@ -42,11 +42,12 @@ from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.sequences.recovery import ReplicaSettings
 from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
-from multiworld.serve.spec.schema import HUNG_S, GenerationSpec, ModelSpec
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.text.limits import limits_of, prefix_bytes_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
+from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.edges import EdgeKeeper
 from multiworld.serve.wire.process_args import ProcessArgs
 from multiworld.serve.wire.routing_table import edges_of

@@ -22,9 +22,6 @@ REVISION = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 ENGINE = r"^([a-z][a-z0-9_.-]*|[\w.]+:\w+)$"
 LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
-HUNG_S = (
-    30.0  # of a batch, a step or a token; stages with longer ones have ``compute_s``
-)
 PATTERNS = {
     NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",

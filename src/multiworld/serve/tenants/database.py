@@ -16,7 +16,7 @@ from typing import Any
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.directory import Tenant, tenant_from_json
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
-from multiworld.serve.tenants.usage import FIELDS, MAX_UNCONFIRMED, UsageRow
+from multiworld.serve.tenants.usage_rows import FIELDS, MAX_UNCONFIRMED, UsageRow
 
 logger = logging.getLogger("multiworld.serve")
 

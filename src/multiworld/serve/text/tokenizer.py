@@ -1,4 +1,4 @@
-"""Tokenizer and chat template."""
+"""The tokenizer of a Hugging Face folder, for prompts, chats and completions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import functools
 import hashlib
 import logging
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.text.control_tokens import ControlTokens
+from multiworld.serve.text.chat_template import ChatTemplate
 from multiworld.serve.text.grammar import import_grammars
-from multiworld.serve.text.template_tokens import tokens_of
-from multiworld.serve.text.tokenizer_files import chat_tokenizer, ends_of
+from multiworld.serve.text.tokenizer_files import chat_tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -52,17 +49,8 @@ def bytes_of(value: Any) -> int:
     return size
 
 
-class Controls(NamedTuple):
-    """The control tokens of a chat."""
-
-    tokens: ControlTokens
-    # Without those that the chat template looks for in an assistant's message.
-    in_answers: ControlTokens
-    ids: frozenset[int]
-
-
 class Tokenizer:
-    """The tokenizer and the chat template in a Hugging Face folder.
+    """The tokenizer in a Hugging Face folder, and its chat template.
 
     One object renders, encodes and decodes: transformers', which merges the files of
     the folder. Its ``__call__`` is not used, as that sets truncation and padding.
@@ -75,29 +63,8 @@ class Tokenizer:
         self.fast.no_truncation()
 
     @functools.cached_property
-    def _controls(self) -> Controls:
-        """Return what a template can write, and what ends a completion.
-
-        Whether the folder calls a token special says only whether it is shown: the
-        marks of turns are not special in some folders.
-        """
-        theirs = self._theirs
-        written = inspected = frozenset[str]()
-        if theirs.chat_template is not None:
-            render = functools.partial(theirs.apply_chat_template, tokenize=False)
-            tokens = tokens_of(self.templates, self.added, render)
-            written, inspected = tokens.written, tokens.inspected
-        decoder = self.fast.get_added_tokens_decoder()
-        special = {token.content for token in decoder.values() if token.special}
-        known = (v for v in theirs.special_tokens_map.values() if isinstance(v, str))
-        ends = (decoder[end].content for end in ends_of(self._folder) if end in decoder)
-        special |= {*known, *ends} & self.added.keys()
-        found = written | special
-        return Controls(
-            ControlTokens(found),
-            ControlTokens(found - (inspected - special)),
-            frozenset(self.added[token] for token in found),
-        )
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self._folder, self._theirs, self.added)
 
     @functools.cached_property
     def added(self) -> dict[str, int]:
@@ -111,30 +78,12 @@ class Tokenizer:
         found = self.fast.get_added_tokens_decoder()
         return frozenset(number for number, t in found.items() if t.special)
 
-    @functools.cached_property
-    def templates(self) -> list[str]:
-        """The chat templates."""
-        given = self._theirs.chat_template
-        return [*given.values()] if isinstance(given, dict) else [given or ""]
-
-    @functools.cached_property
-    def variables(self) -> frozenset[str]:
-        """Names of the variables that the chat template reads."""
-        from jinja2 import meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        found: set[str] = set()
-        for text in self.templates:
-            environment = _compile_jinja_template(text).environment
-            found |= meta.find_undeclared_variables(environment.parse(text))
-        return frozenset(found)
-
     def prepare(self) -> None:
         """Load everything that chats need, so that the first one does not wait."""
-        if self.longest and self._theirs.chat_template is not None:
+        if self.longest and self.template.is_there:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
-                assert self.variables is not None
+                assert self.template.variables is not None
             except Exception:  # the template may require other messages
                 logger.info("a chat template refuses a message", exc_info=True)
         import_grammars()
@@ -217,62 +166,37 @@ class Tokenizer:
 
     def chat(
         self,
-        messages: list[dict[str, Any]],  # as in OpenAI's API, with parsed arguments
-        longest: int,  # in tokens
+        messages: list[dict[str, Any]],
+        longest: int,
         *,
-        begins_answer: bool = True,  # the assistant's answer follows
+        begins_answer: bool = True,
         tools: Sequence[dict[str, Any]] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),  # of the template
-        effort: str | None = None,  # if the template reads ``reasoning_effort``
-        has_controls: bool = False,  # those in messages remain control tokens
+        options: Mapping[str, Any] = MappingProxyType({}),
+        effort: str | None = None,
+        has_controls: bool = False,
     ) -> list[int]:
-        """Return the tokens of a chat."""
-        if self._theirs.chat_template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
-        self._check_options(options)
-        if tools and "tools" not in self.variables:
-            raise InvalidRequestError(
-                "the chat template of this model shows it no tools, so it cannot call "
-                "any; leave tools out, or use another model",
-                param="tools",
-                code="unsupported_value",
-            )
-        if effort is not None and "reasoning_effort" in self.variables:
-            options = {"reasoning_effort": effort, **options}
-        controls, in_answers, ids = self._controls
+        """Return the tokens of a chat; see ``ChatTemplate.render``."""
+        template = self.template
+        controls, in_answers, ids = template.controls
         marks = controls.marks()
         answers = in_answers.marks_like(marks)
-        try:
-            shown, shown_tools = self._known_roles(messages), list(tools)
-            shown_options = dict(options)
-            if not has_controls:
-                shown = [
-                    (answers if m.get("role") == "assistant" else marks).put(m)
-                    for m in shown
-                ]
-                shown_tools, shown_options = marks.put(shown_tools), marks.put(options)
-            text = self._theirs.apply_chat_template(
-                shown,
-                tools=shown_tools or None,
-                tokenize=False,
-                add_generation_prompt=begins_answer,
-                **shown_options,
-            )
-        except Exception as error:  # templates may raise anything
-            raise InvalidRequestError(
-                f"the chat template refuses the messages: {error}", param="messages"
-            ) from error
-        self.check_length(bytes_of(str(text)), longest, "messages")  # including tools
+        text = template.render(
+            messages,
+            begins_answer=begins_answer,
+            tools=tools,
+            options=options,
+            effort=effort,
+            marks=None if has_controls else (marks, answers),
+        )
+        self.check_length(bytes_of(text), longest, "messages")  # including tools
         # A normalizer may make a control token of what is not like one.
         is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used or answers.is_used:
             check = controls.check if is_checked else None
-            return marks.encoded(str(text), self._encode_all, ids, check)
-        found = self.encode(str(text), has_special=False)
+            return marks.encoded(text, self._encode_all, ids, check)
+        found = self.encode(text, has_special=False)
         if is_checked:
-            controls.check(str(text), sum(token in ids for token in found))
+            controls.check(text, sum(token in ids for token in found))
         return found
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
@@ -298,22 +222,3 @@ class Tokenizer:
         )
         is_same = both[: len(before)] == before and both[len(before) :] == alone
         return "" if is_same else "\n"
-
-    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if "developer" in str(self._theirs.chat_template):
-            return messages
-        # Older templates know no ``developer``.
-        return [
-            {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
-        ]
-
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        taken = {"messages", *signature(self._theirs.apply_chat_template).parameters}
-        words = set(re.findall(r"\w+", str(self._theirs.chat_template)))
-        for name in options:
-            if name in taken or name not in words:
-                raise InvalidRequestError(
-                    f"the chat template has no variable {reprlib.repr(name)}",
-                    param="chat_template_kwargs",
-                    code="invalid_value",
-                )

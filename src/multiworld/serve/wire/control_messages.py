@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.usage import TokensUsed, UsageRow
+from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 from multiworld.serve.wire.protocol import Codec, Message
 from multiworld.serve.wire.routing_table import RoutingTable
 

@@ -29,7 +29,6 @@ Body = Callable[[], Awaitable[None]]  # runs while an edge is up
 
 BUG = "edge %s: closed after an unexpected error"
 
-SILENT_S = 0.6  # of silence, until a replica's work is hedged: three heartbeats
 RETRY_S = 1.0  # until an edge is reopened after an unexpected error
 SEND_S = 1.0  # for queued messages when an edge closes
 FRAME_BYTES = 4 * 1024 * 1024  # of tensors; then a frame takes no further messages

@@ -6,8 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from multiworld.config import SERVICE_HEARTBEAT_S, WorldConfig
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
-
-JOIN_S = 10.0  # that a process waits for the other member of a world
+from multiworld.serve.wire.deadlines import JOIN_S
 
 
 class ProcessArgs(BaseModel):

@@ -38,7 +38,7 @@ from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
-from multiworld.serve.tenants.usage import UsageRow
+from multiworld.serve.tenants.usage_rows import UsageRow
 from multiworld.serve.wire.control_messages import (
     GatewayReport,
     Reports,

@@ -48,7 +48,7 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
-from multiworld.serve.tenants.usage import MAX_UNCONFIRMED, UsageRow
+from multiworld.serve.tenants.usage_rows import MAX_UNCONFIRMED, UsageRow
 from multiworld.serve.wire.control_messages import (
     AllTenants,
     PoisonFound,

@@ -440,7 +440,7 @@ def test_prepared_tokenizer_has_loaded_what_a_chat_needs(tmp_path: Path) -> None
     made.prepare()
     shutil.rmtree(tmp_path)
     assert made.longest
-    assert "reasoning_effort" in made.variables
+    assert "reasoning_effort" in made.template.variables
     chat = [{"role": "user", "content": "hi"}]
     assert "hi" in made.decode(made.chat(chat, 99))
 

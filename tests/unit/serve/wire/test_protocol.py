@@ -7,7 +7,7 @@ import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.tenants.directory import Key, Tenant
-from multiworld.serve.tenants.usage import UsageRow
+from multiworld.serve.tenants.usage_rows import UsageRow
 from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,

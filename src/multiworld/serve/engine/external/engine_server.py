@@ -21,7 +21,7 @@ from multiworld.serve.engine.external.whole_engine import (
     RunFailedError,
 )
 from multiworld.serve.machines.inventory import visible_gpus
-from multiworld.serve.wire.edges import SILENT_S
+from multiworld.serve.wire.deadlines import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 

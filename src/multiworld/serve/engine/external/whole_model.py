@@ -19,13 +19,7 @@ from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeE
 from multiworld.serve.engine.models import folder_facts, huggingface, weights
 from multiworld.serve.engine.models.factory import folder_of, import_factory
 from multiworld.serve.machines import inventory
-from multiworld.serve.spec.schema import (
-    HUNG_S,
-    LLAMA_CPP,
-    OPENAI,
-    GenerationSpec,
-    ModelSpec,
-)
+from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
     Generation,
     Model,
@@ -35,6 +29,7 @@ from multiworld.serve.spec.stage import (
 )
 from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
+from multiworld.serve.wire.deadlines import HUNG_S
 
 PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
 HERE = "multiworld.serve.engine.external"

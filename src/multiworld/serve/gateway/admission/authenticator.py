@@ -19,7 +19,7 @@ from multiworld.serve.gateway.admission.usage_meter import UsageMeter
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import parse_key
-from multiworld.serve.tenants.usage import UsageTotals
+from multiworld.serve.tenants.usage_rows import UsageTotals
 
 ModelVersion = tuple[str, str]
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 from multiworld.serve.gateway.admission.rate_limits import RateLimited
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.usage import TokensUsed, UsageRow
+from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 
 DAY_S = 86400
 

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from multiworld.serve.tenants.usage import (
+from multiworld.serve.tenants.usage_rows import (
     FIELDS,
     MAX_UNCONFIRMED,
     MINUTE_S,

@@ -150,7 +150,7 @@ async def prepare_chat(
 
 def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | None:
     tokenizer = served.tokenizer
-    marks = marks_of(served.reasoning_marks, tokenizer.templates)
+    marks = marks_of(served.reasoning_marks, tokenizer.template.texts)
     if marks is None:
         return None
     last = tokenizer.decode(prompt[-LAST:], skips_special=False)

@@ -23,7 +23,8 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of
 from multiworld.serve.wire.control_messages import GatewayReport
-from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.deadlines import SILENT_S
+from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent, WorkItem
 from multiworld.serve.wire.routing_table import Route, RoutingTable

@@ -21,6 +21,7 @@ from multiworld.serve.gateway.streams import actions as act
 from multiworld.serve.gateway.streams import events
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
 from multiworld.serve.gateway.streams.moves import Moves
+from multiworld.serve.gateway.streams.poison_search import Suspects
 from multiworld.serve.gateway.streams.stream import (
     Chain,
     Kind,
@@ -31,7 +32,6 @@ from multiworld.serve.gateway.streams.stream import (
     WaitingStreams,
 )
 from multiworld.serve.gateway.streams.stream_counts import StreamCounts
-from multiworld.serve.gateway.streams.suspects import Suspects
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.routing import refusals

@@ -22,7 +22,8 @@ from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.text.prefixes import digests
-from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.deadlines import SILENT_S
+from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 from multiworld.serve.wire.protocol import MessageError

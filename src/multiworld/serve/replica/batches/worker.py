@@ -25,12 +25,12 @@ from multiworld.serve.replica.batches.credit_returns import CreditReturns
 from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
-from multiworld.serve.spec.schema import HUNG_S
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import group_of, rows_of
-from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.deadlines import HUNG_S, SILENT_S
+from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import (
     AnswerItem,

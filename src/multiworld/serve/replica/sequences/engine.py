@@ -26,9 +26,9 @@ from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
-from multiworld.serve.spec.schema import HUNG_S
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.text.grammar import Matcher, Matchers
+from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import StreamId
 

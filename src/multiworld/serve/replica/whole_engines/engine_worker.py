@@ -35,7 +35,8 @@ from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.replica.whole_engines import engine_sequences
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.wire.control_messages import WorkerReport
-from multiworld.serve.wire.edges import SILENT_S, Outbox
+from multiworld.serve.wire.deadlines import SILENT_S
+from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.routing_table import RoutingTable
 

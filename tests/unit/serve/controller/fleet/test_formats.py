@@ -17,7 +17,7 @@ from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import database
 from multiworld.serve.tenants.database import TenantDatabase
-from multiworld.serve.tenants.usage import UsageRow
+from multiworld.serve.tenants.usage_rows import UsageRow
 
 APP: dict[str, Any] = {
     "models": {"m": {"factory": "a:b", "version": "1", "stages": [{}]}}

@@ -21,7 +21,7 @@ from multiworld.serve.gateway.admission.budgets import (
 )
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.usage import TokensUsed, UsageRow
+from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageReport
 
 

@@ -1,0 +1,161 @@
+"""The chat template of a Hugging Face folder: the text that a model sees of a chat, and
+the control tokens that only the template may write."""
+
+from __future__ import annotations
+
+import functools
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.text.control_tokens import ControlTokens, Marks
+from multiworld.serve.text.template_tokens import tokens_of
+from multiworld.serve.text.tokenizer_files import ends_of
+
+
+class Controls(NamedTuple):
+    """The control tokens of a chat."""
+
+    tokens: ControlTokens
+    # Without those that the chat template looks for in an assistant's message.
+    in_answers: ControlTokens
+    ids: frozenset[int]
+
+
+class ChatTemplate:
+    """The templates of transformers' tokenizer, which renders them."""
+
+    def __init__(self, folder: Path, theirs: Any, added: Mapping[str, int]) -> None:
+        # ``added``: tokens that are found in any text as a whole, and their numbers.
+        self._folder, self._theirs, self._added = folder, theirs, added
+
+    @property
+    def is_there(self) -> bool:
+        return self._theirs.chat_template is not None
+
+    @functools.cached_property
+    def controls(self) -> Controls:
+        """Return what a template can write, and what ends a completion.
+
+        Whether the folder calls a token special says only whether it is shown: the
+        marks of turns are not special in some folders.
+        """
+        theirs = self._theirs
+        written = inspected = frozenset[str]()
+        if theirs.chat_template is not None:
+            render = functools.partial(theirs.apply_chat_template, tokenize=False)
+            tokens = tokens_of(self.texts, self._added, render)
+            written, inspected = tokens.written, tokens.inspected
+        decoder = theirs.backend_tokenizer.get_added_tokens_decoder()
+        special = {token.content for token in decoder.values() if token.special}
+        known = (v for v in theirs.special_tokens_map.values() if isinstance(v, str))
+        ends = (decoder[end].content for end in ends_of(self._folder) if end in decoder)
+        special |= {*known, *ends} & self._added.keys()
+        found = written | special
+        return Controls(
+            ControlTokens(found),
+            ControlTokens(found - (inspected - special)),
+            frozenset(self._added[token] for token in found),
+        )
+
+    @functools.cached_property
+    def texts(self) -> list[str]:
+        """The chat templates."""
+        given = self._theirs.chat_template
+        return [*given.values()] if isinstance(given, dict) else [given or ""]
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the chat template reads."""
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        found: set[str] = set()
+        for text in self.texts:
+            environment = _compile_jinja_template(text).environment
+            found |= meta.find_undeclared_variables(environment.parse(text))
+        return frozenset(found)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        begins_answer: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any],
+        effort: str | None = None,
+        marks: tuple[Marks, Marks] | None = None,
+    ) -> str:
+        """Return the text of a chat.
+
+        Args:
+            messages: As in OpenAI's API, with parsed arguments.
+            begins_answer: Whether the assistant's answer follows.
+            tools: Tools that the model may call.
+            options: Variables of the template.
+            effort: Used if the template reads ``reasoning_effort``.
+            marks: What stands for control tokens in messages, and in the assistant's;
+                None: these remain control tokens.
+
+        Raises:
+            InvalidRequestError: There is no template, or it refuses this chat.
+        """
+        if self._theirs.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        self._check_options(options)
+        if tools and "tools" not in self.variables:
+            raise InvalidRequestError(
+                "the chat template of this model shows it no tools, so it cannot call "
+                "any; leave tools out, or use another model",
+                param="tools",
+                code="unsupported_value",
+            )
+        if effort is not None and "reasoning_effort" in self.variables:
+            options = {"reasoning_effort": effort, **options}
+        try:
+            shown, shown_tools = self._known_roles(messages), list(tools)
+            shown_options = dict(options)
+            if marks is not None:
+                usual, in_answers = marks
+                shown = [
+                    (in_answers if m.get("role") == "assistant" else usual).put(m)
+                    for m in shown
+                ]
+                shown_tools, shown_options = usual.put(shown_tools), usual.put(options)
+            text = self._theirs.apply_chat_template(
+                shown,
+                tools=shown_tools or None,
+                tokenize=False,
+                add_generation_prompt=begins_answer,
+                **shown_options,
+            )
+        except Exception as error:  # templates may raise anything
+            raise InvalidRequestError(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if "developer" in str(self._theirs.chat_template):
+            return messages
+        # Older templates know no ``developer``.
+        return [
+            {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
+        ]
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        taken = {"messages", *signature(self._theirs.apply_chat_template).parameters}
+        words = set(re.findall(r"\w+", str(self._theirs.chat_template)))
+        for name in options:
+            if name in taken or name not in words:
+                raise InvalidRequestError(
+                    f"the chat template has no variable {reprlib.repr(name)}",
+                    param="chat_template_kwargs",
+                    code="invalid_value",
+                )
