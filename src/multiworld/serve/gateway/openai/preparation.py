@@ -68,26 +68,41 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What chats and text completions have of their own."""
+
+    prefix: str  # of the id of an answer
+    whole: str  # ``object`` of a whole answer
+    chunk: str  # and of a chunk
+    field: str  # of the request, with the prompt
+
+
+CHAT = Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", "messages")
+TEXT = Kind("cmpl-", "text_completion", "text_completion", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A request that was checked against its model."""
 
     wanted: Wanted
     served: ServedModel
     choices: tuple[Choice, ...]
-    is_chat: bool
+    kind: Kind
     echoes: tuple[str, ...]  # text that each choice begins with
     id: str
     made_at: int
     reasoning: Reasoning | None  # that the output may begin with
     parsers: tuple[AnswerParser | None, ...]  # of each choice; None: all is text
 
+    @property
+    def is_chat(self) -> bool:
+        return self.kind is CHAT
+
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
         return {
             "id": self.id,
-            "object": kind,
+            "object": self.kind.chunk if is_chunk else self.kind.whole,
             "created": self.made_at,
             "model": self.wanted.model,
         }
@@ -141,11 +156,8 @@ async def prepare_chat(
         has_controls=served.has_controls,
     )
     tokens = await _encoded(gateway, admitted, size, encode)
-    return await _ready(
-        *(gateway, admitted, wanted, served, [tokens]),
-        "chatcmpl-",
-        _reasoning_after(tokens, served),
-    )
+    reasoning = _reasoning_after(tokens, served)
+    return await _ready(gateway, admitted, wanted, served, [tokens], CHAT, reasoning)
 
 
 def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | None:
@@ -181,7 +193,7 @@ async def prepare_completion(
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
             break  # and is refused
-    return await _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
+    return await _ready(gateway, admitted, wanted, served, tokens, TEXT)
 
 
 async def _encoded(
@@ -330,10 +342,9 @@ async def _ready(
     wanted: Wanted,
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
-    prefix: str,
+    kind: Kind,
     reasoning: Reasoning | None = None,
 ) -> Ready:
-    is_chat = prefix == "chatcmpl-"
     wanted = _with_defaults(wanted, served.generation)
     if wanted.calling is not None and wanted.calling.is_free and served.family:
         wanted = replace(wanted, structure=_with_calls(wanted, served))
@@ -367,7 +378,7 @@ async def _ready(
             wanted.sampling,
             served.longest,
             vocabulary,
-            "messages" if is_chat else "prompt",
+            kind.field,
         )
     shown = _shown_marks(wanted, served, reasoning)
     choices = tuple(
@@ -380,7 +391,7 @@ async def _ready(
                 skips_special=wanted.skips_special,
                 shown=shown,
                 min_tokens=wanted.sampling.min_tokens,
-                before=() if is_chat else prompts[index // wanted.n],
+                before=() if kind is CHAT else prompts[index // wanted.n],
             ),
             wanted.is_prompt_only,
             keeps_items=not wanted.is_streamed,
@@ -401,9 +412,9 @@ async def _ready(
         replace(wanted, sampling=sampling),
         served,
         choices,
-        is_chat,
+        kind,
         tuple(echoes[index // wanted.n] for index in range(len(choices))),
-        prefix + secrets.token_hex(12),
+        kind.prefix + secrets.token_hex(12),
         int(time.time()),
         reasoning,
         tuple(_parser(wanted, served, reasoning) for _ in choices),
