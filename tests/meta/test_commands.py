@@ -11,7 +11,7 @@ import pytest
 from multiworld.cli.main import COMMANDS, cli
 from tests.meta.imports import SOURCE
 
-SHARED = {"__init__", "ending", "main", "options", "post_setup"}
+SHARED = {"__init__", "ending", "main", "model_spec", "options", "post_setup"}
 """Modules of ``multiworld.cli`` that are no command of ``multiworld``."""
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,6 +119,7 @@ class Served:
         self.folder, self.spec, self.cwd = folder, spec, cwd
         self.path = folder / "app.yaml"
         self.state = folder / "state"
+        self.target: list[str] = []  # what to serve in place of the spec
         self.process: subprocess.Popen[str] | warm.Command | None = None
         self.url = ""
         self.pids: set[tuple[int, int]] = set()
@@ -128,7 +129,8 @@ class Served:
         if self.process is not None and self.process.stdout is not None:
             self.process.stdout.close()
         self.path.write_text(yaml.safe_dump(self.spec, sort_keys=False))
-        words = ["serve", "--json", str(self.path), "--state", str(self.state)]
+        target = self.target or [str(self.path)]
+        words = ["serve", "--json", *target, "--state", str(self.state)]
         with open(self.folder / "serve.log", "ab") as log:
             self.process = warm.start(words, self.cwd, log)
         assert self.process.stdout is not None
@@ -303,10 +305,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> Iterator[Served]:
+def served(
+    folder: Path,
+    spec: dict[str, Any],
+    cwd: Path = ROOT,
+    target: Sequence[str] = (),
+) -> Iterator[Served]:
     """Run a service, and check that no process of it is left."""
     folder.mkdir(parents=True, exist_ok=True)
     service = Served(folder, spec, cwd)
+    service.target = list(target)
     try:
         service.start()
         yield service

@@ -11,9 +11,29 @@ import pytest
 import torch
 
 from tests.serve.harness import WAIT_S, Served, served
+from tests.tiny_decoder import save_decoder
 from tests.unit.serve.engine.models.test_transformer_stage import saved
 
 pytestmark = pytest.mark.timeout(240)
+
+
+def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
+    """With two replicas, so that one may die."""
+    folder = save_decoder(tmp_path / "Tiny")
+    target = [str(folder), "--port", "0", "--served-model-name", "m", "--replicas", "2"]
+    asked = {"model": "m", "prompt": [5, 6], "max_tokens": 8, "temperature": 0}
+    with served(tmp_path / "service", {}, target=target) as service:
+
+        def text() -> str:
+            answer = httpx.post(f"{service.url}/v1/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            found: str = answer.json()["choices"][0]["text"]
+            return found
+
+        before = text()
+        assert service.stages()[0] == 2
+        service.break_replica("kill", "a")
+        assert text() == before
 
 
 @pytest.mark.heavy

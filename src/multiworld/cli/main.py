@@ -22,7 +22,7 @@ GROUPS = {
     "Run": {
         "demo": "Stream chats from a model in three stages, and inject faults.",
         "fetch": "Fetch a model before it is served.",
-        "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
+        "serve": "Serve the models of a spec, or one model, until Ctrl-C.",
         "shutdown": "End a service after it has answered the accepted requests.",
         "store": "Run the store at which members of worlds meet.",
         "doctor": "Check this installation and this machine.",

@@ -7,25 +7,103 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
-from multiworld.cli.options import JSON, SPEC, STATE
+from multiworld.cli import model_spec
+from multiworld.cli.model_spec import ModelOptions
+from multiworld.cli.options import JSON, STATE
 from multiworld.serve.controller.fleet.record import StateFolder, state_root
 from multiworld.serve.controller.process_one import leave_process_one
-from multiworld.serve.spec.loader import load_spec
+from multiworld.serve.spec.loader import load_spec, parse_spec
+from multiworld.serve.spec.schema import AppSpec
 
 if TYPE_CHECKING:
     from multiworld.serve.controller.controller import Controller
     from multiworld.serve.controller.startup import Startup
 
 
+def _of_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a model that is served without a spec."""
+    for option in reversed(
+        [
+            click.option("--served-model-name", "name", help="Name for clients."),
+            click.option("--host", help="Address to listen on; 127.0.0.1 by default."),
+            click.option("--port", type=int, help="Port; 8000 by default."),
+            click.option("--max-model-len", type=int, help="Tokens of a sequence."),
+            click.option("--max-num-seqs", type=int, help="Sequences of a replica."),
+            click.option("--dtype", help="float32, bfloat16 or float16."),
+            click.option("--quantization", help="int8, on CPUs."),
+            click.option("--engine", help="vllm or llama.cpp, in place of our own."),
+            click.option("--stages", type=click.IntRange(1, 26), help="1 by default."),
+            click.option(
+                "--replicas", type=click.IntRange(1, 4096), help="Of a stage."
+            ),
+            click.option("--revision", help="Commit of a model on the hub."),
+            click.option(
+                "--print-spec",
+                is_flag=True,
+                help="Print the spec that this stands for, and serve nothing.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _spec_of_model(
+    model: str, revision: str | None, options: ModelOptions, console: Console
+) -> tuple[str, Path]:
+    """Return the spec of a model, and its folder; fetch it if needed."""
+    from multiworld.serve.engine.models import hub
+    from multiworld.serve.machines.inventory import this_node
+
+    def tell(text: str) -> None:
+        console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
+
+    path, commit = model_spec.found(model, revision, tell)
+    if options.name is None and model == model_spec.DEMO:
+        options = replace(options, name=model)
+    folder = Path(hub.folder_of(path, commit))
+    node = this_node()
+    machine = model_spec.Machine(node.memory_bytes, node.cpus)
+    size = model_spec.weight_bytes_of(folder, options.dtype)
+    return model_spec.text_of(path, commit, options, size, machine), folder
+
+
+def _load(
+    target: str,
+    revision: str | None,
+    is_shown: bool,
+    given: dict[str, Any],
+    console: Console,
+) -> tuple[AppSpec | None, Path | None]:
+    """Return the spec to serve, None if it was printed; and a model's folder."""
+    if model_spec.is_model(target):
+        options = ModelOptions(**given)
+        text, folder = _spec_of_model(target, revision, options, console)
+        if is_shown:
+            click.echo(text, nl=False)
+            return None, folder
+        return parse_spec(text, target), folder
+    if given or revision or is_shown:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(
+            f"{target} is no model, and {names or 'this option'} is for a model: a "
+            "folder, OWNER/NAME or smollm2; a spec has fields for all of them"
+        )
+    return load_spec(Path(target)), None
+
+
 @click.command()
-@SPEC
+@click.argument("target", metavar="SPEC|MODEL")
+@_of_model
 @STATE
 @click.option(
     "-v",
@@ -34,8 +112,19 @@ if TYPE_CHECKING:
     help="Print what happens to the processes of the service.",
 )
 @JSON
-def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
-    """Serve the models of SPEC (a YAML file) until Ctrl-C.
+def serve(
+    target: str,
+    revision: str | None,
+    print_spec: bool,
+    state: Path | None,
+    verbose: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Serve the models of SPEC (a YAML file), or one MODEL, until Ctrl-C.
+
+    MODEL is a Hugging Face folder, OWNER/NAME on the hub, or smollm2; the options from
+    --served-model-name to --revision are for it.
 
     If the controller of a running service was lost, this adopts its processes, which
     have kept answering requests.
@@ -44,7 +133,12 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     console = Console(stderr=as_json)
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
-    app = load_spec(spec)
+    given = {name: value for name, value in options.items() if value is not None}
+    # What is fetched is told on standard error: --print-spec prints on the other.
+    err = Console(stderr=True)
+    app, fetched = _load(target, revision, print_spec, given, err)
+    if app is None:
+        return
     folder = StateFolder(state or state_root() / app.app)
     if not as_json:
         console.print(f"starting {app.app} …")
@@ -81,6 +175,11 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
             soft_wrap=True,
             markup=False,
         )
+        if fetched is not None:
+            (name,) = app.models
+            is_chat = model_spec.has_chat_template(fetched)
+            line = model_spec.curl_of(controller.url, name, is_chat=is_chat)
+            console.print(f"  try: {line}", soft_wrap=True, markup=False)
         console.print(
             "  Ctrl-C ends the service; `multiworld status` shows its processes"
         )

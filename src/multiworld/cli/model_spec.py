@@ -1,0 +1,187 @@
+"""The spec that ``multiworld serve MODEL`` stands for: one model, and a few options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiworld.errors import SpecError
+
+DEMO = "smollm2"
+
+MAX_REPLICAS = 2  # by default; so that one may die
+KV_BYTES = 640 * 2**20  # keys, values and cached prefixes of a replica, by default
+BASE_BYTES = 400 * 2**20  # of a process with torch and transformers
+SHARE = 0.8  # of the memory of a machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options of the command; None: not given."""
+
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    engine: str | None = None
+    stages: int = 1
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    memory_bytes: int
+    cpus: float
+
+
+def is_model(text: str) -> bool:
+    """Return whether an argument means a model, and not the file of a spec."""
+    path = Path(text).expanduser()
+    if text == DEMO:
+        return not path.exists()
+    return (path / "config.json").exists() or (
+        not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
+    )
+
+
+def found(
+    text: str, revision: str | None, tell: Callable[[str], None]
+) -> tuple[str, str | None]:
+    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo's.
+
+    Raises:
+        SpecError: The hub cannot be reached, or does not have the model.
+    """
+    path = Path(text).expanduser()
+    if text == DEMO:
+        from multiworld.serve.engine.models import smollm2
+
+        return str(smollm2.fetch(tell)), None
+    if path.exists():
+        return str(path.resolve()), None
+    return text, revision or _latest(text)
+
+
+def _latest(name: str) -> str:
+    """Return the latest commit of a model on the hub: replicas need a fixed one."""
+    try:
+        from huggingface_hub import HfApi
+
+        sha = HfApi().model_info(name, timeout=10).sha
+    except Exception as error:  # of several libraries
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SpecError(
+            f"{name} is neither a file nor a folder, and the Hugging Face hub gave no "
+            f"model of that name: {reason}; give a folder, or --revision COMMIT of a "
+            "model that was fetched before"
+        ) from error
+    return str(sha)
+
+
+def replicas_that_fit(weight_bytes: int, machine: Machine) -> tuple[int, str]:
+    """Return how many replicas fit, and why not more; 1 if even one may not."""
+    need = weight_bytes + KV_BYTES + BASE_BYTES
+    room = int(SHARE * machine.memory_bytes)
+    count = max(1, min(MAX_REPLICAS, room // need))
+    if count == MAX_REPLICAS:
+        return count, "two replicas, so that streams continue when one of them dies"
+    gib = 2**30
+    return count, (
+        f"one replica only: each needs about {need / gib:.1f} GiB, and the machine has "
+        f"{machine.memory_bytes / gib:.1f} GiB; streams wait for a new one when it dies"
+    )
+
+
+def text_of(
+    path: str,
+    revision: str | None,
+    options: ModelOptions,
+    weight_bytes: int,
+    machine: Machine,
+) -> str:
+    """Return the spec as YAML, with a comment for each field."""
+    name = options.name or name_of(path)
+    replicas, why = replicas_that_fit(weight_bytes, machine)
+    if options.replicas is not None:
+        replicas, why = options.replicas, "replicas of each stage"
+    threads = max(1, int(machine.cpus) // (replicas * options.stages))
+    lines = [
+        f"app: {_quoted(name)}  # name of the service, for `multiworld status --app`",
+        "models:",
+        f"  {_quoted(name)}:  # name that clients give as `model`",
+        f"    path: {_quoted(path)}  # Hugging Face folder, or name on the hub",
+    ]
+    if revision is not None:
+        lines.append(f"    revision: {_quoted(revision)}  # commit on the hub")
+    if options.engine is not None:
+        lines.append(f"    engine: {options.engine}  # computes the whole model")
+    fields = {
+        "max_model_len": (options.max_model_len, "tokens of a prompt and its answer"),
+        "max_num_seqs": (options.max_num_seqs, "sequences that a replica computes"),
+        "dtype": (options.dtype, "to compute in"),
+        "quantization": (options.quantization, "of the weights, on CPUs"),
+    }
+    given = {key: each for key, each in fields.items() if each[0] is not None}
+    if given:
+        lines.append("    generation:  # the model generates text")
+        for key, (value, note) in given.items():
+            lines.append(f"      {key}: {value}  # {note}")
+    else:
+        lines.append("    generation: {}  # the model generates text")
+    threaded = "" if options.engine else f", threads: {threads}"
+    lines.append("    stages:  # parts of the model, each in processes of its own")
+    for number in range(options.stages):
+        note = f"  # {why}" if number == 0 else ""
+        lines.append(
+            f"      - {{name: {'abcdefghijklmnopqrstuvwxyz'[number]}, "
+            f"replicas: {replicas}{threaded}}}{note}"
+        )
+    lines += [
+        "gateway:",
+        f"  host: {_quoted(options.host)}  # address to listen on",
+        f"  port: {options.port}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def name_of(path: str) -> str:
+    """Return a name for a model, of the characters that names may have."""
+    last = path.rstrip("/").rpartition("/")[2].lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-._")[:64] or "model"
+
+
+def weight_bytes_of(folder: Path, dtype: str | None) -> int:
+    """Return the bytes of a model's weights in memory, approximately."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    size = sum(file.stat().st_size for file in files)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return 2 * size if dtype == "float32" and stored != "float32" else size
+
+
+def has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
+
+
+def curl_of(url: str, name: str, *, is_chat: bool) -> str:
+    """Return a command that asks the model something."""
+    if is_chat:
+        route = "chat/completions"
+        body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        route, body = "completions", {"model": name, "prompt": "Once upon a time"}
+    text = json.dumps({**body, "max_tokens": 60})
+    return f"curl {url}/v1/{route} -H 'content-type: application/json' -d '{text}'"
+
+
+def _quoted(text: str) -> str:
+    return text if re.fullmatch(r"[a-zA-Z/][\w/.-]*", text) else json.dumps(text)

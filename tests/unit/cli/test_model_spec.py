@@ -1,0 +1,117 @@
+"""The spec that `multiworld serve MODEL` stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import cli
+from multiworld.cli.model_spec import (
+    BASE_BYTES,
+    KV_BYTES,
+    Machine,
+    ModelOptions,
+    curl_of,
+    has_chat_template,
+    is_model,
+    name_of,
+    replicas_that_fit,
+    text_of,
+)
+from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.spec.schema import AppSpec
+from tests.tiny_decoder import save_decoder
+
+GIB = 2**30
+LARGE = Machine(64 * GIB, 8.0)
+
+
+def spec_of(options: ModelOptions, machine: Machine = LARGE) -> AppSpec:
+    return parse_spec(text_of("/models/My Model.v2", None, options, GIB, machine))
+
+
+def test_spec_has_what_was_asked() -> None:
+    options = ModelOptions(
+        name="chat",
+        host="0.0.0.0",
+        port=9000,
+        max_model_len=512,
+        max_num_seqs=4,
+        dtype="float32",
+        quantization="int8",
+        stages=3,
+        replicas=2,
+    )
+    app = spec_of(options)
+    model = app.models["chat"]
+    generation = model.generation
+    assert generation is not None
+    assert (generation.max_model_len, generation.max_num_seqs) == (512, 4)
+    assert (generation.dtype, generation.quantization) == ("float32", "int8")
+    assert [stage.replicas for stage in model.stages] == [2, 2, 2]
+    assert [stage.threads for stage in model.stages] == [1, 1, 1]
+    assert (app.gateway.host, app.gateway.port) == ("0.0.0.0", 9000)
+    assert (app.app, model.path) == ("chat", "/models/My Model.v2")
+
+
+def test_defaults_fit_the_machine() -> None:
+    (stage,) = spec_of(ModelOptions()).models["my-model.v2"].stages
+    assert (stage.replicas, stage.threads) == (2, 4)
+    need = GIB + KV_BYTES + BASE_BYTES
+    count, why = replicas_that_fit(GIB, Machine(int(1.9 * need / 0.8), 2.0))
+    assert count == 1
+    assert "one replica only" in why
+    assert replicas_that_fit(GIB, Machine(GIB, 2.0))[0] == 1, "the start will tell"
+
+
+def test_engine_gets_no_threads() -> None:
+    app = spec_of(ModelOptions(engine="vllm"))
+    (model,) = app.models.values()
+    assert model.engine == "vllm"
+    assert model.stages[0].replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [("smollm2", True), ("some/model", True), ("app.yaml", False), ("a/b/c", False)],
+)
+def test_models_are_told_from_files(text: str, is_one: bool) -> None:
+    assert is_model(text) is is_one
+
+
+def test_names_have_only_what_names_may_have() -> None:
+    assert name_of("/x/Qwen2.5 Instruct (4 bit)/") == "qwen2.5-instruct-4-bit"
+    assert name_of("///") == "model"
+
+
+def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path / "Tiny")
+    assert has_chat_template(folder)
+    words = ["serve", str(folder), "--print-spec", "--max-model-len", "64"]
+    found = CliRunner().invoke(cli, words)
+    assert found.exit_code == 0, found.output
+    app = parse_spec(found.stdout)
+    assert app.models["tiny"].path == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["app.yaml", "--port", "1"], "is no model, and --port is for a"),
+        (["app.yaml", "--print-spec"], "is no model"),
+        (["none.yaml"], "No such file"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("models: {}")
+    found = CliRunner().invoke(cli, ["serve", str(tmp_path / words[0]), *words[1:]])
+    assert found.exit_code != 0
+    assert text in " ".join(found.output.split())
+
+
+def test_curl_is_one_for_a_shell() -> None:
+    command = curl_of("http://localhost:1", "m", is_chat=True)
+    assert command.startswith("curl http://localhost:1/v1/chat/completions -H ")
+    assert "/v1/completions" in curl_of("http://localhost:1", "m", is_chat=False)
