@@ -49,9 +49,9 @@ def back(context: StageContext) -> Any:
 
 def tokenizer() -> Tokenizer:
     """Return a tokenizer of bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="multiworld-tokenizer-"))
-    save_tokenizer(folder)
-    return Tokenizer(folder)
+    with tempfile.TemporaryDirectory(prefix="multiworld-tokenizer-") as folder:
+        save_tokenizer(Path(folder))
+        return Tokenizer(Path(folder))
 
 
 def model() -> Model:

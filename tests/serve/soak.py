@@ -155,7 +155,11 @@ def main() -> int:
     end_as_ctrl_c()
     with tempfile.TemporaryDirectory() as folder:
         outcome = soak(Path(folder), given.seed, given.minutes)
-    print(json.dumps({**asdict(outcome), "grown": outcome.grown}, indent=2))  # noqa: T201
+    shown = {**asdict(outcome), "grown": outcome.grown}
+    if not outcome.grown:  # otherwise they say of what
+        for name in ("before", "after", "each_minute"):
+            del shown[name]
+    print(json.dumps(shown, indent=2))  # noqa: T201
     return 0 if outcome.is_good else 1
 
 

@@ -425,6 +425,8 @@ def main() -> int:
         where = Path(folder)
         outcome = soak(where, given.seed, given.minutes, given.threads, given.engine)
     shown = asdict(outcome)
+    if not outcome.grown:  # otherwise they say of what
+        del shown["sizes"]
     pauses = sorted(shown.pop("pauses_s"))
     for share in (0.5, 0.99, 1.0):
         at = min(len(pauses) - 1, int(share * len(pauses)))
