@@ -141,8 +141,9 @@ async def test_processes_that_starve_together_are_no_loss(town: Town) -> None:
     for pid in starved:
         os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(1.5 * SILENCE_S)
-    for pid in starved:
+    for pid in starved:  # they do not wake in one moment
         os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.15)
     await town.advances("w", 0, 1)
     await town.advances("other", 0, 2)
     for number, world in ((0, "w"), (0, "other"), (1, "w"), (2, "other")):

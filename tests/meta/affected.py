@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.meta.imports import imported, modules
+from tests.meta.imports import SOURCE, imported
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unit", "contract", "integration", "faults")
@@ -32,7 +32,7 @@ def changed_files(base: str | None) -> set[Path]:
         )
         return done.stdout.split("\n")
 
-    new = git("ls-files", "--others", "--exclude-standard")
+    new = git("ls-files", "--others", "--exclude-standard", "src", "tests")
     found = [*git("diff", "--name-only", base or "HEAD"), *new]
     if base is None and not any(found):
         found = git("diff", "--name-only", "HEAD~1")
@@ -42,11 +42,12 @@ def changed_files(base: str | None) -> set[Path]:
 def affected(changed: Iterable[Path], tests: Iterable[Path]) -> list[Path]:
     """Return the tests that changed files most likely break."""
     changed = set(changed)
-    names = {name for name, path in modules().items() if path in changed}
+    source = [path for path in changed if path.is_relative_to(SOURCE)]
+    names = {".".join(("multiworld", *_parts(path, SOURCE))) for path in source}
     inside = [path for path in changed if path.is_relative_to(ROOT / "tests")]
-    helpers = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in inside}
+    helpers = {".".join(_parts(path, ROOT)) for path in inside}
     found = [
-        path for path in tests if path in changed or imported(path) & (names | helpers)
+        path for path in tests if path in changed or _uses(path) & (names | helpers)
     ]
     chosen, slow = [], Counter[str]()
     for path in found:
@@ -55,6 +56,21 @@ def affected(changed: Iterable[Path], tests: Iterable[Path]) -> list[Path]:
         if path in changed or slow[folder] <= FEW:
             chosen.append(path)
     return chosen
+
+
+def _parts(path: Path, base: Path) -> tuple[str, ...]:
+    parts = path.relative_to(base).with_suffix("").parts
+    return tuple(part for part in parts if part != "__init__")
+
+
+def _uses(path: Path) -> set[str]:
+    """Return what a test imports, and what the helpers import that it imports."""
+    found = set(imported(path))
+    for name in imported(path):
+        helper = ROOT / f"{name.replace('.', '/')}.py"
+        if name.startswith("tests.") and helper.exists():
+            found |= imported(helper)
+    return found
 
 
 def every_test() -> list[Path]:

@@ -26,4 +26,8 @@ def fetch(model: str, revision: str | None) -> None:
             raise click.UsageError(f"{DEMO} has no revisions; remove --revision")
         click.echo(str(smollm2.fetch(tell)))
         return
+    if not hub.is_hub_name(model):
+        raise click.UsageError(f"{model} is neither {DEMO} nor a name OWNER/NAME")
+    if revision is None:
+        raise click.UsageError(f"give the commit of {model} with --revision")
     click.echo(hub.folder_of(model, revision))

@@ -23,6 +23,7 @@ GROUPS = {
         "demo": "Stream chats from a model in three stages, and inject faults.",
         "fetch": "Fetch a model before it is served.",
         "serve": "Serve the models of a spec, or one model, until Ctrl-C.",
+        "chat": "Chat with a served model in the terminal.",
         "shutdown": "End a service after it has answered the accepted requests.",
         "store": "Run the store at which members of worlds meet.",
         "doctor": "Check this installation and this machine.",

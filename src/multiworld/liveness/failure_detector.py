@@ -11,7 +11,8 @@ long ago its sender heard this process, so both sides detect a one-way network
 partition.
 
 If not even the helpers of all other processes of this host are heard, while this one
-runs, the host is short of something (memory, processors): they get twice the time.
+runs, the host is short of something (memory, processors): each of them gets twice the
+time, until it is heard again.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class _Peer:
     beat_at: float
     has_heartbeats: bool = True
     is_near: bool = False
+    has_grace: bool = False  # it fell silent with all others of its host
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its loop's last sign; inf if not late
     is_computing: bool = False
@@ -220,6 +222,7 @@ class FailureDetector:
         at = now if heard.at is None else min(heard.at, now)
         peer.state = heard.state
         peer.beat_at = max(peer.beat_at, at)
+        peer.has_grace = False
         if heard.state is ProcessState.RUNNING:
             peer.heard_at = max(peer.heard_at, at)
         # A stopped process is judged by its silence instead. The loop of a healthy
@@ -285,24 +288,23 @@ class FailureDetector:
         # An observer that is always late must still judge. It has read everything that
         # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
-        is_host_late = self._is_host_late(now - late_s)
+        self._give_grace(now - late_s)
         for key, peer in self._peers.items():
             if not peer.has_heartbeats:  # the peer is still dialing: ``join_s`` ends it
                 peer.heard_at = peer.beat_at = now
                 continue
             quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
-                patience = 2 if peer.is_near and is_host_late else 1
-                findings += self._judge(key, peer, now - late_s, patience)
+                findings += self._judge(key, peer, now - late_s)
         return findings
 
-    def _is_host_late(self, now: float) -> bool:
-        """Return whether all processes of this host are silent, if they are several."""
+    def _give_grace(self, now: float) -> None:
+        """Give all processes of this host more time, if several are silent at once."""
         peers = self._peers.values()
         near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
-        return len(near) > 1 and all(
-            now - each.beat_at > 2 * self._margin_s for each in near
-        )
+        if len(near) > 1 and all(now - p.beat_at > 2 * self._margin_s for p in near):
+            for peer in near:
+                peer.has_grace = True
 
     def _excuse(self, seconds: float, now: float) -> None:
         # Peers may have missed this process meanwhile, and report so for a while.
@@ -313,12 +315,10 @@ class FailureDetector:
             peer.turned_at += seconds
             peer.unheard_s = 0.0
 
-    def _judge(
-        self, key: PeerKey, peer: _Peer, now: float, patience: int
-    ) -> list[Finding]:
+    def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
         findings: list[Finding] = []
         for world, watch in list(peer.worlds.items()):
-            verdict = _verdict(key, peer, world, watch, now, self._margin_s, patience)
+            verdict = _verdict(key, peer, world, watch, now, self._margin_s)
             if verdict is not None:
                 findings.append(verdict)
                 self._unwatch(key, world)
@@ -349,10 +349,9 @@ def _verdict(
     watch: _Watch,
     now: float,
     margin_s: float,
-    patience: int,
 ) -> Verdict | None:
     limits = watch.limits
-    silence_s = limits.silence_s * patience
+    silence_s = limits.silence_s * (2 if peer.has_grace else 1)
     silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
     known_s = now - watch.since - margin_s
     if min(silent_s - margin_s, known_s) > silence_s:

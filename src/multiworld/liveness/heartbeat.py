@@ -265,9 +265,11 @@ class Heartbeat:
         self._drop_standby()
         self._stop()
         for process in self._ending:  # a busy machine takes its time to end them
-            threading.Thread(
+            reap = threading.Thread(
                 target=process.wait, name="multiworld-reap", daemon=True
-            ).start()
+            )
+            with contextlib.suppress(RuntimeError):  # no thread is to be had
+                reap.start()
         self._ending.clear()
 
     def _restart(self) -> None:

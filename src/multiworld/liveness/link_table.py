@@ -64,7 +64,7 @@ class LinkTableOwner(Protocol):
     def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         """Handle a heartbeat of a peer."""
 
-    def lane_refusal(self, nonce: int) -> str | None:
+    def lane_refusal(self, nonce: int, rank: int) -> str | None:
         """Return why a data connection for an incarnation is refused, or None."""
 
     def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
@@ -402,8 +402,8 @@ class LinkTable:
         match hello:
             case LinkHello() | ProbeHello() | LaneHello() if hello.to_uid != self.uid:
                 return f"this is manager {self.uid}, not {hello.to_uid}"
-            case LaneHello(nonce=nonce):
-                return self._owner.lane_refusal(nonce)
+            case LaneHello(nonce=nonce, rank=rank):
+                return self._owner.lane_refusal(nonce, rank)
             case _:
                 return None
 

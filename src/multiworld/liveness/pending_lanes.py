@@ -26,6 +26,7 @@ class PendingLanes:
     def __init__(self) -> None:
         self._slots: dict[LaneKey, _Slot] = {}
         self._counts: Counter[int] = Counter()  # by incarnation
+        self._arrived: Counter[tuple[int, int]] = Counter()  # those of each member
 
     @property
     def is_full(self) -> bool:
@@ -35,12 +36,17 @@ class PendingLanes:
         """Return the number of lanes that an incarnation waits for, or has to take."""
         return self._counts[nonce]
 
+    def count_of(self, nonce: int, rank: int) -> int:
+        """Return the number of lanes of a member that its world has to take."""
+        return self._arrived[nonce, rank]
+
     def put(self, key: LaneKey, stream: Stream) -> None:
         """Keep a connection until a world takes it; ``ValueError`` for a second one."""
         future = self._slot(key).future
         if future.done():
             raise ValueError("the lane already has a connection")
         future.set_result(stream)
+        self._arrived[key[:2]] += 1
 
     def has(self, key: LaneKey) -> bool:
         slot = self._slots.get(key)
@@ -63,6 +69,10 @@ class PendingLanes:
             self._counts[key[0]] -= 1
             if not self._counts[key[0]]:
                 del self._counts[key[0]]
+            if slot.future.done() and not slot.future.cancelled():
+                self._arrived[key[:2]] -= 1
+                if not self._arrived[key[:2]]:
+                    del self._arrived[key[:2]]
         return slot
 
     def _slot(self, key: LaneKey) -> _Slot:

@@ -361,13 +361,13 @@ class WatchDog:
             )
         )
 
-    def lane_refusal(self, nonce: int) -> str | None:
+    def lane_refusal(self, nonce: int, rank: int) -> str | None:
         """Return why a data connection for an incarnation is refused, or None.
 
         Args:
-            nonce: The incarnation.
+            nonce, rank: The incarnation, and the member that opens the connection.
         """
-        return self._worlds.lane_refusal(nonce)
+        return self._worlds.lane_refusal(nonce, rank)
 
     def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
         """Keep a data connection until its world takes it.

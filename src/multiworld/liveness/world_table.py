@@ -167,13 +167,15 @@ class WorldTable:
 
     # Data connections.
 
-    def lane_refusal(self, nonce: int) -> str | None:
+    def lane_refusal(self, nonce: int, rank: int) -> str | None:
         if nonce not in self._attached and self.lanes.is_full:
             return "too many pending connections for unknown epochs"
         if nonce in self._retired:
             return "that epoch of the world is over"
         if (attached := self._attached.get(nonce)) is not None:
             most = SPARE_LANES + MEMBER_LANES * len(attached.links)
+            if self.lanes.count_of(nonce, rank) >= MEMBER_LANES:
+                return "too many pending connections of that member"
             if self.lanes.count(nonce) >= most:
                 return "too many pending connections for that epoch"
         return None

@@ -155,9 +155,7 @@ async def read_exactly(stream: Stream, count: int) -> bytes:
             await wait_readable(stream)
             continue
         if not chunk:
-            raise ConnectionResetError(
-                "the peer closed the connection in a handshake; it may require TLS"
-            )
+            raise ConnectionResetError("the peer closed the connection in a handshake")
         data += chunk
     return data
 
@@ -193,12 +191,6 @@ async def start_tls(
                 await wait_writable(wrapped)
             else:
                 return TlsStream(wrapped)
-    except ConnectionError as error:
-        wrapped.close()
-        raise ConnectionResetError(
-            f"the connection ended in the TLS handshake ({error}); the other side may "
-            "not use TLS"
-        ) from error
     except BaseException:
         wrapped.close()
         raise

@@ -89,13 +89,19 @@ class BlockingValues:
                 raise
         if isinstance(outcome, store_messages.NoValue):
             raise WorldTimeoutError(f"the store got no value in time for {message}")
+        if isinstance(outcome, store_messages.Full):
+            raise StoreUnreachableError(
+                f"the store at {self._address} holds the maximum of {outcome.limit} "
+                "characters of keys and values; delete some, or use another store",
+                address=str(self._address),
+            )
         if not isinstance(outcome.value, kind):
             raise self._unreachable(frames.FrameError(f"it answered {outcome}"))
         return outcome.value
 
     def _outcome(
         self, message: ValueRequest, timeout_s: float
-    ) -> store_messages.Result | store_messages.NoValue:
+    ) -> store_messages.Result | store_messages.NoValue | store_messages.Full:
         try:
             self._sock.settimeout(timeout_s)
             answer = self._exchange(frames.encode(message))
@@ -103,7 +109,8 @@ class BlockingValues:
         except (OSError, frames.FrameError) as error:
             raise self._unreachable(error) from error
         if isinstance(reply, store_messages.Reply) and isinstance(
-            reply.outcome, store_messages.Result | store_messages.NoValue
+            reply.outcome,
+            store_messages.Result | store_messages.NoValue | store_messages.Full,
         ):
             return reply.outcome
         raise self._unreachable(frames.FrameError(f"it answered {reply}"))

@@ -249,6 +249,11 @@ async def _open(
     except ssl.SSLError as error:
         stream.close()
         raise tls_failed(address, error) from error
+    except ConnectionError as error:
+        stream.close()
+        has_tls = security.tls is not None
+        hint = "the store may not use TLS" if has_tls else "the store may require TLS"
+        raise ConnectionResetError(f"{error} in the handshake; {hint}") from error
     except BaseException:
         stream.close()
         raise

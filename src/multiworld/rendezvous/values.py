@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Maximum of all keys and values, and of the keys that are waited for, in characters. A
 # member of a c10d group stores some hundred.
 MAX_HELD = 64 * 1024 * 1024
-COST = 128  # of an entry without its texts, approximately
+COST = 128  # of a text without its characters, approximately
 
 Waiter = tuple[int, int]  # session number and request number
 
@@ -71,9 +71,13 @@ class Values:
 
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
         """Return the answer if every key has a value; otherwise register the waiter."""
+        if waiter in self._waiting:
+            self._forget(waiter)  # it asks again
+        if self.check(keys):
+            return [Answer(waiter, [self._values[key] for key in keys])]
         self._hold(_cost(keys))
         self._waiting[waiter] = _Waiting(keys, deadline)
-        return [self._finish(waiter)] if self.check(keys) else []
+        return []
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -121,4 +125,4 @@ class Values:
 
 
 def _cost(texts: Iterable[str]) -> int:
-    return COST + sum(map(len, texts))
+    return sum(COST + len(text) * (1 if text.isascii() else 4) for text in texts)

@@ -20,9 +20,9 @@ class Leak:
     """Snapshot of the resources that a process has open.
 
     Attributes:
-        threads: Names of threads, by ID and start (jiffies since boot): Python's, and
-            native ones that have a name of their own. The rest are OpenMP's, which last
-            as long as the thread that computed.
+        threads: Names of threads, by ID and start (jiffies since boot). Native ones
+            without a name of their own, as OpenMP's, have none, and are not reported:
+            they last as long as the thread that computed.
         descriptors: Targets of open descriptors, by number.
         tasks: Names of the running loop's tasks.
         children: Process IDs of child processes.
@@ -47,7 +47,7 @@ class Leak:
         new = [
             f"thread {key[0]} ({name})"
             for key, name in self.threads.items()
-            if key not in before.threads
+            if name and key not in before.threads
         ]
         new += [
             f"descriptor {fd}: {what}"
@@ -72,10 +72,8 @@ def _threads() -> dict[tuple[int, int], str]:
             stat = Path(f"/proc/self/task/{tid}/stat").read_text()
             name, _, rest = stat.partition("(")[2].rpartition(")")
             started = int(rest.split()[19])  # field 22 of proc_pid_stat(5)
-            if tid in names:
-                found[tid, started] = names[tid]
-            elif name != process:  # threads inherit it
-                found[tid, started] = f"native {name}"
+            own = "" if name == process else f"native {name}"  # threads inherit it
+            found[tid, started] = names.get(tid, own)
     return found
 
 

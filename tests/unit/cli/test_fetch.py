@@ -17,14 +17,14 @@ def test_model_that_is_there_is_not_fetched_again(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(smollm2, "folder", lambda: tmp_path)
     assert CliRunner().invoke(cli, ["fetch"]).stdout == f"{tmp_path}\n"
-    found = CliRunner().invoke(cli, ["fetch", str(tmp_path)])
-    assert found.stdout == f"{tmp_path}\n", "a folder is its own"
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["some/model"], "add `revision:` with a commit"),
+        (["some/model"], "with --revision"),
+        (["smollm"], "is neither smollm2 nor a name OWNER/NAME"),
+        (["no/such/thing"], "is neither smollm2 nor a name"),
         (["smollm2", "--revision", "x"], "has no revisions"),
     ],
 )

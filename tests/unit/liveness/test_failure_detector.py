@@ -100,6 +100,32 @@ def test_processes_of_this_host_that_fall_silent_together_get_twice_the_time() -
     assert len(silences(near=[True, True, True])) == 3
 
 
+def test_first_that_is_heard_again_takes_nothing_from_the_others() -> None:
+    """Nor does one that ends meanwhile, or a new one."""
+    clock, live = FakeClock(), FailureDetector(TICK_S)
+    for name in ("a", "b", "c"):
+        live.handle(PeerJoined(name, is_near=True), clock.now)
+        live.handle(Watched(name, 0, DetectionLimits(2.0)), clock.now)
+    found: list[Finding] = []
+    for tick in range(round(4.0 / TICK_S)):
+        clock.advance(TICK_S)
+        if tick * TICK_S >= 2.6:
+            live.handle(PeerHeard(peer="a"), clock.now)
+        if tick == round(3.0 / TICK_S):
+            live.handle(PeerClosed("b", "ended", "eof"), clock.now)
+            live.handle(PeerJoined("d", is_near=True), clock.now)
+            live.handle(Watched("d", 0, DetectionLimits(2.0)), clock.now)
+        found += live.handle(Ticked(), clock.now)
+    assert found == []
+    clock.advance(TICK_S)
+    live.handle(PeerHeard(peer="c"), clock.now)
+    for _ in range(round(1.0 / TICK_S)):
+        clock.advance(TICK_S)
+        for name in ("a", "c", "d"):
+            live.handle(PeerHeard(peer=name), clock.now)
+        assert live.handle(Ticked(), clock.now) == []
+
+
 @pytest.mark.parametrize(
     ("near", "beating"),
     [

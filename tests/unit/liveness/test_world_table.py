@@ -70,19 +70,30 @@ class OpenLane:
 
 
 async def test_member_cannot_open_lanes_without_limit() -> None:
-    """Each is a descriptor of this process; those of other worlds are not refused."""
+    """Each is a descriptor here; other members and worlds are not refused."""
     table, port = WorldTable(), cast("Any", None)
     for nonce in (1, 2):
         table.open(nonce, port)
-    table.add(1, 1, A)
-    lanes: list[Any] = [OpenLane() for _ in range(SPARE_LANES + MEMBER_LANES)]
+    lanes: list[Any] = [OpenLane() for _ in range(MEMBER_LANES)]
     for number, lane in enumerate(lanes):
-        assert table.lane_refusal(1) is None
+        assert table.lane_refusal(1, 1) is None
         table.lanes.put((1, 1, f"channel {number}"), lane)
-    assert "too many" in str(table.lane_refusal(1))
-    assert table.lane_refusal(2) is None
+    assert "of that member" in str(table.lane_refusal(1, 1))
+    assert table.lane_refusal(1, 2) is None
+    assert table.lane_refusal(2, 1) is None
     assert await table.lanes.get((1, 1, "channel 0")) is lanes[0]
-    assert table.lane_refusal(1) is None
+    assert table.lane_refusal(1, 1) is None
     table.remove(1)
     assert all(lane.is_closed for lane in lanes[1:])
-    assert table.lanes.count(1) == 0
+    assert table.lanes.count(1) == table.lanes.count_of(1, 1) == 0
+
+
+async def test_members_that_name_other_ranks_cannot_either() -> None:
+    table = WorldTable()
+    table.open(1, cast("Any", None))
+    for rank in range(SPARE_LANES):
+        assert table.lane_refusal(1, rank) is None
+        table.lanes.put((1, rank, "p2p"), cast("Any", OpenLane()))
+    assert "for that epoch" in str(table.lane_refusal(1, SPARE_LANES))
+    table.add(1, 1, A)
+    assert table.lane_refusal(1, SPARE_LANES) is None

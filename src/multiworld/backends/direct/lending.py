@@ -55,6 +55,9 @@ class _Total:
         with self._lock:
             self.bytes += size
 
+    def forget_lock(self) -> None:
+        self._lock = threading.Lock()
+
 
 _total = _Total()
 
@@ -119,6 +122,7 @@ class _Forks:
 
     def _copy(self) -> None:
         global _total
+        _total.forget_lock()  # another thread of the parent may have held it
         _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)

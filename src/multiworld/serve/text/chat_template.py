@@ -37,6 +37,12 @@ class ChatTemplate:
     def is_there(self) -> bool:
         return self._theirs.chat_template is not None
 
+    def check_is_there(self) -> None:
+        if not self.is_there:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+
     @functools.cached_property
     def controls(self) -> Controls:
         """Return what a template can write, and what ends a completion.
@@ -104,10 +110,7 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: There is no template, or it refuses this chat.
         """
-        if self._theirs.chat_template is None:
-            raise InvalidRequestError(
-                "this model has no chat template; use /v1/completions", param="messages"
-            )
+        self.check_is_there()
         self._check_options(options)
         if tools and "tools" not in self.variables:
             raise InvalidRequestError(

@@ -158,6 +158,8 @@ def _checked_schema(schema: Any, param: str) -> Any:
         place = "".join(names) % tuple(error.instance_path) or "it"
         why = _short(error.message)
         raise wrong_field(param, f"is not a JSON schema: {place}: {why}") from None
+    except (AttributeError, TypeError):
+        raise wrong_field(param, "has a keyword whose value is none for it") from None
     except (ValueError, RecursionError):
         raise wrong_field(param, "is nested too deeply") from None
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from multiworld.serve.text import schema_patterns
 from multiworld.serve.text.schema_rewrites import NOTES, rewritten
 
 # Keywords whose values have schemas by name, and those whose values are data.
@@ -77,6 +78,22 @@ ANY_JSON: dict[str, Any] = {
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
 
 
+KEYWORDS = frozenset(
+    (
+        *("$schema", "$id", "$anchor", "$ref", "$dynamicRef", "$dynamicAnchor"),
+        *("$recursiveRef", "$recursiveAnchor", "$defs", "definitions", *NOTES),
+        *("type", "enum", "const", "multipleOf", *BOUNDS, *COUNTS, "pattern", "format"),
+        *("items", "prefixItems", "additionalItems", "uniqueItems", "contains"),
+        *("unevaluatedItems", "required", "properties", "patternProperties"),
+        *("additionalProperties", "dependentRequired", "dependentSchemas"),
+        *("dependencies", "propertyNames", "unevaluatedProperties"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+    )
+)
+# Maximum of nodes, and of characters of enums, of a schema with its rules written out.
+MAX_NODES, MAX_ENUMS = 20_000, 256 * 1024
+
+
 class SchemaError(ValueError):
     """A schema cannot be enforced; its text says why."""
 
@@ -97,11 +114,19 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
         SchemaError: It has something that would be enforced wrongly.
     """
     latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
-    found: dict[str, Any] = _mapped(latest, lambda node: rewritten(node, latest))
+    has_ids = any("$id" in node for node in nodes(latest))
+    root = {} if has_ids else latest
+    budget = _Budget()
+
+    def written(node: dict[str, Any]) -> dict[str, Any]:
+        made = rewritten(node, root)
+        budget.spend(made)
+        return made
+
+    found: dict[str, Any] = _mapped(latest, written)
     for node in nodes(found):
         _check_reference(node)
         _check_data(node)
-        _check_pattern(node)
         if node.get("minProperties", 0) > 1:
             raise SchemaError("has minProperties above 1, which duplicates could meet")
     _check_bounds(found)
@@ -128,6 +153,32 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
                     left.append(value)
 
 
+class _Budget:
+    """The size of a schema whose rules are written out, as it grows."""
+
+    def __init__(self) -> None:
+        self._nodes = self._characters = 0
+
+    def spend(self, node: dict[str, Any]) -> None:
+        maps = (node.get(name) for name in MAPS)
+        self._nodes += 1 + sum(len(each) for each in maps if isinstance(each, dict))
+        left = [node.get("enum")]
+        while left:
+            part = left.pop()
+            self._characters += len(part) if isinstance(part, str) else 1
+            if isinstance(part, list):
+                left += part
+            elif isinstance(part, dict):
+                left += (*part, *part.values())
+            if self._characters > MAX_ENUMS:
+                break
+        if self._nodes > MAX_NODES or self._characters > MAX_ENUMS:
+            raise SchemaError(
+                f"has rules that need more than {MAX_NODES} schemas, or enums of more "
+                f"than {MAX_ENUMS} characters, when they are written out"
+            )
+
+
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Return a schema with each schema within it changed, outermost first."""
     if isinstance(schema, list):
@@ -146,7 +197,11 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
     is_old = draft in BEFORE_2019
     unknown = UNKNOWN_TO[draft] | (SINCE_2019 if is_old else set()) | {"$schema"}
-    found = {name: value for name, value in node.items() if name not in unknown}
+    known = KEYWORDS - unknown  # others are notes, whatever they look like
+    found = {name: value for name, value in node.items() if name in known}
+    if draft == "4" and isinstance(node.get("id"), str):
+        found["$id"] = node["id"]
+    found = _with_patterns(found)
     if is_old and "$ref" in found:
         return {name: found[name] for name in BESIDE_REF if name in found}
     for name in COUNTS & found.keys():
@@ -192,7 +247,7 @@ def _check_data(node: dict[str, Any]) -> None:
         elif isinstance(part, list):
             left += part
         elif isinstance(part, str):
-            if any(c < " " and c not in "\n\r\t\b\f" for c in part):
+            if not schema_patterns.can_be_written(part):
                 raise SchemaError(
                     "has a string with a control character, which JSON lacks"
                 )
@@ -230,32 +285,19 @@ def _check_bounds(schema: Any) -> None:
                 )
 
 
-RUST_ONLY = ("&&", "--", "~~", "[")  # within a class of characters
-RUST_ESCAPES = ("\\A", "\\z", "\\Z")
-
-
-def _check_pattern(node: dict[str, Any]) -> None:
-    """Refuse patterns that mean something else to Rust than in JSON Schema."""
-    patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
-    named = node.get("patternProperties")
-    patterns += [*named] if isinstance(named, dict) else []
-    for pattern in patterns:
-        is_inside, at = False, 0
-        while at < len(pattern):
-            rest = pattern[at:]
-            is_foreign = (is_inside and rest.startswith(RUST_ONLY)) or (
-                rest.startswith(RUST_ESCAPES)
-                or (rest.startswith("(?") and rest[2:3] not in (":", "=", "!", "<"))
-            )
-            if is_foreign:
-                raise SchemaError(
-                    f"has the pattern {pattern[:80]!r}, which ECMA 262 reads otherwise"
-                )
-            if rest[0] == "\\":
-                at += 2
-                continue
-            is_inside = (is_inside or rest[0] == "[") and rest[0] != "]"
-            at += 1
+def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose patterns are enforced exactly."""
+    found = dict(node)
+    try:
+        if isinstance(node.get("pattern"), str):
+            found["pattern"] = schema_patterns.enforceable(node["pattern"])
+        if isinstance(named := node.get("patternProperties"), dict):
+            found["patternProperties"] = {
+                schema_patterns.enforceable(name): each for name, each in named.items()
+            }
+    except schema_patterns.PatternError as error:
+        raise SchemaError(str(error)) from None
+    return found
 
 
 def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+import math
 from typing import Any
+from urllib.parse import unquote
+
+from multiworld.serve.text import schema_patterns
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 NOTES = {"title", "description", "default", "examples", "$comment", "deprecated"}
@@ -38,7 +41,10 @@ Schema = dict[str, Any]
 
 
 def rewritten(node: Schema, root: Schema) -> Schema:
-    """Return a schema of 2020-12 without the keywords that this module can write."""
+    """Return a schema of 2020-12 without the keywords that this module can write.
+
+    References are followed in ``root`` only; it is empty if they may mean another one.
+    """
     found = dict(node)
     every: list[Any] = []
     _drop_conditions(found, every)
@@ -137,12 +143,13 @@ def _drop_uniqueness(node: Schema, root: Schema) -> None:
     if values is None or node.keys() - known - {"$defs", "definitions"}:
         return
     most = min(node.get("maxItems", len(values)), len(values))
-    found: list[Any] = []
-    for length in range(node.get("minItems", 0), most + 1):
-        some = itertools.permutations(values, length)
-        found += map(list, itertools.islice(some, MOST_ARRANGEMENTS + 1))
-        if len(found) > MOST_ARRANGEMENTS:
-            return
+    lengths = range(node.get("minItems", 0), most + 1)
+    if len(values) > MOST_ARRANGEMENTS or len(lengths) > MOST_ARRANGEMENTS:
+        return
+    if sum(math.perm(len(values), each) for each in lengths) > MOST_ARRANGEMENTS:
+        return
+    every_length = (itertools.permutations(values, each) for each in lengths)
+    found = [list(each) for some in every_length for each in some]
     if found:
         for name in known - NOTES:
             node.pop(name, None)
@@ -153,9 +160,10 @@ def _values(schema: Any, root: Schema) -> list[Any] | None:
     """Return the values of an enum, or of a reference to one in ``$defs``."""
     if not isinstance(schema, dict):
         return None
-    path = str(schema.get("$ref", "")).split("/")
-    if path[:2] == ["#", "$defs"] and len(path) == 3 and "$id" not in root:
-        schema = root.get("$defs", {}).get(path[2])
+    if "$ref" in schema:
+        if schema.keys() - {"$ref"} - NOTES:
+            return None
+        schema = _referred(str(schema["$ref"]), root)
         if not isinstance(schema, dict):
             return None
     if schema.get("type") == "boolean" and not schema.keys() - {"type"} - NOTES:
@@ -164,11 +172,20 @@ def _values(schema: Any, root: Schema) -> list[Any] | None:
         return None
     if not isinstance(schema.get("type", ""), str) or schema.get("type") == "integer":
         return None
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is None:
+    if ("enum" in schema) == ("const" in schema):
         return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
     kind = schema.get("type")
     return [each for each in _distinct(values) if kind in (None, _type_of(each))]
+
+
+def _referred(reference: str, root: Schema) -> Any:
+    """Return what a reference to a definition of the root refers to, or None."""
+    path = unquote(reference).split("/")
+    if path[:2] != ["#", "$defs"] or len(path) != 3:
+        return None
+    name = path[2].replace("~1", "/").replace("~0", "~")
+    return root.get("$defs", {}).get(name)
 
 
 def negations(schema: Any, beside: Any) -> list[Any] | None:
@@ -187,7 +204,12 @@ def negations(schema: Any, beside: Any) -> list[Any] | None:
         return None
     found: list[Any] = [schema["not"]] if "not" in schema else []
     for name, (kind, opposite, more) in LIMITS.items():
-        if name in schema and (bound := schema[name] + more) != -1:
+        if name not in schema:
+            continue
+        bound = schema[name] + more
+        if kind == "number" and _is_integer(beside):
+            found.append({"type": "integer", **_integers_beyond(name, bound)})
+        elif kind == "number" or bound >= 0:
             found.append({"type": kind, opposite: bound})
     groups = [[each] for each in schema.get("allOf", [])]
     for group in [*groups, *([schema["anyOf"]] if "anyOf" in schema else [])]:
@@ -224,6 +246,20 @@ def negations(schema: Any, beside: Any) -> list[Any] | None:
     return [e for e in found if e is not False and (e is True or e.get("type") != [])]
 
 
+def _is_integer(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "integer"
+
+
+def _integers_beyond(name: str, bound: float) -> Schema:
+    """Return the inclusive bound of the integers that a bound excludes."""
+    return {
+        "minimum": {"maximum": math.ceil(bound) - 1},
+        "exclusiveMinimum": {"maximum": math.floor(bound)},
+        "maximum": {"minimum": math.floor(bound) + 1},
+        "exclusiveMaximum": {"minimum": math.ceil(bound)},
+    }[name]
+
+
 def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
     """Return schemas of all values but some; None if they cannot be given."""
     excluded = {_text(each) for each in values}
@@ -243,32 +279,11 @@ def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
         return None
     found: list[Schema] = [{"type": [k for k in TYPES if k not in kinds]}]
     if strings:
-        found.append({"type": "string", "pattern": pattern_of_others(strings)})
+        pattern = schema_patterns.of_others(strings)
+        found.append({"type": "string", "pattern": pattern})
     if "boolean" in kinds and (left := [b for b in (False, True) if b not in values]):
         found.append({"enum": left})
     return found
-
-
-def pattern_of_others(words: Iterable[str]) -> str:
-    """Return a regular expression, without look-around, of all texts but ``words``."""
-    return f"^(?:{_others({*words})})$"
-
-
-def _others(words: set[str]) -> str:
-    heads = sorted({word[0] for word in words if word})
-    parts = [] if "" in words else [""]
-    parts.append(
-        f"[^{''.join(map(_escaped, heads))}][\\s\\S]*" if heads else "[\\s\\S]+"
-    )
-    for head in heads:
-        rest = {word[1:] for word in words if word.startswith(head)}
-        parts.append(f"{_escaped(head)}(?:{_others(rest)})")
-    return "|".join(parts)
-
-
-def _escaped(character: str) -> str:
-    is_plain = character.isalnum() or character in "<>" or character > "~"
-    return character if is_plain or character < " " else f"\\{character}"
 
 
 def _type_of(value: Any) -> str:

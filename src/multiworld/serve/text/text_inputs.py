@@ -44,12 +44,13 @@ class Tokenizer:
     """Turns text into ``input_ids`` and ``attention_mask``, [1, length], int64."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
-        self._fast: Any = loaded(folder).backend_tokenizer
+        theirs = loaded(folder)
+        self._fast: Any = theirs.backend_tokenizer
         settings = read_if_there(folder / "sentence_bert_config.json")
         self._is_lowered = bool(settings.get("do_lower_case"))
         self._fast.no_padding()
         # Texts; token ids never are (see ``check_ids``).
-        self._fast.enable_truncation(max_length)
+        self._fast.enable_truncation(max_length, direction=theirs.truncation_side)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:

@@ -177,6 +177,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the tokens of a chat; see ``ChatTemplate.render``."""
         template = self.template
+        template.check_is_there()
         controls, in_answers, ids = template.controls
         marks = controls.marks()
         answers = in_answers.marks_like(marks)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import lzma
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -448,3 +449,206 @@ def test_numbers_of_no_named_type_end_too(schema: Any) -> None:
         assert not accepts(matcher, text % ("1" * 16)), text
     good = [text % "12.5" for text in ('{"b": 1, "c": [%s]}', '[{"d": %s}]')]
     assert any(accepts(matcher, text) for text in good)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "pattern": '^[^"]*$'}, '"a\\"b"'),
+        ({"type": "string", "pattern": "^[^\\\\]$"}, '"\\\\"'),
+        ({"type": "string", "pattern": '^[^<>"]+$'}, '"\\""'),
+        ({"type": "string", "pattern": "^[^\\u0022]$"}, '"\\""'),
+        ({"type": "string", "pattern": "^[^\\[-\\]]$"}, '"\\\\"'),
+        ({"type": "string", "not": {"enum": ['"']}}, '"\\""'),
+        ({"type": "string", "not": {"enum": ["\\"]}}, '"\\\\"'),
+        ({"oneOf": [{"const": '"'}, {"type": "string"}]}, '"\\""'),
+        (
+            {
+                "type": "object",
+                "patternProperties": {'^[^"]+$': {"type": "integer"}},
+                "additionalProperties": False,
+            },
+            '{"\\"": 1}',
+        ),
+        ({"type": "object", "propertyNames": {"pattern": "^[^\\\\]+$"}}, '{"\\\\": 1}'),
+        ({"type": "string", "not": {"enum": ["b", "\x7f"]}}, '"b"'),
+        ({"type": "string", "not": {"enum": ["b", "\x01"]}}, '"b"'),
+        ({"type": "string", "not": {"enum": ["a", "\x7fb"]}}, '"a"'),
+        ({"type": "string", "pattern": "^\\x7f[\\s\\S]+$"}, '"ab"'),
+        ({"type": "string", "pattern": "^(?:\\x01[\\s\\S]+|b)$"}, '"a"'),
+        (
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/C", "maxLength": 3},
+                "uniqueItems": True,
+                "$defs": {"C": {"enum": ["red", "blue"]}},
+            },
+            '["blue"]',
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/C", "maxLength": 3},
+                "$defs": {"C": {"enum": ["red", "blue"]}},
+            },
+            '{"blue": 1}',
+        ),
+        (
+            {
+                "type": "array",
+                "items": {"enum": ["a", "b"], "const": "a"},
+                "uniqueItems": True,
+            },
+            '["b"]',
+        ),
+        (
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/a~1b"},
+                "uniqueItems": True,
+                "$defs": {"a~1b": {"enum": ["x"]}, "a/b": {"enum": ["y"]}},
+            },
+            '["x"]',
+        ),
+        (
+            {
+                "$defs": {"E": {"enum": ["red"]}},
+                "type": "object",
+                "properties": {
+                    "a": {
+                        "$id": "http://x/y",
+                        "$defs": {"E": {"enum": ["x"]}},
+                        "properties": {
+                            "b": {
+                                "type": "array",
+                                "items": {"$ref": "#/$defs/E"},
+                                "uniqueItems": True,
+                            }
+                        },
+                    }
+                },
+            },
+            '{"a": {"b": ["red"]}}',
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "type": "object",
+                "properties": {
+                    "a": {
+                        "id": "http://x/y",
+                        "definitions": {"E": {"type": "string"}},
+                        "properties": {"b": {"$ref": "#/definitions/E"}},
+                    }
+                },
+                "definitions": {"E": {"type": "integer"}},
+            },
+            '{"a": {"b": 1}}',
+        ),
+    ],
+)
+def test_invalid_text_is_not_accepted(schema: Any, text: str) -> None:
+    """Quotes in classes, control characters, and references that mean other things."""
+    try:
+        matcher = matcher_of(schema)
+    except InvalidRequestError:
+        return
+    assert not accepts(matcher, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "pattern": '^[^"]*$'}, '"ab\\n"'),
+        ({"type": "string", "not": {"enum": ['"']}}, '"x\\""'),
+        ({"type": "string", "pattern": "^[^\\s,]+$"}, '"ab"'),
+        ({"type": "string", "pattern": "^[\\w.-]+@[a-z]+\\.com$"}, '"a.b@c.com"'),
+        ({"type": "object", "errorMessage": {"minProperties": "one"}}, "{}"),
+        ({"type": "object", "x-examples": {"oneOf": ["a", "b"]}}, "{}"),
+        ({"type": "object", "discriminator": {"mapping": {"not": "#/x"}}}, "{}"),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+                "if": {"properties": {"a": {"minimum": -1}}, "required": ["a"]},
+                "then": {"required": ["b"]},
+            },
+            '{"a": -2}',
+        ),
+    ],
+)
+def test_valid_text_is_accepted(schema: Any, text: str) -> None:
+    """Also beside keywords of others, whatever they look like."""
+    assert accepts(matcher_of(schema), text)
+
+
+def nested(count: int, kind: str) -> Any:
+    found: Any = {"type": "string"}
+    for _ in range(count):
+        more = [{"type": "string", "minLength": n + 2} for n in range(7)]
+        found = {
+            "oneOf": {"oneOf": [{"not": found}, *more]},
+            "if": {"if": {"not": found}, "then": {"type": "string"}},
+        }[kind]
+    return found
+
+
+def shared(values: list[str], use: Any, count: int) -> Any:
+    return {"$defs": {"E": {"enum": values}}, "prefixItems": [use] * count}
+
+
+UNIQUE = {"type": "array", "items": {"$ref": "#/$defs/E"}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(8, "oneOf"),
+        nested(40, "if"),
+        shared([c * 8000 for c in "abcd"], UNIQUE, 40),
+        shared(list("abcde"), UNIQUE, 700),
+        shared(
+            [f"n{n}" for n in range(3000)],
+            {"propertyNames": {"$ref": "#/$defs/E"}},
+            800,
+        ),
+    ],
+)
+def test_rules_that_would_fill_the_memory_are_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="written out"):
+        grammar_of_schema(schema, "schema")
+
+
+atoms_of_classes = st.sampled_from(
+    ["a", "b", "-", '"', "\\\\", "\\]", "!-#", "A-~", "\\u0022", "\\x5c", "\\n", "\\d"]
+)
+classes = st.builds(
+    lambda mark, parts, times: f"[{mark}{''.join(parts)}]{times}",
+    st.sampled_from(["", "^"]),
+    st.lists(atoms_of_classes, min_size=1, max_size=3),
+    st.sampled_from(["", "+", "*"]),
+)
+patterns = st.lists(
+    st.one_of(classes, st.sampled_from(["a", "b?", '"', "\\\\", "(?:a|-)", "."])),
+    min_size=1,
+    max_size=3,
+).map(lambda parts: f"^{''.join(parts)}$")
+pattern_texts = st.text('ab-"\\]\n!#1', max_size=4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(patterns, st.lists(pattern_texts, min_size=1, max_size=8))
+def test_patterns_accept_what_matches(pattern: str, texts: list[str]) -> None:
+    """Whatever classes leave out; Python's engine judges it."""
+    schema = {"type": "string", "pattern": pattern}
+    try:
+        matcher = matcher_of(schema)
+    except InvalidRequestError:  # as of ``a--`` in a class
+        return
+    try:
+        judge = re.compile(pattern)
+    except re.error:  # as of a range that begins with a set
+        return
+    for text in texts:
+        is_valid = judge.fullmatch(text) is not None
+        assert accepts(matcher, json.dumps(text)) == is_valid, text

@@ -185,18 +185,21 @@ class Gateway:
 
         That is what its client has to know first.
         """
-        if admitted.model and not self.may_use(admitted.tenant, admitted.model):
-            raise refusals.unknown_model(admitted.model, self.names(admitted.tenant))
+        if admitted.model:
+            self._check_known(admitted.model, admitted.tenant)
+
+    def _check_known(self, name: str, tenant: Tenant) -> None:
+        if not self.may_use(tenant, name):
+            if self.base(name) in self.dispatcher.table.routes:
+                self.authenticator.count_model_refusal(tenant)
+            raise refusals.unknown_model(name, self.names(tenant))
 
     def model(
         self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
     ) -> tuple[str, Model]:
         """Return the active version of a model, the only one served, and the model."""
         routes = self.dispatcher.table.routes
-        if not self.may_use(tenant, name):
-            if self.base(name) in routes:
-                self.authenticator.count_model_refusal(tenant)
-            raise refusals.unknown_model(name, self.names(tenant))
+        self._check_known(name, tenant)
         name = self.route(name, tenant)
         route = routes[name]
         if version is not None and version != route.version:

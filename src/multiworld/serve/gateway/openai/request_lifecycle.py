@@ -46,6 +46,7 @@ class Form:
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
     error: Callable[[ServeError], Response]
     event_stream: type[EventStream] = EventStream
+    model: str = ""  # if the address names it, and not the body
 
 
 async def answered(
@@ -60,7 +61,7 @@ async def answered(
             preparing = _prepared(gateway, admitted, request, read, body)
             ready = await while_connected(request, preparing)
         except ServeError as error:
-            admitted.model = model_named_in(body)
+            admitted.model = form.model or model_named_in(body)
             if isinstance(error, InvalidRequestError):
                 gateway.check_known(admitted)
             raise

@@ -117,6 +117,8 @@ def schemas() -> dict[str, Schema]:
         hidden = UNSUPPORTED + (NOT_IN_CHATS if name == "ChatBody" else ())
         is_body = name in ("ChatBody", "CompletionBody")
         properties = schema.get("properties", {})
+        if is_body:  # unknown fields are ignored, and so are some that request nothing
+            schema.pop("additionalProperties", None)
         for field in list(properties):
             if is_body and field in hidden:
                 del properties[field]

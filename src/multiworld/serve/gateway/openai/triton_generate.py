@@ -138,4 +138,4 @@ def _form(name: str) -> Form:
                     yield responses.event_of(shown(ready, before + piece.text))
                     before = ""
 
-    return Form(whole, events, responses.error_response, _Events)
+    return Form(whole, events, responses.error_response, _Events, name)

@@ -1,0 +1,121 @@
+"""``multiworld chat``: a chat with a served model, in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import click
+import orjson
+
+PAUSE_S = 1.0  # without a token, which is shown
+DATA = b"data: "
+
+
+async def model_of(session: aiohttp.ClientSession, url: str) -> str:
+    """Return the first model that generates text; ClickException if there is none."""
+    async with session.get(f"{url}/v1/models") as answer:
+        listed = await _json_of(answer)
+    # Those that generate text have a maximum length.
+    names = [one["id"] for one in listed["data"] if "max_model_len" in one]
+    if not names:
+        raise click.ClickException(f"no model at {url} generates text")
+    return str(names[0])
+
+
+async def pieces(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> AsyncIterator[str]:
+    """Yield an answer piece by piece; ClickException if it is an error."""
+    async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+        if answer.status != 200:
+            raise click.ClickException(_error_in(await answer.read()))
+        async for line in answer.content:
+            text = line.strip()
+            if not text.startswith(DATA) or text == b"data: [DONE]":
+                continue
+            event = orjson.loads(text[len(DATA) :])
+            if "error" in event:
+                raise click.ClickException(str(event["error"]["message"]))
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+async def _json_of(answer: aiohttp.ClientResponse) -> Any:
+    content = await answer.read()
+    if answer.status != 200:
+        raise click.ClickException(_error_in(content))
+    return orjson.loads(content)
+
+
+def _error_in(content: bytes) -> str:
+    try:
+        return str(orjson.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content.decode(errors="replace")[:200] or "the answer is empty"
+
+
+async def _answer(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> str:
+    """Print an answer as it comes, and return it."""
+    said, at = "", time.monotonic()
+    async for piece in pieces(session, url, body):
+        now = time.monotonic()
+        if said and now - at > PAUSE_S:
+            click.echo(f"\n[no token for {now - at:.1f} s]", err=True)
+        at = now
+        said += piece
+        click.echo(piece, nl=False)
+        sys.stdout.flush()
+    click.echo()
+    return said
+
+
+async def _chat(url: str, model: str | None, key: str, limit: int | None) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        try:
+            model = model or await model_of(session, url)
+            click.echo(f"{model} at {url}; Ctrl-D ends the chat", err=True)
+            messages: list[dict[str, str]] = []
+            while (line := await asyncio.to_thread(_read)) is not None:
+                messages.append({"role": "user", "content": line})
+                body = {"model": model, "messages": messages, "stream": True}
+                if limit is not None:
+                    body["max_tokens"] = limit
+                said = await _answer(session, url, body)
+                messages.append({"role": "assistant", "content": said})
+        except (aiohttp.ClientError, OSError) as error:
+            raise click.ClickException(f"{url}: {error}") from error
+
+
+def _read() -> str | None:
+    """Return the next line that is not empty; None at the end of the input."""
+    while True:
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        if text := line.strip():
+            return text
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--url", default="http://127.0.0.1:8000", help="Address of the service.")
+@click.option("--key", envvar="MULTIWORLD_KEY", default="", help="Key of a tenant.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
+def chat(model: str | None, url: str, key: str, max_tokens: int | None) -> None:
+    """Chat with a served MODEL, by default the first that generates text.
+
+    Each line of the input is a message. A pause of more than a second, as after the
+    loss of a worker, is shown.
+    """
+    asyncio.run(_chat(url.rstrip("/").removesuffix("/v1"), model, key, max_tokens))

@@ -1,0 +1,102 @@
+"""`multiworld chat`, with a service that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import cli
+
+
+class Service(BaseHTTPRequestHandler):
+    """Answers with the pieces of ``said``; keeps what was asked."""
+
+    said: ClassVar[list[Any]] = []
+    asked: ClassVar[list[Any]] = []
+    models: ClassVar[list[Any]] = []
+
+    def log_message(self, *args: object) -> None:
+        """Write nothing."""
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": self.models}).encode())
+
+    def do_POST(self) -> None:
+        length = int(self.headers["content-length"])
+        self.asked.append(json.loads(self.rfile.read(length)))
+        if self.said == ["refused"]:
+            self._answer(404, b'{"error": {"message": "no such model"}}')
+            return
+        events = [
+            part if isinstance(part, dict) else {"choices": [{"delta": part_of(part)}]}
+            for part in self.said
+        ]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self._answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def part_of(text: str) -> dict[str, str]:
+    return {"content": text}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Service.said, Service.asked = ["Hel", "lo"], []
+    Service.models = [{"id": "encoder"}, {"id": "m", "max_model_len": 64}]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_chat_keeps_what_was_said(url: str) -> None:
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input="Hi\n\nAnd?\n")
+    assert found.exit_code == 0, found.output
+    assert found.stdout == "Hello\nHello\n"
+    first, second = Service.asked
+    assert first["model"] == "m"
+    assert [m["content"] for m in second["messages"]] == ["Hi", "Hello", "And?"]
+
+
+def test_error_of_the_service_is_shown(url: str) -> None:
+    Service.said = ["refused"]
+    found = CliRunner().invoke(cli, ["chat", "x", "--url", f"{url}/v1"], input="Hi\n")
+    assert found.exit_code == 1
+    assert "no such model" in found.output
+
+
+def test_error_within_a_stream_is_shown(url: str) -> None:
+    Service.said = ["Hel", {"error": {"message": "no replica"}}]
+    found = CliRunner().invoke(cli, ["chat", "m", "--url", url], input="Hi\n")
+    assert found.exit_code == 1
+    assert "no replica" in found.output
+
+
+def test_service_without_such_models_is_named(url: str) -> None:
+    Service.models = [{"id": "encoder"}]
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input="Hi\n")
+    assert found.exit_code == 1
+    assert "generates text" in found.output
+
+
+def test_service_that_is_not_there_is_named() -> None:
+    found = CliRunner().invoke(
+        cli, ["chat", "--url", "http://127.0.0.1:1"], input="x\n"
+    )
+    assert found.exit_code == 1
+    assert "http://127.0.0.1:1" in found.output
