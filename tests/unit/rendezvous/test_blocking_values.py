@@ -133,6 +133,18 @@ async def test_missing_value_is_a_time_out_and_the_connection_lives(
     values.close()
 
 
+async def test_full_store_is_named_and_the_connection_lives(
+    server: StoreServer,
+) -> None:
+    values = await values_at(server.port)
+    for number in range(63):
+        await put(values, f"k{number}", "v" * 2**20)
+    with pytest.raises(StoreUnreachableError, match="holds the maximum of 67108864"):
+        await put(values, "more", "v" * 2**20)
+    assert await get(values, "k0") == ["v" * 2**20]
+    values.close()
+
+
 async def test_nobody_there_is_named() -> None:
     """The error carries the address."""
     port = free_port()

@@ -388,6 +388,23 @@ async def test_several_poison_completions_quarantine_their_tenant(
     assert ("acme", "g") in played.streams.quarantined
 
 
+async def test_invalid_request_to_an_unknown_model_is_told_so_first(
+    tokenizer: Tokenizer,
+) -> None:
+    """Whether the body names it or the address; a body's name is none there."""
+    played = Played(tokenizer, "acme")
+    asked = {"model": "nope", "messages": [], "temperature": -1}
+    status, answer = await played.post(CHAT, asked, "acme")
+    assert status == 404
+    assert "no model 'nope'" in answer["error"]["message"]
+    body = {"text_input": "x", "model": "foo"}
+    status, answer = await played.post("/v2/models/g/generate", body, "acme")
+    assert status == 400
+    assert "model" in answer["error"]
+    status, _ = await played.post("/v2/models/nope/generate", body, "acme")
+    assert status == 404
+
+
 # Streamed answers.
 
 
