@@ -69,10 +69,16 @@ def test_user_without_a_home_has_folders_of_its_own(
 
 
 def test_folder_in_place_of_a_spec_says_what_to_give(tmp_path: Path) -> None:
-    """The spec in it, or one for the model in it."""
-    (tmp_path / "config.json").write_text("{}")
-    done = run("serve", str(tmp_path))
-    assert f"path: {tmp_path}".encode() in done.stderr
+    """The spec in it, or one for the model in it; `serve` takes a model as it is."""
     (tmp_path / "app.yaml").write_text("")
     done = run("serve", str(tmp_path))
+    assert f"give its spec, {tmp_path}/app.yaml".encode() in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    done = run("serve", str(tmp_path), "--print-spec")
+    assert f"path: {tmp_path}".encode() in done.stdout
+    (tmp_path / "app.yaml").unlink()
+    done = run("plan", str(tmp_path))
+    assert f"path: {tmp_path}".encode() in done.stderr
+    (tmp_path / "app.yaml").write_text("")
+    done = run("plan", str(tmp_path))
     assert f"give its spec, {tmp_path}/app.yaml".encode() in done.stderr
