@@ -36,7 +36,7 @@ from multiworld.serve.controller.placement.replica_bookings import (
     ReplicaBookings,
     asks_of,
 )
-from multiworld.serve.controller.placement.solver.problem import Placement
+from multiworld.serve.controller.placement.solver.problem import UTILISATION, Placement
 from multiworld.serve.controller.scaling.default_policy import decide
 from multiworld.serve.controller.scaling.limits import is_scaled
 from multiworld.serve.controller.scaling.scaling_plans import ScalingPlan, plans_of
@@ -384,7 +384,8 @@ def _scaled(name: str, scaling_plans: list[ScalingPlan]) -> str:
     shown = [f"{_rate(g.rate)} with {list(g.replicas)}" for g in scaling_plans[:SHOWN]]
     more = f"; {len(scaling_plans) - SHOWN} more" if len(scaling_plans) > SHOWN else ""
     return (
-        f"{name} is scaled by load, requests/s with replicas: {'; '.join(shown)}{more}"
+        f"{name} is scaled by load; requests/s that replicas answer within the "
+        f"objective, queues included: {'; '.join(shown)}{more}"
     )
 
 
@@ -410,7 +411,10 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
     else:
         number = model.bottleneck
         stage = spec.stages[number].name or number
-        said += f"bottleneck: stage {stage}, at most {_rate(model.at_most)} rows/s"
+        said += (
+            f"bottleneck: stage {stage}, at most {_rate(model.at_most)} rows/s with "
+            f"its replicas {UTILISATION:.0%} busy"
+        )
     said = escape(said)
     if model.short:
         said += f"\n  [red]not all replicas fit[/]: {escape(model.short)}"

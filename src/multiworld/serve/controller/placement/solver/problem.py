@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1024**3
+UTILISATION = 0.8  # share of a device's time that is planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Problem:
     running: Collection[tuple[str, int, str]] = ()
     move_cost: float = 0.05  # per hour, of each replica that does not run there already
     hop_s: float = 0.001  # from one stage to the next
-    utilisation: float = 0.8  # share of a device's time that may be planned
+    utilisation: float = UTILISATION  # of a device's time, that may be planned
     # Cost per hour of the fullest device, by replica per capacity; 0: none.
     balance: float = 0.0
 
