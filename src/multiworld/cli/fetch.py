@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-DEMO = "smollm2"
+from multiworld.cli.model_spec import DEMO
 
 
 @click.command()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiworld.errors import SpecError
+from multiworld.serve.engine.models import hub
 
 DEMO = "smollm2"
 
@@ -45,9 +46,9 @@ def is_model(text: str) -> bool:
     path = Path(text).expanduser()
     if text == DEMO:
         return not path.exists()
-    return (path / "config.json").exists() or (
-        not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None
-    )
+    if path.suffix in (".yaml", ".yml"):
+        return False
+    return (path / "config.json").exists() or hub.is_hub_name(text)
 
 
 def found(

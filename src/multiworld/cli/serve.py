@@ -134,7 +134,7 @@ def serve(
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
     given = {name: value for name, value in options.items() if value is not None}
-    # What is fetched is told on standard error: --print-spec prints on the other.
+    # Progress goes to standard error: --print-spec prints the spec on the other.
     err = Console(stderr=True)
     app, fetched = _load(target, revision, print_spec, given, err)
     if app is None:

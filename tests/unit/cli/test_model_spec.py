@@ -75,7 +75,14 @@ def test_engine_gets_no_threads() -> None:
 
 @pytest.mark.parametrize(
     ("text", "is_one"),
-    [("smollm2", True), ("some/model", True), ("app.yaml", False), ("a/b/c", False)],
+    [
+        ("smollm2", True),
+        ("some/model", True),
+        ("app.yaml", False),
+        ("specs/app.yaml", False),
+        ("./x", False),
+        ("a/b/c", False),
+    ],
 )
 def test_models_are_told_from_files(text: str, is_one: bool) -> None:
     assert is_model(text) is is_one
