@@ -18,15 +18,15 @@ from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, decode_hello
 from multiworld.rendezvous import store_messages
 from multiworld.rendezvous.store_service import StoreService
-from multiworld.serve.gateway.http.embeddings import _embedding_request
 from multiworld.serve.gateway.http.http_responses import openai_error
-from multiworld.serve.gateway.http.open_inference import parse
 from multiworld.serve.gateway.openai.completions import (
     chat_of,
     completion_of,
     prompts_of,
 )
+from multiworld.serve.gateway.openai.embeddings import _embedding_request
 from multiworld.serve.gateway.openai.request_fields import GenerateBody, decoded
+from multiworld.serve.gateway.openinference.tensor_format import parse
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.wire import frames as edge_frames
 from multiworld.serve.wire.frames import Entry
@@ -43,7 +43,7 @@ from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of
 from tests.unit.serve.controller.test_admin import SPEC, Client, FakeController
 from tests.unit.serve.gateway.http.test_http_protocol import GET, serving
-from tests.unit.serve.gateway.http.test_open_inference import ANY, MODEL
+from tests.unit.serve.gateway.openinference.test_tensor_format import ANY, MODEL
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 

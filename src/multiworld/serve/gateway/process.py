@@ -30,9 +30,9 @@ from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import bounded
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
-from multiworld.serve.gateway.openai.openai_routes import add_generation
-from multiworld.serve.gateway.openai.triton_generate import add_generate
+from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
+from multiworld.serve.gateway.routes import ROUTES
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.machines.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
@@ -51,7 +51,6 @@ from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
 
-ROUTES = (add_generation, add_generate)  # add the routes of models that generate text
 GENERATION = get_args(GenerationMessage)  # messages that go to the streams
 PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
 LOADING_S = 10.0  # to load tokenizers before it serves
@@ -189,9 +188,10 @@ class GatewayProcess:
         self._held_until = 0.0
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
+        app = make_app(self._gateway, ROUTES, schemas())
         self._server = EmbeddedServer(
             uvicorn.Config(
-                with_origins(make_app(self._gateway, ROUTES), spec.cors_origins),
+                with_origins(app, spec.cors_origins),
                 http=_protocol_of(self._spec, connections),
                 ws="none",
                 log_config=None,

@@ -13,13 +13,13 @@ import torch
 
 from multiworld.serve.gateway.admission.authenticator import Authenticator
 from multiworld.serve.gateway.admission.timing import Timing
-from multiworld.serve.gateway.http.app import make_app
+from multiworld.serve.gateway.http.app import App, make_app
 from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.hot_routes import HotRoutes
 from multiworld.serve.gateway.http.http_request import CONNECTION, Connection
-from multiworld.serve.gateway.process import ROUTES
+from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
+from multiworld.serve.gateway.routes import ROUTES
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
@@ -161,7 +161,7 @@ class Fake:
         bodies = BodyBudget(4 * max_body_bytes)
         self.gateway = Gateway(self.dispatcher, limits, bodies, authenticator)
         self.serve(m=MODEL, t=TEXT)
-        self.app = make_app(self.gateway, ROUTES)
+        self.app = make_app(self.gateway, ROUTES, schemas())
 
     def serve(
         self,
@@ -217,7 +217,7 @@ class Disconnecting:
     """
 
     def __init__(
-        self, app: HotRoutes, path: str, *parts: bytes, is_whole: bool = True
+        self, app: App, path: str, *parts: bytes, is_whole: bool = True
     ) -> None:
         self._app, self._path = app, path
         self._messages: list[dict[str, Any]] = [

@@ -26,11 +26,8 @@ from multiworld.serve.gateway.admission.authenticator import (
 from multiworld.serve.gateway.http.body_budget import (
     BodyBudget,
     BodyLimits,
-    Reservation,
 )
-from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.metrics import render
-from multiworld.serve.gateway.http.request_body import Body, read_body
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
@@ -66,7 +63,7 @@ class Gateway:
         authenticator: Authenticator | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.dispatcher, self._limits, self.bodies = dispatcher, limits, bodies
+        self.dispatcher, self.limits, self.bodies = dispatcher, limits, bodies
         self.streams = streams or Streams(dispatcher.name)
         self.specs: dict[tuple[str, str], ModelSpec] = {}
         self.authenticator = authenticator or Authenticator(needs_key=False)
@@ -85,23 +82,6 @@ class Gateway:
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
         self.is_ending = self.logs_access = self.is_strict = False
-
-    async def read_body(
-        self,
-        request: AnyRequest,
-        admitted: AdmittedRequest,
-        reservation: Reservation,
-        *,
-        may_be_binary: bool = False,
-    ) -> Body:
-        return await read_body(
-            request,
-            self._limits,
-            reservation,
-            lambda size: self.authenticator.count_bytes(admitted, size),
-            lambda size: self.authenticator.charge(admitted, size),
-            may_be_binary=may_be_binary,
-        )
 
     def counted(self) -> Iterator[Counted]:
         yield from self.counts.counted()
@@ -180,15 +160,8 @@ class Gateway:
             self._dedicated.add(own)
         return own
 
-    def check_known(self, admitted: AdmittedRequest) -> None:
-        """Raise UnknownModelError if an invalid request names no model that is served.
-
-        That is what its client has to know first.
-        """
-        if admitted.model:
-            self._check_known(admitted.model, admitted.tenant)
-
-    def _check_known(self, name: str, tenant: Tenant) -> None:
+    def check_known(self, name: str, tenant: Tenant) -> None:
+        """Raise UnknownModelError if a tenant may not use a model, or there is none."""
         if not self.may_use(tenant, name):
             if self.base(name) in self.dispatcher.table.routes:
                 self.authenticator.count_model_refusal(tenant)
@@ -199,7 +172,7 @@ class Gateway:
     ) -> tuple[str, Model]:
         """Return the active version of a model, the only one served, and the model."""
         routes = self.dispatcher.table.routes
-        self._check_known(name, tenant)
+        self.check_known(name, tenant)
         name = self.route(name, tenant)
         route = routes[name]
         if version is not None and version != route.version:
@@ -390,12 +363,3 @@ async def _digest(tensors: Tensors) -> str:
     if size < LARGE_BYTES:
         return digest_of(tensors)
     return await asyncio.to_thread(digest_of, tensors)
-
-
-def require_tensors(name: str, model: Model) -> None:
-    if model.generation is not None:
-        raise InvalidRequestError(
-            f"model {name!r} generates text; use /v1/chat/completions, or "
-            f"/v2/models/{name}/generate",
-            param="model",
-        )

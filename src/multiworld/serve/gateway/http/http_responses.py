@@ -1,4 +1,4 @@
-"""HTTP responses: admission, counting, and the forms of errors."""
+"""HTTP responses: JSON, streams of events, and the forms of errors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 import re
 import reprlib
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import Response
-from fastapi.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from multiworld.errors import (
     DeadlineExceededError,
@@ -26,15 +25,9 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
-from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.admission.timing import Phases
-from multiworld.serve.gateway.http.body_budget import Reservation
-from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
 
 logger = logging.getLogger("multiworld.serve")
-
-access_logger = logging.getLogger("multiworld.access")
 
 REQUEST_ID = "X-Request-Id"  # with the id of a request: accepted, returned and logged
 
@@ -122,6 +115,7 @@ class EventStream(StreamingResponse):
     last = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self._status = CLIENT_CLOSED
         # Called once, with the status to count.
         self.on_end: Callable[[int], object] = lambda status: None
         # Called with the number of bytes of each event.
@@ -151,9 +145,16 @@ class EventStream(StreamingResponse):
             logger.exception("a stream failed")
             yield event_of({"error": self.error_of(ServeError(BUG))})
         finally:
-            self.on_end(status)
+            self._status = status
         if self.last:
             yield self.last
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Also of a client that left before the first event, which ``_all`` never sees.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.on_end(self._status)
 
 
 # Headers that keep proxies from buffering a stream of events.
@@ -164,100 +165,12 @@ def event_of(content: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(content)
 
 
-# Answers an admitted request, whose body takes memory from the reservation.
-Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
-
-
-async def respond(
-    gateway: Gateway,
-    request: AnyRequest,
-    name: str,
-    handler: Handler,
-    error_response: Callable[[ServeError], Response],
-) -> Response:
-    """Admit a request, answer it, and count it, whatever its outcome."""
-    # ``name`` is empty if the body names the model: then ``handler`` notes it. An
-    # ``EventStream`` is counted when it ends; a cancelled request as ``CLIENT_CLOSED``.
-    number = request_id_of(request)
-    try:
-        admitted = gateway.authenticator.admit(request.headers)
-    except ServeError as error:
-        refusal = error_response(error)
-        refusal.headers[REQUEST_ID] = number
-        is_named = name in gateway.models and not isinstance(error, UnauthorizedError)
-        label = name if is_named else "unknown"
-        gateway.counts.add(label, "", refusal.status_code, 0.0)
-        if gateway.logs_access:
-            _log_access(request, number, "-", refusal.status_code, 0.0)
-        return refusal
-    admitted.id = number
-    reservation = Reservation(gateway.bodies, admitted.tenant.name)
-
-    def end(status: int) -> Phases | None:
-        reservation.release()
-        model = name or admitted.model
-        is_known = gateway.may_use(admitted.tenant, model)
-        label = model if is_known else "unknown"
-        gateway.authenticator.finish(admitted, label, status)
-        began_at, now = admitted.started_at, gateway.authenticator.clock()
-        phases = admitted.timing.phases(began_at, now)
-        tenant = admitted.tenant.name
-        gateway.counts.add(label, tenant, status, now - began_at, phases)
-        if gateway.logs_access:
-            _log_access(request, number, tenant or "-", status, now - began_at)
-        return phases
-
-    status = CLIENT_CLOSED
-    response: Response | None = None
-    phases = None
-    try:
-        response = await _handled(
-            lambda: handler(admitted, reservation), error_response
-        )
-        status = response.status_code
-        # It has none of that name, for which ``headers`` would look.
-        response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
-    finally:
-        if isinstance(response, EventStream):
-            response.on_end = end
-            response.on_bytes = partial(gateway.authenticator.count_sent, admitted)
-        else:
-            if response is not None:
-                gateway.authenticator.count_sent(admitted, len(response.body))
-            phases = end(status)
-    if phases is not None and ASK_TIMING in request.headers:
-        response.headers["Server-Timing"] = phases.header
-    return response
-
-
 def request_id_of(request: AnyRequest) -> str:
     given = request.headers.get(REQUEST_ID.lower(), "")
     return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def _log_access(
-    request: AnyRequest, number: str, tenant: str, status: int, took_s: float
-) -> None:
-    # As it was sent: decoded, it could have lines of its own.
-    method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
-    text = "%s %s %s %s %d %.3f s"
-    access_logger.info(text, number, tenant, method, path, status, took_s)
-
-
 CLIENT_CLOSED = 499  # nginx's status of a request whose client disconnected
-
-
-async def _handled(
-    answer: Callable[[], Awaitable[Response]],
-    error_response: Callable[[ServeError], Response],
-) -> Response:
-    try:
-        return await answer()
-    except ServeError as error:
-        return error_response(error)
-    except Exception:
-        logger.exception("gateway failed to handle a request")
-        return error_response(ServeError(BUG))
 
 
 def timeout_of(

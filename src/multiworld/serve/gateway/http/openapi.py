@@ -1,10 +1,12 @@
-"""OpenAPI descriptions of bodies that the gateway parses itself, for speed."""
+"""The OpenAPI description of the table of routes, and of bodies in it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multiworld.serve.spec.datatypes import TORCH_OF
+import multiworld
+from multiworld.serve.gateway.http.route import Needs, Route, Tag, pattern_of
 
 _ERRORS = {
     401: "A key is needed, or the given one is not valid.",
@@ -22,21 +24,6 @@ _ERRORS = {
     501: "The server has no structured output.",
     503: "A stage had no replica before the deadline; see Retry-After.",
     504: "The request missed its deadline.",
-}
-
-_TENSOR = {
-    "type": "object",
-    "required": ["name", "shape", "datatype"],
-    "properties": {
-        "name": {"type": "string"},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "datatype": {"type": "string", "enum": list(TORCH_OF)},
-        "parameters": {
-            "type": "object",
-            "properties": {"binary_data_size": {"type": "integer"}},
-        },
-        "data": {"type": "array", "items": {}},
-    },
 }
 
 TIMEOUT = {
@@ -72,94 +59,87 @@ OPENAI_ERROR = {
 }
 
 
-def errors(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
-    """Describe error responses; all statuses by default."""
+def _errors_of(route: Route) -> dict[str, Any]:
+    """Describe the errors that a route can answer with, by status."""
+    statuses: set[int] = set()
+    if route.needs is Needs.BODY:
+        statuses = {*_ERRORS}
+    elif route.needs is not Needs.NOTHING:
+        statuses = {401, 404} if "{name}" in route.path else {401}
+    schema = OPENAI_ERROR if route.tag is Tag.OPENAI else ERROR
     content = {"application/json": {"schema": schema}}
     return {
         str(status): {"description": _ERRORS[status], "content": content}
-        for status in sorted(statuses or _ERRORS)
+        for status in sorted(statuses)
     }
 
 
-def _described(
-    schema: dict[str, Any],
-    example: Any,
-    parameters: list[dict[str, Any]],
-    error: dict[str, Any],
+def body_of(schema: Mapping[str, Any], example: Any) -> dict[str, Any]:
+    """Describe a body in JSON."""
+    content = {"application/json": {"schema": schema, "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+METRICS = {
+    "responses": {
+        "200": {
+            "description": "The metrics.",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        }
+    }
+}
+
+
+# The whole document.
+
+
+def document_of(
+    routes: Sequence[Route], schemas: Mapping[str, Any], description: str
 ) -> dict[str, Any]:
+    """Return the OpenAPI description of a table of routes."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for path in route.paths if route.is_shown else ():
+            operation = _operation_of(route, path)
+            paths.setdefault(path, {})[route.method.lower()] = operation
+    about = {"title": "multiworld", "version": multiworld.__version__}
     return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schema, "example": example}},
-        },
-        "parameters": parameters,
-        "responses": errors(error),
+        "openapi": "3.1.0",
+        "info": {**about, "description": description},
+        "paths": paths,
+        "components": {"schemas": dict(schemas)},
     }
 
 
-INFER = _described(
-    {
-        "type": "object",
-        "required": ["inputs"],
-        "properties": {
-            "id": {"type": "string"},
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "timeout_s": {"type": "number"},
-                    "sequence_id": {},
-                    "binary_data_output": {"type": "boolean"},
-                },
-            },
-            "inputs": {"type": "array", "items": _TENSOR},
-            "outputs": {"type": "array", "items": {"type": "object"}},
+def _operation_of(route: Route, path: str) -> dict[str, Any]:
+    summary, description = route.texts
+    more = dict(route.operation)
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in pattern_of(path).groupindex
+    ]
+    parameters += [TIMEOUT] if route.needs is Needs.BODY else []
+    parameters += more.pop("parameters", [])
+    version = "_version" if "version" in pattern_of(path).groupindex else ""
+    found = {
+        "tags": [route.tag.value],
+        "summary": summary,
+        "operationId": f"{route.tag.value}_{route.handler.__name__}{version}",
+        "responses": {
+            "200": _ANSWER,
+            **more.pop("responses", {}),
+            **_errors_of(route),
         },
-    },
-    {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]},
-    [
-        TIMEOUT,
-        {
-            "name": "Inference-Header-Content-Length",
-            "in": "header",
-            "description": "Bytes of the JSON part, if raw tensors follow it.",
-            "schema": {"type": "integer"},
-        },
-    ],
-    ERROR,
-)
+        **more,
+    }
+    if description:
+        found["description"] = description
+    if parameters:
+        found["parameters"] = parameters
+    return found
 
-_TEXT = {"type": "string", "minLength": 1}
-_TOKEN = {"type": "integer", "minimum": 0}
 
-EMBEDDINGS = _described(
-    {
-        "type": "object",
-        "required": ["model", "input"],
-        "properties": {
-            "model": {"type": "string", "minLength": 1},
-            "input": {
-                "oneOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "minItems": 1, "items": _TEXT},
-                    {"type": "array", "minItems": 1, "items": _TOKEN},
-                    {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {"type": "array", "minItems": 1, "items": _TOKEN},
-                    },
-                ]
-            },
-            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
-            "dimensions": {"type": "integer"},
-            "user": {"type": "string"},
-        },
-    },
-    {"model": "minilm", "input": ["hello world"]},
-    [TIMEOUT],
-    OPENAI_ERROR,
-)
-
-KNOWN_MODEL = {"responses": errors(ERROR, 401, 404)}  # of routes about one model
-
-# Errors of routes about one model in OpenAI's API.
-OPENAI_KNOWN_MODEL = {"responses": errors(OPENAI_ERROR, 401, 404)}
+_ANSWER = {
+    "description": "The answer.",
+    "content": {"application/json": {"schema": {}}},
+}

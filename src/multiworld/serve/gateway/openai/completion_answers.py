@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import Response
+from starlette.responses import Response
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.http.http_responses import event_of, json_response
@@ -22,6 +22,7 @@ from multiworld.serve.gateway.openai.choices import (
 )
 from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.gateway.openai.reasoning import AnswerParser, Thought
+from multiworld.serve.gateway.openai.request_lifecycle import Form
 from multiworld.serve.gateway.openai.tools import Call
 from multiworld.serve.wire.generation_messages import TokenItem
 
@@ -317,3 +318,6 @@ def _event(
     if ready.is_chat and "prompt_token_ids" in more:
         chunk["prompt_token_ids"] = more["prompt_token_ids"]
     return event_of(chunk)
+
+
+OPENAI = Form(whole, events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
-from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.http_responses import timeout_of
-from multiworld.serve.gateway.openai.choices import Choice
+from multiworld.serve.gateway.openai.choices import Choice, digest_of
 from multiworld.serve.gateway.openai.completions import (
     Structure,
     Wanted,
+    chat_of,
     check_fits,
+    completion_of,
     prompts_of,
 )
 from multiworld.serve.gateway.openai.reasoning import (
@@ -50,6 +50,7 @@ from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 
+LEAST_S = 0.001  # of a deadline, which then is over at once
 MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
 
 
@@ -68,6 +69,14 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a request as tokens, and the reasoning that may follow them."""
+
+    tokens: Sequence[Sequence[int]]
+    reasoning: Reasoning | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """What chats and text completions have of their own."""
 
@@ -75,10 +84,8 @@ class Kind:
     whole: str  # ``object`` of a whole answer
     chunk: str  # and of a chunk
     field: str  # of the request, with the prompt
-
-
-CHAT = Kind("chatcmpl-", "chat.completion", "chat.completion.chunk", "messages")
-TEXT = Kind("cmpl-", "text_completion", "text_completion", "prompt")
+    parse: Callable[..., tuple[Any, Wanted]]  # of a body
+    encode: Callable[[AdmittedCall, ServedModel, Any, Wanted], Awaitable[Prompts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +115,45 @@ class Ready:
         }
 
 
-async def served_model(
-    gateway: Gateway, admitted: AdmittedRequest, name: str
-) -> ServedModel:
-    version, model = gateway.model(name, None, admitted.tenant)
+async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -> Ready:
+    """Prepare a request for the active version; again if an update is completed."""
+    gateway, name, tenant = call.gateway, wanted.model, call.tenant
+    call.admitted.model = name
+    began_at = gateway.authenticator.clock()
+    while True:
+        served = await served_model(call, name)
+        timeout_s = timeout_of(call.request, wanted.timeout_s)
+        timed = replace(wanted, timeout_s=timeout_s)
+        prompts = await kind.encode(call, served, asked, timed)
+        ready = await _ready(call, timed, served, prompts, kind)
+        await gateway.check_poison(
+            call.admitted, (name, served.version), partial(_digest, ready)
+        )
+        version, _ = gateway.model(name, None, tenant)
+        if (version, gateway.route(name, tenant)) == (served.version, served.name):
+            break
+    if ready.wanted.structure is None:
+        return ready
+    if timeout_s is None:
+        timeout_s = gateway.deadline_s(name, tenant)
+    spent_s = gateway.authenticator.clock() - began_at  # seconds, if it was compiled
+    timeout_s = max(LEAST_S, timeout_s - spent_s)
+    return replace(ready, wanted=replace(ready.wanted, timeout_s=timeout_s))
+
+
+async def _digest(ready: Ready) -> str:
+    return digest_of(ready.choices, ready.wanted.sampling)
+
+
+async def served_model(call: AdmittedCall, name: str) -> ServedModel:
+    gateway = call.gateway
+    version, model = gateway.model(name, None, call.tenant)
     if model.generation is None:
         raise InvalidRequestError(
             f"model {name!r} generates no text; use /v1/embeddings or /v2",
             param="model",
         )
-    name = gateway.route(name, admitted.tenant)
+    name = gateway.route(name, call.tenant)
     # Before the wait: the version may be gone after it.
     whole = gateway.specs[name, version]
     spec = whole.generation
@@ -138,10 +174,9 @@ async def served_model(
     )
 
 
-async def prepare_chat(
-    gateway: Gateway, admitted: AdmittedRequest, asked: ChatBody, wanted: Wanted
-) -> Ready:
-    served = await served_model(gateway, admitted, asked.model)
+async def _chat_prompt(
+    call: AdmittedCall, served: ServedModel, asked: ChatBody, wanted: Wanted
+) -> Prompts:
     tools, options = _shown_tools(wanted), asked.chat_template_kwargs or {}
     size = bytes_of((asked.messages, tools, options))
     served.tokenizer.check_length(size, served.longest, "messages")
@@ -155,9 +190,8 @@ async def prepare_chat(
         effort=asked.reasoning_effort,
         has_controls=served.has_controls,
     )
-    tokens = await _encoded(gateway, admitted, size, encode)
-    reasoning = _reasoning_after(tokens, served)
-    return await _ready(gateway, admitted, wanted, served, [tokens], CHAT, reasoning)
+    tokens = await _encoded(call, size, encode)
+    return Prompts([tokens], _reasoning_after(tokens, served))
 
 
 def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | None:
@@ -173,10 +207,9 @@ def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | 
     return replace(found, begin_token=begin, end_token=end)
 
 
-async def prepare_completion(
-    gateway: Gateway, admitted: AdmittedRequest, asked: CompletionBody, wanted: Wanted
-) -> Ready:
-    served = await served_model(gateway, admitted, asked.model)
+async def _text_prompts(
+    call: AdmittedCall, served: ServedModel, asked: CompletionBody, wanted: Wanted
+) -> Prompts:
     tokenizer = served.tokenizer
     prompts: Sequence[str | list[int]] = prompts_of(asked.prompt)
     _check_choices(len(prompts), wanted.n)
@@ -188,22 +221,37 @@ async def prepare_completion(
     for prompt, size in zip(prompts, sizes, strict=True):
         if isinstance(prompt, str):
             encode = partial(tokenizer.encode, prompt, has_special=has_special)
-            tokens.append(await _encoded(gateway, admitted, size, encode))
+            tokens.append(await _encoded(call, size, encode))
         else:
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
             break  # and is refused
-    return await _ready(gateway, admitted, wanted, served, tokens, TEXT)
+    return Prompts(tokens)
+
+
+CHAT = Kind(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    "messages",
+    chat_of,
+    _chat_prompt,
+)
+TEXT = Kind(
+    "cmpl-",
+    "text_completion",
+    "text_completion",
+    "prompt",
+    completion_of,
+    _text_prompts,
+)
 
 
 async def _encoded(
-    gateway: Gateway,
-    admitted: AdmittedRequest,
-    size: int,
-    encode: Callable[[], list[int]],
+    call: AdmittedCall, size: int, encode: Callable[[], list[int]]
 ) -> list[int]:
     """Encode a text in a thread; tenants take turns, as it may take a second."""
-    work = gateway.encoding.submit(admitted.tenant.share, 1.0 + size, encode)
+    work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return await asyncio.wrap_future(work)
 
 
@@ -288,14 +336,8 @@ def _shown_marks(
     return frozenset(added[mark] for mark in marks if mark in added)
 
 
-def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
-    """Return what a client wants, with the timeout of its headers; check it."""
-    return replace(wanted, timeout_s=timeout_of(request, wanted.timeout_s))
-
-
 async def _compiled(
-    gateway: Gateway,
-    admitted: AdmittedRequest,
+    call: AdmittedCall,
     wanted: Wanted,
     served: ServedModel,
     structure: Structure,
@@ -304,9 +346,9 @@ async def _compiled(
     """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
     limit_s = wanted.timeout_s
     if limit_s is None:
-        limit_s = min(WAIT_S, gateway.deadline_s(wanted.model, admitted.tenant))
-    call = partial(_tried, structure, served, reasoning)
-    work = gateway.compiling.submit(admitted.tenant.share, 1.0, call)
+        limit_s = min(WAIT_S, call.gateway.deadline_s(wanted.model, call.tenant))
+    compile_it = partial(_tried, structure, served, reasoning)
+    work = call.gateway.compiling.submit(call.tenant.share, 1.0, compile_it)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(work)
@@ -337,22 +379,19 @@ def _tried(
 
 
 async def _ready(
-    gateway: Gateway,
-    admitted: AdmittedRequest,
+    call: AdmittedCall,
     wanted: Wanted,
     served: ServedModel,
-    prompts: Sequence[Sequence[int]],
+    given: Prompts,
     kind: Kind,
-    reasoning: Reasoning | None = None,
 ) -> Ready:
+    prompts, reasoning = given.tokens, given.reasoning
     wanted = _with_defaults(wanted, served.generation)
     if wanted.calling is not None and wanted.calling.is_free and served.family:
         wanted = replace(wanted, structure=_with_calls(wanted, served))
     if wanted.structure is not None:
         structure = wanted.structure
-        grammar = await _compiled(
-            gateway, admitted, wanted, served, structure, reasoning
-        )
+        grammar = await _compiled(call, wanted, served, structure, reasoning)
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling
@@ -398,7 +437,7 @@ async def _ready(
         )
         for index in range(len(prompts) * wanted.n)
     )
-    admitted.rows = len(choices)
+    call.admitted.rows = len(choices)
     _check_scores(prompts, wanted)
     echoes = [""] * len(prompts)
     if wanted.echo:

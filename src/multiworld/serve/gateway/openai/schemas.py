@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from multiworld.serve.gateway.http.openapi import ERROR, OPENAI_ERROR, TIMEOUT, errors
+from multiworld.serve.gateway.http.openapi import body_of
 from multiworld.serve.gateway.openai.chat_messages import ROLES
 from multiworld.serve.gateway.openai.request_fields import (
     EFFORTS,
@@ -193,12 +193,7 @@ GENERATE_ANSWER = _object({"text_output": {"type": "string"}}, ["text_output"])
 
 
 def described(
-    body: str,
-    example: Any,
-    answer: Schema | None,
-    *,
-    is_streamed: bool = False,
-    error: Schema = OPENAI_ERROR,
+    body: str, example: Any, answer: Schema | None, *, is_streamed: bool = False
 ) -> dict[str, Any]:
     """Describe a route: the name of its body's schema, an example, and its answer.
 
@@ -207,21 +202,15 @@ def described(
         example: A body.
         answer: Schema of a whole answer; None: there is none.
         is_streamed: Whether an answer may be a stream of events.
-        error: Schema of an error.
     """
     content: dict[str, Any] = {}
     if answer is not None:
         content["application/json"] = {"schema": answer}
     if is_streamed:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    given = {"schema": {"$ref": PLACE.format(name=body)}, "example": example}
     return {
-        "requestBody": {"required": True, "content": {"application/json": given}},
-        "parameters": [TIMEOUT],
-        "responses": {
-            "200": {"description": "The answer.", "content": content},
-            **errors(error),
-        },
+        **body_of({"$ref": PLACE.format(name=body)}, example),
+        "responses": {"200": {"description": "The answer.", "content": content}},
     }
 
 
@@ -243,9 +232,36 @@ TOKENIZE = described(
 DETOKENIZE = described(
     "DetokenizeBody", {"model": "smollm2", "tokens": [1, 2]}, DETOKENIZE_ANSWER
 )
-GENERATE = described(
-    "GenerateBody", {"text_input": "Once"}, GENERATE_ANSWER, error=ERROR
-)
+GENERATE = described("GenerateBody", {"text_input": "Once"}, GENERATE_ANSWER)
 GENERATE_STREAM = described(
-    "GenerateBody", {"text_input": "Once"}, None, is_streamed=True, error=ERROR
+    "GenerateBody", {"text_input": "Once"}, None, is_streamed=True
+)
+
+_TEXT = {"type": "string", "minLength": 1}
+_TOKEN = {"type": "integer", "minimum": 0}
+
+EMBEDDINGS = body_of(
+    {
+        "type": "object",
+        "required": ["model", "input"],
+        "properties": {
+            "model": {"type": "string", "minLength": 1},
+            "input": {
+                "oneOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "minItems": 1, "items": _TEXT},
+                    {"type": "array", "minItems": 1, "items": _TOKEN},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {"type": "array", "minItems": 1, "items": _TOKEN},
+                    },
+                ]
+            },
+            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
+            "dimensions": {"type": "integer"},
+            "user": {"type": "string"},
+        },
+    },
+    {"model": "minilm", "input": ["hello world"]},
 )

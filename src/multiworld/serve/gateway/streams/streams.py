@@ -35,7 +35,10 @@ TICK_S = 0.05  # seconds between checks of deadlines and silent replicas, while 
 
 
 class Places:
-    """Places of a request in the queue, until its streams are there."""
+    """Places of a request in the queue, until its streams are there.
+
+    A context manager: what is left at its end is given up.
+    """
 
     def __init__(self, waiting: WaitingTenants, share: Share, count: int) -> None:
         self._waiting, self._share, self._left = waiting, share, count
@@ -48,7 +51,10 @@ class Places:
             self._left -= 1
             self._waiting.remove(self._share.tenant)
 
-    def __del__(self) -> None:  # the client left before its streams were opened
+    def __enter__(self) -> Places:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         while self._left:
             self.take()
 

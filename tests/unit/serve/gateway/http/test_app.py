@@ -108,7 +108,7 @@ async def test_every_route_is_among_the_tested_ones() -> None:
         re.sub(r"(models)/m", r"\1/{name}", path).replace("/1", "/{version}")
         for path in (*GETS, *posts)
     }
-    there = Fake().app.app.openapi()["paths"].keys()
+    there = Fake().app.rest.openapi()["paths"].keys()
     assert there == tested - {"/openapi.json", "/docs"}
 
 

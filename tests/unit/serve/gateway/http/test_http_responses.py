@@ -1,14 +1,12 @@
-"""HTTP responses: forms of errors, deadlines, and what is counted."""
+"""HTTP responses: forms of errors, and deadlines."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
 import pytest
-from fastapi import Request, Response
+from starlette.requests import Request
 
 from multiworld.errors import (
     DeadlineExceededError,
@@ -21,18 +19,13 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
-from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.http.body_budget import Reservation, TooLargeError
+from multiworld.serve.gateway.http.body_budget import TooLargeError
 from multiworld.serve.gateway.http.http_responses import (
-    EventStream,
     error_response,
     json_response,
     openai_error_response,
-    respond,
     timeout_of,
 )
-from multiworld.serve.tenants.directory import Tenant
-from tests.unit.serve.gateway.fakes import Fake
 
 
 def request(**headers: str) -> Request:
@@ -146,80 +139,3 @@ def test_timeout_that_cannot_be_is_refused(
         timeout_of(
             request(**headers), parameters.get("timeout_s"), parameters.get("timeout")
         )
-
-
-async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
-    """Bytes that come in and go out, too; a model of another tenant is unknown."""
-    fake = Fake(Tenant(name="acme", models=("m",)))
-    door = fake.gateway.authenticator
-    asked = request(authorization=f"Bearer {fake.keys['acme']}")
-
-    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
-        door.count_bytes(admitted, 5)
-        return Response(b"1234567")
-
-    for name in ("m", "t", "none"):
-        await respond(fake.gateway, asked, name, handler, error_response)
-    assert fake.requests() == {("m", "200"): 1.0, ("unknown", "200"): 2.0}
-    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
-    by_model = {row.model: (row.requests, row.bytes_in, row.bytes_out) for row in rows}
-    assert by_model == {"m": (1, 5, 7), "unknown": (2, 10, 14)}
-    assert door.limiter.in_flight("acme") == 0
-
-
-async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
-    """For the limit and for the usage of its tenant."""
-    fake = Fake(Tenant(name="acme", models=("m",), bytes_per_s=0.1))
-    door = fake.gateway.authenticator
-    asked = request(authorization=f"Bearer {fake.keys['acme']}")
-
-    async def events() -> AsyncGenerator[bytes]:
-        yield b"12345"
-        with pytest.raises(OverloadedError, match="bytes"):
-            door.admit(asked.headers)
-        yield b"123"
-
-    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
-        return EventStream(events())
-
-    answer = await respond(fake.gateway, asked, "m", handler, error_response)
-    assert isinstance(answer, EventStream)
-    async for _ in answer.body_iterator:
-        pass
-    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
-    assert {row.model: row.bytes_out for row in rows}["m"] == 8
-
-
-async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
-    """It stands in the body."""
-    fake = Fake()
-
-    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
-        admitted.model = "t"
-        return Response(b"")
-
-    await respond(fake.gateway, request(), "", handler, error_response)
-    assert fake.requests() == {("t", "200"): 1.0}
-
-
-async def test_cancelled_answer_is_counted_and_its_slot_released() -> None:
-    """With nginx's status."""
-    fake = Fake(Tenant(name="acme", max_parallel_requests=1))
-    asked = request(x_api_key=fake.keys["acme"])
-    started = asyncio.Event()
-
-    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
-        started.set()
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    running = asyncio.ensure_future(
-        respond(fake.gateway, asked, "m", handler, error_response)
-    )
-    await started.wait()
-    assert fake.gateway.authenticator.limiter.in_flight("acme") == 1
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert fake.gateway.authenticator.limiter.in_flight("acme") == 0
-    assert fake.requests() == {("m", "499"): 1.0}

@@ -21,7 +21,7 @@ INTEGERS = {"n", "top_k", "min_tokens", "max_tokens", "max_completion_tokens"}
 
 
 def document() -> dict[str, Any]:
-    found: dict[str, Any] = Fake().app.app.openapi()
+    found: dict[str, Any] = Fake().app.rest.openapi()
     return found
 
 

@@ -169,17 +169,16 @@ async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -
         net.kill(name)
     net.table.routes["m"] = replace(net.table.routes["m"], max_queued_requests=3)
     share = Share("flood")
-    places = net.streams.reserve("m", share, 4)
-    with pytest.raises(OverloadedError, match="4 of your requests"):
-        net.streams.reserve("m", share, 1)
-    clients = []
-    for _ in range(2):
-        places.take()
-        clients.append(Client(net, [1], 5, share=share))
-        await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="4 of your requests"):
-        net.streams.reserve("m", share, 1)
-    del places
+    with net.streams.reserve("m", share, 4) as places:
+        with pytest.raises(OverloadedError, match="4 of your requests"):
+            net.streams.reserve("m", share, 1)
+        clients = []
+        for _ in range(2):
+            places.take()
+            clients.append(Client(net, [1], 5, share=share))
+            await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="4 of your requests"):
+            net.streams.reserve("m", share, 1)
     assert net.streams.router.waiting("m") == 2
     net.streams.reserve("m", share, 2)
     for client in clients:

@@ -1,43 +1,28 @@
-"""OpenAI-compatible routes: models and embeddings."""
+"""The route of embeddings, in OpenAI's form."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.responses import Response
 from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
-from multiworld.errors import (
-    InvalidRequestError,
-    NoReplicaError,
-    OverloadedError,
-    ServeError,
-)
-from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
+from multiworld.errors import InvalidRequestError, NoReplicaError, OverloadedError
 from multiworld.serve.gateway.http import http_responses as responses
-from multiworld.serve.gateway.http import json_limits, open_inference, request_body
-from multiworld.serve.gateway.http.body_budget import Reservation
-from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.hot_routes import HotRoutes
-from multiworld.serve.gateway.http.open_inference import NotFiniteError
-from multiworld.serve.gateway.http.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
-from multiworld.serve.gateway.http.request_body import (
-    Body,
-    model_named_in,
-    off_loop,
-    while_connected,
-)
+from multiworld.serve.gateway.http import json_limits, request_body
+from multiworld.serve.gateway.http.calls import AdmittedCall
+from multiworld.serve.gateway.http.request_body import Body
+from multiworld.serve.gateway.openinference import tensor_format
+from multiworld.serve.gateway.openinference.tensor_format import NotFiniteError
 from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
-from multiworld.serve.tenants.directory import Tenant
 
 MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
 MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
@@ -46,59 +31,11 @@ WINDOW = 32  # texts of one request in flight; more would fill the queue
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
-    began_at = int(time.time())
-
-    def shown(name: str, tenant: Tenant) -> dict[str, Any]:
-        found = {"id": name, "object": "model", "created": began_at}
-        found["owned_by"] = "multiworld"
-        if gateway.adapter(name):
-            found["parent"] = gateway.base(name)
-        max_tokens = gateway.max_tokens(name, tenant)
-        return found if max_tokens is None else {**found, "max_model_len": max_tokens}
-
-    @app.get("/v1/models", tags=["openai"])
-    async def models(request: Request) -> Response:
-        """List the models that the client may use.
-
-        ``max_model_len`` is present for models that generate text, and ``parent`` for
-        LoRA adapters of another model, as in vLLM.
-        """
-        tenant = gateway.authenticator.identify(request.headers)
-        data = [shown(name, tenant) for name in gateway.names(tenant)]
-        return responses.json_response({"object": "list", "data": data})
-
-    @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
-    async def model(name: str, request: Request) -> Response:
-        """Return one model."""
-        tenant = gateway.authenticator.identify(request.headers)
-        gateway.model(name, None, tenant)
-        return responses.json_response(shown(name, tenant))
-
-    @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
-    async def embeddings(request: Request) -> Response:
-        """Embed texts."""
-
-        async def answer(
-            admitted: AdmittedRequest, reservation: Reservation
-        ) -> Response:
-            body = await gateway.read_body(request, admitted, reservation)
-            try:
-                parsed = await off_loop(len(body), partial(_embedding_request, body))
-            except ServeError:
-                admitted.model = model_named_in(body)
-                gateway.check_known(admitted)
-                raise
-            del body
-            admitted.model = parsed.model
-            embedding = _embed_all(gateway, admitted, request, parsed)
-            return await while_connected(request, embedding)
-
-        return await responses.respond(
-            gateway, request, "", answer, responses.openai_error_response
-        )
-
-    hot.post("/v1/embeddings", embeddings)
+async def embeddings(call: AdmittedCall) -> Response:
+    """Embed texts."""
+    asked = await call.parsed(_embedding_request)
+    call.admitted.model = asked.model
+    return await _embed_all(call, asked)
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -212,25 +149,20 @@ def _checked(
         raise _invalid("input", "must be text: this model takes no arrays of tokens")
     found: list[Tensors] = [encode(each) for each in inputs]
     for tensors in found:
-        open_inference.check(tensors, model)
+        tensor_format.check(tensors, model)
     return found
 
 
-async def _embed_all(
-    gateway: Gateway,
-    admitted: AdmittedRequest,
-    request: Request,
-    parsed: EmbeddingRequest,
-) -> Response:
+async def _embed_all(call: AdmittedCall, asked: EmbeddingRequest) -> Response:
     """Embed all texts with one version of a model."""
-    asked_at = gateway.authenticator.clock()
+    authenticator = call.gateway.authenticator
+    asked_at = authenticator.clock()
     while True:
-        version, model, inputs = await _prepared(gateway, admitted, parsed)
+        version, model, inputs = await _prepared(call, asked)
         tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
-        work = _embed(gateway, admitted, request, parsed, version, inputs, asked_at)
         is_refused = False
         try:
-            answers = await work
+            answers = await _embed(call, asked, version, inputs, asked_at)
         except OutdatedError:  # an update was completed meanwhile
             is_refused = True
             continue
@@ -239,10 +171,10 @@ async def _embed_all(
             raise
         finally:
             if not is_refused:
-                gateway.authenticator.count_prompt(admitted, tokens)
+                authenticator.count_prompt(call.admitted, tokens)
         vectors = [answer[model.embedding][0] for answer in answers]
         render = partial(
-            _render, parsed.model, vectors, tokens, is_base64=parsed.is_base64
+            _render, asked.model, vectors, tokens, is_base64=asked.is_base64
         )
         size = sum(vector.numel() for vector in vectors)
         if 4 * size >= responses.RENDER_BYTES:
@@ -251,47 +183,46 @@ async def _embed_all(
 
 
 async def _prepared(
-    gateway: Gateway, admitted: AdmittedRequest, parsed: EmbeddingRequest
+    call: AdmittedCall, asked: EmbeddingRequest
 ) -> tuple[str, Model, list[Tensors]]:
     """Return the active version, its model, and the tensors of all inputs."""
-    name = parsed.model
-    version, model = gateway.model(name, None, admitted.tenant)
-    _check_dimensions(parsed.dimensions, model)
+    gateway, name, tenant = call.gateway, asked.model, call.tenant
+    version, model = gateway.model(name, None, tenant)
+    _check_dimensions(asked.dimensions, model)
     if model.generation is not None:
         raise _invalid("model", "names a model that generates text and embeds none")
-    served = gateway.route(name, admitted.tenant)
+    served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
-    size = sum(map(len, parsed.inputs))
+    size = sum(map(len, asked.inputs))
     if 16 * size < request_body.OFFLOAD_BYTES:  # that is as slow to parse
-        return version, model, _checked(frontend, model, parsed.inputs)
+        return version, model, _checked(frontend, model, asked.inputs)
     inputs: list[Tensors] = []
-    for begin in range(0, len(parsed.inputs), IN_TURN):  # it may take seconds
-        some = parsed.inputs[begin : begin + IN_TURN]
+    for begin in range(0, len(asked.inputs), IN_TURN):  # it may take seconds
+        some = asked.inputs[begin : begin + IN_TURN]
         encode = partial(_checked, frontend, model, some)
         cost = 1.0 + sum(map(len, some))
-        work = gateway.encoding.submit(admitted.tenant.share, cost, encode)
+        work = gateway.encoding.submit(tenant.share, cost, encode)
         found = await asyncio.wrap_future(work)
         inputs += found
     return version, model, inputs
 
 
 async def _embed(
-    gateway: Gateway,
-    admitted: AdmittedRequest,
-    request: Request,
-    parsed: EmbeddingRequest,
+    call: AdmittedCall,
+    asked: EmbeddingRequest,
     version: str,
     inputs: list[Tensors],
     asked_at: float,
 ) -> list[Tensors]:
-    name, admitted.rows = parsed.model, 0
-    deadline_s = responses.timeout_of(request)
+    gateway, admitted, name = call.gateway, call.admitted, asked.model
+    admitted.rows = 0
+    deadline_s = responses.timeout_of(call.request)
     if deadline_s is None:
-        deadline_s = gateway.deadline_s(name, admitted.tenant)
+        deadline_s = gateway.deadline_s(name, call.tenant)
     clock = gateway.authenticator.clock
     deadline_at = asked_at + deadline_s
     routes = gateway.dispatcher.table.routes
-    served = gateway.route(name, admitted.tenant)
+    served = gateway.route(name, call.tenant)
     if served not in routes:  # it was removed meanwhile
         raise OutdatedError(f"{served!r} is served no longer")
     room = routes[served].max_queued_requests

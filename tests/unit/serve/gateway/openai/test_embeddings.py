@@ -14,7 +14,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.gateway.http import request_body
-from multiworld.serve.gateway.http.embeddings import MAX_TEXTS, WINDOW
+from multiworld.serve.gateway.openai.embeddings import MAX_TEXTS, WINDOW
 from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
 from tests.unit.serve.edges import HANG_S, until

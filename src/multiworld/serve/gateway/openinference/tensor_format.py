@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2: parsing of requests, rendering of answers.
+"""Tensors in the Open Inference Protocol v2: parsing of requests, rendering of answers.
 
 Supports JSON and the binary tensor extension: a JSON part whose length is in the header
 ``Inference-Header-Content-Length``, followed by the raw tensors in order.

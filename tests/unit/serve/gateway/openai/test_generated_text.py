@@ -24,7 +24,12 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.http_responses import event_of
-from multiworld.serve.gateway.openai import choices, completion_answers, openai_routes
+from multiworld.serve.gateway.openai import (
+    choices,
+    completion_answers,
+    completions,
+    generated_text,
+)
 from multiworld.serve.gateway.openai.choices import Choice, generate
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Places, Streams
@@ -309,9 +314,9 @@ async def test_prompt_that_is_refused_is_not_charged(
 @pytest.mark.parametrize(
     ("path", "asked", "parses"),
     [
-        (CHAT, {"messages": PROMPT}, "chat_of"),
-        ("/v1/completions", {"prompt": "hi"}, "completion_of"),
-        ("/tokenize", {"prompt": "hi"}, "decoded"),
+        (CHAT, {"messages": PROMPT}, (completions, "decoded_with_ignored")),
+        ("/v1/completions", {"prompt": "hi"}, (completions, "decoded_with_ignored")),
+        ("/tokenize", {"prompt": "hi"}, (generated_text, "decoded")),
     ],
 )
 async def test_large_body_is_parsed_in_a_thread(
@@ -319,17 +324,17 @@ async def test_large_body_is_parsed_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     asked: dict[str, Any],
-    parses: str,
+    parses: tuple[Any, str],
 ) -> None:
     """The streams of this gateway go on meanwhile."""
     threads: list[int] = []
-    parse = getattr(openai_routes, parses)
+    parse = getattr(*parses)
 
     def watched(*given: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
         return parse(*given, **options)
 
-    monkeypatch.setattr(openai_routes, parses, watched)
+    monkeypatch.setattr(*parses, watched)
     played = Played(tokenizer)
     played.streams.text = [7]
     assert (await played.post(path, asked))[0] == 200

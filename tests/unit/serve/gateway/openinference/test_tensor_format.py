@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.http.open_inference import NotFiniteError, parse, render
+from multiworld.serve.gateway.openinference.tensor_format import (
+    NotFiniteError,
+    parse,
+    render,
+)
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 
 MODEL = Model(

@@ -1,0 +1,91 @@
+"""A request on its way to an answer: what each handler is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.request_body import (
+    Body,
+    model_named_in,
+    off_loop,
+    read_body,
+)
+from multiworld.serve.tenants.directory import Tenant
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Call:
+    """A request to a route.
+
+    Attributes:
+        path: The variable parts of its path, by name.
+        tenant: Its sender; the anonymous tenant where the route needs none.
+    """
+
+    gateway: Gateway
+    request: AnyRequest
+    path: Mapping[str, str]
+    tenant: Tenant
+
+    @property
+    def name(self) -> str:
+        """The model that the path names; empty if the body does."""
+        return self.path.get("name", "")
+
+    @property
+    def version(self) -> str | None:
+        """The version that the path names; None: the active one."""
+        return self.path.get("version")
+
+
+@dataclass(slots=True)
+class AdmittedCall(Call):
+    """A request that was admitted, is counted, and may send a body.
+
+    Attributes:
+        admitted: What is counted of it.
+        reservation: Memory that its body takes.
+        held: What is given back when the answer has ended, however it ends.
+    """
+
+    admitted: AdmittedRequest
+    reservation: Reservation
+    held: ExitStack = field(default_factory=ExitStack)
+
+    async def read_body(self, *, may_be_binary: bool = False) -> Body:
+        authenticator = self.gateway.authenticator
+        return await read_body(
+            self.request,
+            self.gateway.limits,
+            self.reservation,
+            partial(authenticator.count_bytes, self.admitted),
+            partial(authenticator.charge, self.admitted),
+            may_be_binary=may_be_binary,
+        )
+
+    async def parsed(self, parse: Callable[[Body], T]) -> T:
+        """Read the body, and return what ``parse`` makes of it.
+
+        Raises:
+            UnknownModelError: The body is invalid, and the model that it names is not
+                served, which is what its sender has to know first.
+        """
+        body = await self.read_body()
+        try:
+            return await off_loop(len(body), partial(parse, body))
+        except ServeError as error:
+            self.admitted.model = self.name or model_named_in(body)
+            if isinstance(error, InvalidRequestError) and self.admitted.model:
+                self.gateway.check_known(self.admitted.model, self.tenant)
+            raise

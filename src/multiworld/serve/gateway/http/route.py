@@ -1,0 +1,200 @@
+"""Rows of the table of routes, and what is done around the handler of each."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+
+from multiworld.errors import ServeError, UnauthorizedError
+from multiworld.serve.gateway.admission.timing import Phases
+from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.calls import AdmittedCall, Call
+from multiworld.serve.gateway.http.gateway import Gateway
+from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.http_responses import (
+    ASK_TIMING,
+    BUG,
+    CLIENT_CLOSED,
+    REQUEST_ID,
+    EventStream,
+    error_response,
+    openai_error_response,
+    request_id_of,
+)
+from multiworld.serve.gateway.http.request_body import while_connected
+from multiworld.serve.tenants.directory import ANONYMOUS
+
+logger = logging.getLogger("multiworld.serve")
+
+access_logger = logging.getLogger("multiworld.access")
+
+OPTIONAL = re.compile(r"\[.*\]")  # the part of a path that may be absent
+
+
+class Needs(enum.Enum):
+    """What a route needs before its handler is called."""
+
+    NOTHING = "nothing"
+    OPERATOR = "the key of an operator"
+    TENANT = "the key of a tenant"
+    BODY = "the key of a tenant, who has room left in its limits, and a body"
+
+
+class Tag(enum.Enum):
+    """Part of the API, which also decides the form of its errors."""
+
+    HEALTH = "health"
+    INFERENCE = "inference"
+    OPENAI = "openai"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row of the table.
+
+    Attributes:
+        method: ``GET``, which includes ``HEAD``, or ``POST``.
+        path: ``{name}`` is a part that varies; what is in brackets may be absent.
+        handler: Answers a ``Call``, or an ``AdmittedCall`` where a body is needed. Its
+            docstring describes the route.
+        needs: What is checked before.
+        tag: Part of the API.
+        operation: More of its description in OpenAPI.
+        is_shown: Whether it is described.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Any], Coroutine[Any, Any, Response]]
+    needs: Needs
+    tag: Tag
+    operation: Mapping[str, Any] = field(default_factory=dict)
+    is_shown: bool = True
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every path of the route, the shortest first."""
+        with_all = self.path.replace("[", "").replace("]", "")
+        return tuple(dict.fromkeys((OPTIONAL.sub("", self.path), with_all)))
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """One line on the route, and more; the second may be empty."""
+        text = inspect.cleandoc(self.handler.__doc__ or "")
+        summary, _, rest = text.partition("\n")
+        return summary.rstrip("."), rest.strip()
+
+    def refuse(self, error: ServeError) -> Response:
+        is_openai = self.tag is Tag.OPENAI
+        return openai_error_response(error) if is_openai else error_response(error)
+
+
+def pattern_of(path: str) -> re.Pattern[str]:
+    """Return the expression that a path matches; ``{name}`` matches one part."""
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path)))
+
+
+async def respond(
+    gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
+) -> Response:
+    """Answer a request to a route: check, call its handler, and render errors."""
+    if route.needs is Needs.BODY:
+        return await _respond_counted(gateway, route, request, path)
+
+    async def answer() -> Response:
+        tenant = ANONYMOUS
+        if route.needs is Needs.OPERATOR:
+            gateway.authenticator.check_operator(request.headers)
+        elif route.needs is Needs.TENANT:
+            tenant = gateway.authenticator.identify(request.headers)
+        return await route.handler(Call(gateway, request, path, tenant))
+
+    return await _handled(answer, route)
+
+
+async def _respond_counted(
+    gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
+) -> Response:
+    """Admit a request, answer it, and count it, whatever its outcome."""
+    # An ``EventStream`` is counted when it ends; a cancelled request as
+    # ``CLIENT_CLOSED``.
+    number = request_id_of(request)
+    try:
+        admitted = gateway.authenticator.admit(request.headers)
+    except ServeError as error:
+        refusal = route.refuse(error)
+        refusal.headers[REQUEST_ID] = number
+        name = path.get("name", "")
+        is_named = name in gateway.models and not isinstance(error, UnauthorizedError)
+        label = name if is_named else "unknown"
+        gateway.counts.add(label, "", refusal.status_code, 0.0)
+        if gateway.logs_access:
+            _log_access(request, number, "-", refusal.status_code, 0.0)
+        return refusal
+    admitted.id = number
+    reservation = Reservation(gateway.bodies, admitted.tenant.name)
+    call = AdmittedCall(gateway, request, path, admitted.tenant, admitted, reservation)
+
+    def end(status: int) -> Phases | None:
+        call.held.close()
+        reservation.release()
+        model = call.name or admitted.model
+        is_known = gateway.may_use(admitted.tenant, model)
+        label = model if is_known else "unknown"
+        gateway.authenticator.finish(admitted, label, status)
+        began_at, now = admitted.started_at, gateway.authenticator.clock()
+        phases = admitted.timing.phases(began_at, now)
+        tenant = admitted.tenant.name
+        gateway.counts.add(label, tenant, status, now - began_at, phases)
+        if gateway.logs_access:
+            _log_access(request, number, tenant or "-", status, now - began_at)
+        return phases
+
+    status = CLIENT_CLOSED
+    response: Response | None = None
+    phases = None
+    try:
+        response = await _handled(
+            lambda: while_connected(request, route.handler(call)), route
+        )
+        status = response.status_code
+        # It has none of that name, for which ``headers`` would look.
+        response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
+    finally:
+        if isinstance(response, EventStream):
+            response.on_end = end
+            response.on_bytes = partial(gateway.authenticator.count_sent, admitted)
+        else:
+            if response is not None:
+                gateway.authenticator.count_sent(admitted, len(response.body))
+            phases = end(status)
+    if phases is not None and ASK_TIMING in request.headers:
+        response.headers["Server-Timing"] = phases.header
+    return response
+
+
+async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> Response:
+    try:
+        return await answer()
+    except ServeError as error:
+        return route.refuse(error)
+    except Exception:
+        logger.exception("gateway failed to handle a request")
+        return route.refuse(ServeError(BUG))
+
+
+def _log_access(
+    request: AnyRequest, number: str, tenant: str, status: int, took_s: float
+) -> None:
+    # As it was sent: decoded, it could have lines of its own.
+    method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
+    text = "%s %s %s %s %d %.3f s"
+    access_logger.info(text, number, tenant, method, path, status, took_s)

@@ -1,0 +1,129 @@
+"""Routes of generated text, and of its tokens, in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from multiworld.errors import InvalidRequestError, wrong_field
+from multiworld.serve.gateway.http.calls import AdmittedCall
+from multiworld.serve.gateway.http.http_responses import json_response
+from multiworld.serve.gateway.http.request_body import Body
+from multiworld.serve.gateway.openai.chat_messages import for_template
+from multiworld.serve.gateway.openai.completion_answers import OPENAI
+from multiworld.serve.gateway.openai.preparation import (
+    CHAT,
+    TEXT,
+    Kind,
+    ServedModel,
+    prepared,
+    served_model,
+)
+from multiworld.serve.gateway.openai.request_fields import (
+    DetokenizeBody,
+    TokenizeBody,
+    decoded,
+)
+from multiworld.serve.gateway.openai.request_lifecycle import answered, generated
+from multiworld.serve.text.tokenizer import bytes_of
+
+
+async def chat(call: AdmittedCall) -> Response:
+    """Generate the next message of a chat.
+
+    Fields are those of OpenAI's API, and those that vLLM adds for sampling.
+    """
+    return await _completed(call, CHAT)
+
+
+async def completions(call: AdmittedCall) -> Response:
+    """Continue prompts, given as text or as token ids."""
+    return await _completed(call, TEXT)
+
+
+async def _completed(call: AdmittedCall, kind: Kind) -> Response:
+    parse = partial(kind.parse, is_strict=call.gateway.is_strict)
+    asked, wanted = await call.parsed(parse)
+    ready = await prepared(call, kind, asked, wanted)
+    pieces = generated(call, ready)
+    return await answered(ready, pieces, OPENAI)
+
+
+# Tokens.
+
+
+_tokenize_bodies = msgspec.json.Decoder(TokenizeBody)
+_detokenize_bodies = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(call: AdmittedCall) -> Response:
+    """Return the tokens of a prompt or of the messages of a chat."""
+    asked = await call.parsed(_tokenize_request)
+    served = await served_model(call, asked.model)
+    size = bytes_of((asked.messages, asked.prompt))
+    served.tokenizer.check_length(size, served.longest)
+    return await _encoded(call, size, partial(_tokenize, asked, served))
+
+
+async def detokenize(call: AdmittedCall) -> Response:
+    """Return the text of tokens."""
+    asked = await call.parsed(partial(decoded, decoder=_detokenize_bodies))
+    served = await served_model(call, asked.model)
+    count = len(asked.tokens)
+    if count > served.longest:
+        rule = f"has {count} tokens; this model takes at most {served.longest}"
+        raise wrong_field("tokens", rule)
+    return await _encoded(call, count, partial(_detokenize, asked, served))
+
+
+def _tokenize_request(body: Body) -> TokenizeBody:
+    asked: TokenizeBody = decoded(body, _tokenize_bodies)
+    if asked.messages is not None:
+        asked.messages = for_template(asked.messages)
+    elif asked.prompt is None:
+        raise InvalidRequestError("give prompt or messages", param="prompt")
+    return asked
+
+
+async def _encoded(
+    call: AdmittedCall, size: int, encode: Callable[[], dict[str, Any]]
+) -> Response:
+    """Answer with what the tokenizer returns, in the tenant's turn."""
+    work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
+    return json_response(await asyncio.wrap_future(work))
+
+
+def _tokenize(asked: TokenizeBody, served: ServedModel) -> dict[str, Any]:
+    tokenizer = served.tokenizer
+    if asked.messages is not None:
+        tokens = tokenizer.chat(
+            asked.messages,
+            served.longest,
+            begins_answer=asked.add_generation_prompt,
+            options=asked.chat_template_kwargs or {},
+            effort=asked.reasoning_effort,
+            has_controls=served.has_controls,
+        )
+    else:
+        assert asked.prompt is not None
+        tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)
+    found = {"count": len(tokens), "max_model_len": served.longest, "tokens": tokens}
+    if asked.return_token_strs:
+        found["token_strs"] = [tokenizer.piece(token) for token in tokens]
+    return found
+
+
+def _detokenize(asked: DetokenizeBody, served: ServedModel) -> dict[str, Any]:
+    vocabulary = served.generation.vocabulary
+    if any(not 0 <= token < vocabulary for token in asked.tokens):
+        raise InvalidRequestError(
+            f"tokens must be from 0 to {vocabulary - 1}",
+            param="tokens",
+            code="invalid_value",
+        )
+    return {"prompt": served.tokenizer.decode(asked.tokens, skips_special=False)}

@@ -1,0 +1,152 @@
+"""The route of inference: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from starlette.responses import Response
+
+from multiworld.errors import InvalidRequestError, NoReplicaError, OverloadedError
+from multiworld.serve.gateway.http.calls import AdmittedCall
+from multiworld.serve.gateway.http.http_responses import RENDER_BYTES, timeout_of
+from multiworld.serve.gateway.http.openapi import body_of
+from multiworld.serve.gateway.http.request_body import JSON_LENGTH, off_loop
+from multiworld.serve.gateway.openinference import tensor_format
+from multiworld.serve.gateway.openinference.tensor_format import InferenceRequest
+from multiworld.serve.routing.refusals import OutdatedError
+from multiworld.serve.spec.datatypes import TORCH_OF
+from multiworld.serve.spec.stage import Model, Tensors
+
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": {"type": "string", "enum": list(TORCH_OF)},
+        "parameters": {
+            "type": "object",
+            "properties": {"binary_data_size": {"type": "integer"}},
+        },
+        "data": {"type": "array", "items": {}},
+    },
+}
+
+
+# What OpenAPI says of the route.
+INFER = {
+    **body_of(
+        {
+            "type": "object",
+            "required": ["inputs"],
+            "properties": {
+                "id": {"type": "string"},
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "timeout_s": {"type": "number"},
+                        "sequence_id": {},
+                        "binary_data_output": {"type": "boolean"},
+                    },
+                },
+                "inputs": {"type": "array", "items": _TENSOR},
+                "outputs": {"type": "array", "items": {"type": "object"}},
+            },
+        },
+        {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]},
+    ),
+    "parameters": [
+        {
+            "name": "Inference-Header-Content-Length",
+            "in": "header",
+            "description": "Bytes of the JSON part, if raw tensors follow it.",
+            "schema": {"type": "integer"},
+        },
+    ],
+}
+
+
+async def infer(call: AdmittedCall) -> Response:
+    """Run inference with a model; a version in the path must be the active one."""
+    call.gateway.model(call.name, call.version, call.tenant)  # before a long body
+    body = await call.read_body(may_be_binary=True)
+    version, model = _model(call)
+    length = call.request.headers.get(JSON_LENGTH)
+    parse = partial(tensor_format.parse, body, length, model)
+    default_s = call.gateway.deadline_s(call.name, call.tenant)
+    asked = await off_loop(len(body), parse)
+    del body, parse  # the tensors are copies
+    version, answer = await _computed(call, asked, version, default_s)
+    return await _rendered(call, asked, version, answer)
+
+
+def _model(call: AdmittedCall) -> tuple[str, Model]:
+    """Return the active version, which takes tensors, and the model."""
+    version, model = call.gateway.model(call.name, call.version, call.tenant)
+    if model.generation is not None:
+        raise InvalidRequestError(
+            f"model {call.name!r} generates text; use /v1/chat/completions, or "
+            f"/v2/models/{call.name}/generate",
+            param="model",
+        )
+    return version, model
+
+
+async def _computed(
+    call: AdmittedCall, asked: InferenceRequest, version: str, default_s: float
+) -> tuple[str, Tensors]:
+    """Return the version that has answered, and its answer."""
+    gateway, name = call.gateway, call.name
+    clock, given = gateway.authenticator.clock, asked.parameters
+    timeout_s = timeout_of(call.request, given.timeout_s, given.timeout)
+    if timeout_s is None:
+        timeout_s = default_s
+    session = _session(given.sequence_id)
+    ends_at = clock() + timeout_s
+    tokens, call.admitted.model = _tokens(asked.tensors), name
+    try:
+        while True:
+            try:
+                answer = await gateway.infer(
+                    call.admitted, name, version, asked.tensors, timeout_s, session
+                )
+                return version, answer
+            except OutdatedError:  # an update was completed meanwhile
+                version, model = _model(call)
+                tensor_format.check(asked.tensors, model)
+                timeout_s = max(0.001, ends_at - clock())
+    except (OverloadedError, NoReplicaError):
+        tokens = 0
+        raise
+    finally:
+        if tokens:
+            gateway.authenticator.count_prompt(call.admitted, tokens)
+
+
+async def _rendered(
+    call: AdmittedCall, asked: InferenceRequest, version: str, answer: Tensors
+) -> Response:
+    size = sum(tensor.nbytes for tensor in answer.values())
+    render = partial(tensor_format.render, call.name, version, asked, answer)
+    content, head = (
+        await asyncio.to_thread(render) if size >= RENDER_BYTES else render()
+    )
+    if head is None:
+        return Response(content, media_type="application/json")
+    return Response(
+        content,
+        headers={"Inference-Header-Content-Length": str(head)},
+        media_type="application/octet-stream",
+    )
+
+
+def _tokens(tensors: Tensors) -> int:
+    """Return how many tokens tensors have, by the name that transformers gives them."""
+    ids = tensors.get("input_ids")
+    return 0 if ids is None else ids.numel()
+
+
+def _session(given: int | str | None) -> str | None:
+    """Return the session, whose requests go to the same replicas."""
+    return None if given in (None, 0, "") else str(given)

@@ -1,0 +1,17 @@
+"""Pages that are made from the code are up to date."""
+
+from __future__ import annotations
+
+from tests.meta import routes_page, spec_page
+
+
+def test_page_of_the_spec_is_what_the_schema_says() -> None:
+    assert spec_page.PAGE.read_text() == spec_page.page(), (
+        "run: python -m tests.meta.spec_page"
+    )
+
+
+def test_page_of_routes_is_what_the_table_says() -> None:
+    assert routes_page.PAGE.read_text() == routes_page.page(), (
+        "run: python -m tests.meta.routes_page"
+    )
