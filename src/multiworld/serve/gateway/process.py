@@ -27,7 +27,7 @@ from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.http.cross_origin import with_origins
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.http_protocol import bounded
+from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
@@ -106,11 +106,12 @@ def allowed_connections(wanted: int) -> int:
 
 
 def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protocol]:
-    protocol = bounded(spec.head_s, max_connections)
+    limits = ConnectionLimits(spec.head_s, max_connections)
+    protocol = protocol_of(limits)
     if spec.tls_certificate is None or spec.tls_key is None:
         return protocol
     certificate = Certificate(spec.tls_certificate, spec.tls_key)
-    return with_tls(protocol, certificate, spec.head_s, max_connections)
+    return with_tls(protocol, certificate, limits)
 
 
 class _Edges:

@@ -1,11 +1,16 @@
-"""uvicorn's HTTP protocol with limits on headers, time and connections."""
+"""uvicorn's HTTP protocol with limits on headers, time and connections.
+
+uvicorn promises none of the names in ``INTERNALS``; a test fails when it has one no
+longer, or when more than these are used.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
@@ -20,6 +25,22 @@ from multiworld.serve.gateway.http.http_request import (
     IS_COMPLETE,
     Connection,
 )
+
+# What is used of uvicorn 0.54's ``HttpToolsProtocol`` besides asyncio's ``Protocol``:
+# callbacks of its parser that are extended here, what it does, and its state.
+INTERNALS = {
+    *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"),
+    *("on_message_complete", "on_response_complete", "send_400_response"),
+    "_unset_keepalive_if_required",
+    *("connections", "cycle", "flow", "headers", "loop", "parser", "pipeline", "scope"),
+    *("timeout_keep_alive_task", "transport", "url"),
+}
+
+# And of its ``RequestResponseCycle``.
+CYCLE_INTERNALS = {
+    *("body", "chunked_encoding", "disconnected", "expected_content_length"),
+    *("message_event", "more_body", "response_complete", "send", "transport"),
+}
 
 HEAD_BYTES = 64 * 1024  # of a request line and its headers; Apache and nginx allow less
 HEADER_BYTES = 4  # of a header line besides its name and value
@@ -118,275 +139,289 @@ def head_without_upgrade(
     return b"\r\n".join([*lines, b"", b""])
 
 
-def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
-    """Return a protocol class for ``uvicorn.Config(http=...)``."""
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of a server's connections.
 
-    lingering = set[HttpToolsProtocol]()
+    Attributes:
+        head_s: Seconds from the start of a connection, or from the first byte of a
+            later request, until its headers are complete; then 408.
+        max_connections: Beyond them, 503.
+    """
 
-    class Bounded(HttpToolsProtocol):
-        def __init__(
-            self, config: Config, server_state: ServerState, *args: Any, **kwargs: Any
-        ) -> None:
-            super().__init__(config, server_state, *args, **kwargs)
-            # ``head_s``: from the start of a connection, or the first byte of a later
-            # request, until its headers are complete; then 408. Beyond
-            # ``max_connections``: 503.
-            # head, late, linger, stall
-            self._timers: dict[str, asyncio.TimerHandle] = {}
-            self._has_progress = False
-            self._unused_bytes = 0
-            self._head_bytes = 0
-            self._is_after_head = False
-            self._credentials: set[bytes] = set()
-            self._connection = Connection()
-            self._cycles: list[RequestResponseCycle] = []  # requests without an end
-            self._refusal = b""  # is sent once these have been answered
+    head_s: float
+    max_connections: int
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            # So that any byte which the client does not take starts the stall timer.
-            # TLS has a time limit for closing, and would always count as paused.
-            if transport.get_extra_info("sslcontext") is None:
-                transport.set_write_buffer_limits(high=0)
-            self._heads = HeadKeeper(transport)
-            if len(self.connections) - len(lingering) > max_connections:
-                text = (
-                    f"gateway has reached its limit of {max_connections} connections; "
-                    "retry later"
-                )
-                self._refuse("503 Service Unavailable", text)
-            else:
-                self._start_timer()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            for name in list(self._timers):
-                self._stop_timer(name)
-            lingering.discard(self)
-            super().connection_lost(exc)
-            for cycle in self._cycles:  # uvicorn tells the latest one only
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-            self._connection.lost()
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. ``lingering``: those of the server that were refused, and end."""
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stop_timer("stall")
-            self._start_stall_timer()
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        lingering: set[BoundedProtocol],
+        config: Config,
+        server_state: ServerState,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, server_state, *args, **kwargs)
+        self._limits, self._lingering = limits, lingering
+        # head, late, linger, stall
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._has_progress = False
+        self._unused_bytes = 0
+        self._head_bytes = 0
+        self._is_after_head = False
+        self._credentials: set[bytes] = set()
+        self._connection = Connection()
+        self._cycles: list[RequestResponseCycle] = []  # requests without an end
+        self._refusal = b""  # is sent once these have been answered
 
-        def resume_writing(self) -> None:
-            self._stop_timer("stall")
-            super().resume_writing()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # So that any byte which the client does not take starts the stall timer.
+        # TLS has a time limit for closing, and would always count as paused.
+        if transport.get_extra_info("sslcontext") is None:
+            transport.set_write_buffer_limits(high=0)
+        self._heads = HeadKeeper(transport)
+        most = self._limits.max_connections
+        if len(self.connections) - len(self._lingering) > most:
+            text = f"gateway has reached its limit of {most} connections; retry later"
+            self._refuse("503 Service Unavailable", text)
+        else:
+            self._start_timer()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._scope()[CONNECTION] = self._connection
-            self._head_bytes = 0
-            self._is_after_head = False
-            self._credentials.clear()
-            if "head" not in self._timers:
-                self._start_timer()
-
-        def on_url(self, url: bytes) -> None:
-            self._count_head(len(url))
-            super().on_url(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._count_head(len(name) + len(value) + HEADER_BYTES)
-            if self._is_after_head:  # a trailer, which is no header (RFC 9110, 6.5.1)
-                return
-            if (key := name.lower()) in CREDENTIALS:
-                if key in self._credentials and not self.transport.is_closing():
-                    text = f"more than one {key.decode()} header; send one"
-                    self._refuse("400 Bad Request", text)
-                self._credentials.add(key)
-            super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            self._has_progress = self._is_after_head = True
-            if self.parser.should_upgrade():
-                return  # they come again
-            self._stop_timer("head")
-            if len(self._cycles) >= PIPELINED:
-                self.transport.close()
-            if not self._refusal and not self.transport.is_closing():
-                if wrong := self._wrong_head():
-                    self._refuse("400 Bad Request", wrong)
-                    return
-                super().on_headers_complete()
-                if self.cycle is not None:
-                    if self.parser.get_http_version() == "1.0":
-                        self.cycle.send = partial(  # type: ignore[method-assign]
-                            without_chunks, self.cycle, self.cycle.send
-                        )
-                    self._cycles.append(self.cycle)
-                    self.cycle.transport = self._heads  # type: ignore[assignment]
-                    self._read_on()
-
-        def _wrong_head(self) -> str:
-            """Return what is wrong with a request's version or Host; empty: nothing."""
-            version = self.parser.get_http_version()
-            if version not in ("1.0", "1.1"):  # a line without a version is HTTP/0.9
-                return f"HTTP/{version} is not served; use HTTP/1.1"
-            hosts = sum(name == b"host" for name, _ in self.headers)
-            if version == "1.1" and hosts != 1:  # RFC 9112, 3.2
-                return f"the request has {hosts} Host headers; send one"
-            return ""
-
-        def on_response_complete(self) -> None:
-            self._heads.flush()  # a HEAD request has no body
-            # Complete ones hold headers, and what was not read of their bodies.
-            self._cycles = [c for c in self._cycles if not c.response_complete]
-            if self._refusal and not self._cycles:
-                self._send_refusal()
-                return  # nothing that follows on this connection is served
-            super().on_response_complete()
-
-        def data_received(self, data: bytes) -> None:
-            if self._refusal or self.transport.is_closing():
-                return
-            self._has_progress = False
-            self._unset_keepalive_if_required()
-            self._feed(data)
-            if self._refusal:
-                return
-            self._count_unused(len(data))
-            self._limit_late_body()
-            self._limit_idle()
-
-        def _feed(self, data: bytes) -> None:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes what follows for the other protocol: a server that
-                # does not know that one reads on as if it had not been asked.
-                method = self.parser.get_method()
-                version = self.parser.get_http_version()
-                if method == b"CONNECT":
-                    self._refuse("405 Method Not Allowed", "CONNECT is not served")
-                    return
-                head = head_without_upgrade(method, self.url, version, self.headers)
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-                self._feed(head + data[upgrade.args[0] :])
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-
-        def on_body(self, body: bytes) -> None:
-            self._has_progress = True
-            if not self._refusal:
-                super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            if self._refusal or self.parser.should_upgrade():
-                return
-            self._has_progress = True
-            self._stop_timer("late")
-            self._scope()[IS_COMPLETE] = True
-            super().on_message_complete()
-            if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
-                self.cycle.more_body = False
-            self._read_on()
-
-        def _read_on(self) -> None:
-            """Read on between messages: else nobody notices that a client leaves."""
-            waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
-            if waiting <= PIPELINED_BYTES:
-                self.flow.resume_reading()
-
-        def _scope(self) -> dict[str, Any]:
-            return self.scope  # type: ignore[return-value]
-
-        def _count_head(self, size: int) -> None:
-            """Limit the headers of one request, however many bytes arrive at once."""
-            self._head_bytes += size
-            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-                self._refuse(*TOO_LONG)
-
-        def _unsent_bytes(self) -> int:
-            return self.transport.get_write_buffer_size()
-
-        def _close_stalled(self, unsent: int) -> None:
-            """Close the connection of a client that reads nothing of its answer."""
-            if self._unsent_bytes() >= unsent:
-                self.transport.abort()
-                return
-            self._start_stall_timer()
-
-        def _start_stall_timer(self) -> None:
-            self._timers["stall"] = self.loop.call_later(
-                STALL_S, self._close_stalled, self._unsent_bytes()
-            )
-
-        def _count_unused(self, size: int) -> None:
-            """Limit what the parser buffers: headers, trailers, chunk extensions."""
-            self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
-            if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
-                return
-            if "head" not in self._timers:  # trailers: an answer may have started
-                self.transport.close()
-                return
-            self._refuse(*TOO_LONG)
-
-        def _limit_late_body(self) -> None:
-            """Limit the time for the rest of a body whose answer is complete."""
-            cycle = self.cycle
-            is_late = cycle is not None and cycle.response_complete and cycle.more_body
-            if is_late and "late" not in self._timers:
-                close = self.transport.close
-                self._timers["late"] = self.loop.call_later(head_s, close)
-
-        def _limit_idle(self) -> None:
-            """Limit the time after an empty line, which begins no request."""
-            cycle = self.cycle
-            is_between = cycle is None or (
-                cycle.response_complete and not cycle.more_body
-            )
-            has_timer = "head" in self._timers or self.timeout_keep_alive_task
-            if is_between and not has_timer and not self.transport.is_closing():
-                self._start_timer()
-
-        def _start_timer(self) -> None:
-            text = f"headers took longer than {head_s:g} s; send them faster"
-            self._timers["head"] = self.loop.call_later(
-                head_s, self._refuse, "408 Request Timeout", text
-            )
-
-        def _stop_timer(self, name: str) -> None:
-            if (timer := self._timers.pop(name, None)) is not None:
-                timer.cancel()
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse("400 Bad Request", msg)
-
-        def _refuse(self, status: str, text: str) -> None:
-            """Refuse a request and close, after the answers to those before it."""
-            self._stop_timer("head")
-            if self._refusal:
-                return
-            body = f'{{"error": "{text}"}}'
-            self._refusal = ANSWER.format(status, len(body), body).encode()
-            cycle = self.cycle
-            if cycle is not None and cycle.more_body and cycle in self._cycles:
-                # It is this request whose message is broken: nothing more comes of it.
-                self._cycles.remove(cycle)
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._timers):
+            self._stop_timer(name)
+        self._lingering.discard(self)
+        super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the latest one only
+            if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-            if all(cycle.response_complete for cycle in self._cycles):
-                self._send_refusal()
+        self._connection.lost()
 
-        def _send_refusal(self) -> None:
-            """Send the refusal, discard what the client still sends, and close."""
-            self.transport.write(self._refusal)
-            self._heads.is_over = True
-            if len(lingering) >= LINGERING:
-                self.transport.close()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_timer("stall")
+        self._start_stall_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_timer("stall")
+        super().resume_writing()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._scope()[CONNECTION] = self._connection
+        self._head_bytes = 0
+        self._is_after_head = False
+        self._credentials.clear()
+        if "head" not in self._timers:
+            self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + HEADER_BYTES)
+        if self._is_after_head:  # a trailer, which is no header (RFC 9110, 6.5.1)
+            return
+        if (key := name.lower()) in CREDENTIALS:
+            if key in self._credentials and not self.transport.is_closing():
+                text = f"more than one {key.decode()} header; send one"
+                self._refuse("400 Bad Request", text)
+            self._credentials.add(key)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._has_progress = self._is_after_head = True
+        if self.parser.should_upgrade():
+            return  # they come again
+        self._stop_timer("head")
+        if len(self._cycles) >= PIPELINED:
+            self.transport.close()
+        if not self._refusal and not self.transport.is_closing():
+            if wrong := self._wrong_head():
+                self._refuse("400 Bad Request", wrong)
                 return
-            lingering.add(self)
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            self._timers["linger"] = self.loop.call_later(
-                LINGER_S, self.transport.close
-            )
+            super().on_headers_complete()
+            if self.cycle is not None:
+                if self.parser.get_http_version() == "1.0":
+                    self.cycle.send = partial(  # type: ignore[method-assign]
+                        without_chunks, self.cycle, self.cycle.send
+                    )
+                self._cycles.append(self.cycle)
+                self.cycle.transport = self._heads  # type: ignore[assignment]
+                self._read_on()
 
-    return Bounded
+    def _wrong_head(self) -> str:
+        """Return what is wrong with a request's version or Host; empty: nothing."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):  # a line without a version is HTTP/0.9
+            return f"HTTP/{version} is not served; use HTTP/1.1"
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if version == "1.1" and hosts != 1:  # RFC 9112, 3.2
+            return f"the request has {hosts} Host headers; send one"
+        return ""
+
+    def on_response_complete(self) -> None:
+        self._heads.flush()  # a HEAD request has no body
+        # Complete ones hold headers, and what was not read of their bodies.
+        self._cycles = [c for c in self._cycles if not c.response_complete]
+        if self._refusal and not self._cycles:
+            self._send_refusal()
+            return  # nothing that follows on this connection is served
+        super().on_response_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal or self.transport.is_closing():
+            return
+        self._has_progress = False
+        self._unset_keepalive_if_required()
+        self._feed(data)
+        if self._refusal:
+            return
+        self._count_unused(len(data))
+        self._limit_late_body()
+        self._limit_idle()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser takes what follows for the other protocol: a server that
+            # does not know that one reads on as if it had not been asked.
+            method = self.parser.get_method()
+            version = self.parser.get_http_version()
+            if method == b"CONNECT":
+                self._refuse("405 Method Not Allowed", "CONNECT is not served")
+                return
+            head = head_without_upgrade(method, self.url, version, self.headers)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._feed(head + data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progress = True
+        if not self._refusal:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refusal or self.parser.should_upgrade():
+            return
+        self._has_progress = True
+        self._stop_timer("late")
+        self._scope()[IS_COMPLETE] = True
+        super().on_message_complete()
+        if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
+            self.cycle.more_body = False
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Read on between messages: else nobody notices that a client leaves."""
+        waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if waiting <= PIPELINED_BYTES:
+            self.flow.resume_reading()
+
+    def _scope(self) -> dict[str, Any]:
+        return self.scope  # type: ignore[return-value]
+
+    def _count_head(self, size: int) -> None:
+        """Limit the headers of one request, however many bytes arrive at once."""
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(*TOO_LONG)
+
+    def _unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def _close_stalled(self, unsent: int) -> None:
+        """Close the connection of a client that reads nothing of its answer."""
+        if self._unsent_bytes() >= unsent:
+            self.transport.abort()
+            return
+        self._start_stall_timer()
+
+    def _start_stall_timer(self) -> None:
+        self._timers["stall"] = self.loop.call_later(
+            STALL_S, self._close_stalled, self._unsent_bytes()
+        )
+
+    def _count_unused(self, size: int) -> None:
+        """Limit what the parser buffers: headers, trailers, chunk extensions."""
+        self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
+        if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
+            return
+        if "head" not in self._timers:  # trailers: an answer may have started
+            self.transport.close()
+            return
+        self._refuse(*TOO_LONG)
+
+    def _limit_late_body(self) -> None:
+        """Limit the time for the rest of a body whose answer is complete."""
+        cycle = self.cycle
+        is_late = cycle is not None and cycle.response_complete and cycle.more_body
+        if is_late and "late" not in self._timers:
+            close = self.transport.close
+            self._timers["late"] = self.loop.call_later(self._limits.head_s, close)
+
+    def _limit_idle(self) -> None:
+        """Limit the time after an empty line, which begins no request."""
+        cycle = self.cycle
+        is_between = cycle is None or (cycle.response_complete and not cycle.more_body)
+        has_timer = "head" in self._timers or self.timeout_keep_alive_task
+        if is_between and not has_timer and not self.transport.is_closing():
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        limit_s = self._limits.head_s
+        text = f"headers took longer than {limit_s:g} s; send them faster"
+        self._timers["head"] = self.loop.call_later(
+            limit_s, self._refuse, "408 Request Timeout", text
+        )
+
+    def _stop_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("400 Bad Request", msg)
+
+    def _refuse(self, status: str, text: str) -> None:
+        """Refuse a request and close, after the answers to those before it."""
+        self._stop_timer("head")
+        if self._refusal:
+            return
+        body = f'{{"error": "{text}"}}'
+        self._refusal = ANSWER.format(status, len(body), body).encode()
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and cycle in self._cycles:
+            # It is this request whose message is broken: nothing more comes of it.
+            self._cycles.remove(cycle)
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if all(cycle.response_complete for cycle in self._cycles):
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        """Send the refusal, discard what the client still sends, and close."""
+        self.transport.write(self._refusal)
+        self._heads.is_over = True
+        if len(self._lingering) >= LINGERING:
+            self.transport.close()
+            return
+        self._lingering.add(self)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timers["linger"] = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def protocol_of(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """Return a protocol for ``uvicorn.Config(http=...)``, of one server."""
+    made: Any = partial(BoundedProtocol, limits, set[BoundedProtocol]())
+    return cast("type[asyncio.Protocol]", made)

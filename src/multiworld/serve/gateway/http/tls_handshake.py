@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from multiworld.net.file_version import version_of
+from multiworld.serve.gateway.http.http_protocol import ConnectionLimits
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -47,68 +50,78 @@ class Certificate:
         return context
 
 
-def with_tls(
-    inner: type[asyncio.Protocol],
-    certificate: Certificate,
-    head_s: float,
-    max_connections: int,
-) -> type[asyncio.Protocol]:
-    """Return a protocol class for ``uvicorn.Config(http=...)`` without its TLS.
+class Handshake(asyncio.Protocol):
+    """A connection until its handshake is complete; then one of ``inner``.
 
-    A connection becomes one of ``inner`` once its handshake is complete. One whose
-    handshake takes longer than ``head_s`` is closed, and so is one beyond
-    ``max_connections``, which includes those in their handshakes.
+    One whose handshake takes longer than the limit for headers is closed, and so is one
+    beyond the limit of connections, which includes those in their handshakes
+    (``running``).
     """
-    running: set[asyncio.Task[None]] = set()
 
-    class Handshake(asyncio.Protocol):
-        def __init__(
-            self, config: Config, server_state: ServerState, *args: Any, **kwargs: Any
-        ) -> None:
-            made: Any = inner
-            self._inner: asyncio.Protocol = made(config, server_state, *args, **kwargs)
-            self._open = server_state.connections
-            self._is_made = self._is_lost = False  # the connection of ``inner``
-            self._early: list[bytes] = []  # sent with the end of the handshake
+    def __init__(
+        self,
+        inner: Callable[..., asyncio.Protocol],
+        certificate: Certificate,
+        limits: ConnectionLimits,
+        running: set[asyncio.Task[None]],
+        config: Config,
+        server_state: ServerState,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._inner = inner(config, server_state, *args, **kwargs)
+        self._certificate, self._limits, self._running = certificate, limits, running
+        self._open = server_state.connections
+        self._is_made = self._is_lost = False  # the connection of ``inner``
+        self._early: list[bytes] = []  # sent with the end of the handshake
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            if len(running) + len(self._open) > max_connections:
-                transport.abort()
-                return
-            transport.pause_reading()
-            task = asyncio.ensure_future(self._shake_hands(transport))
-            running.add(task)
-            task.add_done_callback(running.discard)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self._running) + len(self._open) > self._limits.max_connections:
+            transport.abort()
+            return
+        transport.pause_reading()
+        task = asyncio.ensure_future(self._shake_hands(transport))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
-        async def _shake_hands(self, raw: asyncio.Transport) -> None:
-            loop = asyncio.get_running_loop()
-            try:
-                transport = await loop.start_tls(
-                    raw,
-                    self,
-                    certificate.context(),
-                    server_side=True,
-                    ssl_handshake_timeout=head_s,
-                )
-            except OSError:  # also of TLS; it was not a client of ours, or a slow one
-                raw.abort()
-                return
-            if transport is None or self._is_lost:
-                raw.abort()
-                return
-            self._is_made = True
-            transport.set_protocol(self._inner)
-            self._inner.connection_made(transport)
-            for data in self._early:
-                self._inner.data_received(data)
-            self._early.clear()
+    async def _shake_hands(self, raw: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            transport = await loop.start_tls(
+                raw,
+                self,
+                self._certificate.context(),
+                server_side=True,
+                ssl_handshake_timeout=self._limits.head_s,
+            )
+        except OSError:  # also of TLS; it was not a client of ours, or a slow one
+            raw.abort()
+            return
+        if transport is None or self._is_lost:
+            raw.abort()
+            return
+        self._is_made = True
+        transport.set_protocol(self._inner)
+        self._inner.connection_made(transport)
+        for data in self._early:
+            self._inner.data_received(data)
+        self._early.clear()
 
-        def data_received(self, data: bytes) -> None:
-            self._early.append(data)
+    def data_received(self, data: bytes) -> None:
+        self._early.append(data)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._is_made:  # lost with the end of the handshake
-                self._inner.connection_lost(exc)
-            self._is_lost = True
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_made:  # lost with the end of the handshake
+            self._inner.connection_lost(exc)
+        self._is_lost = True
 
-    return Handshake
+
+def with_tls(
+    inner: Callable[..., asyncio.Protocol],
+    certificate: Certificate,
+    limits: ConnectionLimits,
+) -> type[asyncio.Protocol]:
+    """Return a protocol for ``uvicorn.Config(http=...)``, which does no TLS then."""
+    running = set[asyncio.Task[None]]()
+    made: Any = partial(Handshake, inner, certificate, limits, running)
+    return cast("type[asyncio.Protocol]", made)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,15 +13,23 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from multiworld.serve.gateway.http import http_protocol
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http.http_protocol import (
     CONTINUE,
+    CYCLE_INTERNALS,
     HEAD_BYTES,
+    INTERNALS,
+    BoundedProtocol,
+    ConnectionLimits,
     HeadKeeper,
-    bounded,
+    protocol_of,
 )
 from multiworld.serve.gateway.http.http_request import CONNECTION
 from tests.unit.serve.edges import HANG_S, until
@@ -196,7 +207,7 @@ async def serving(
         app,
         host="127.0.0.1",
         port=0,
-        http=bounded(head_s, most),
+        http=protocol_of(ConnectionLimits(head_s, most)),
         ws="none",
         log_config=None,
         access_log=False,
@@ -634,7 +645,8 @@ async def test_rest_of_an_answer_that_nobody_reads_keeps_no_connection(
     for end in (ours, theirs):
         end.setblocking(False)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    config = uvicorn.Config(app, http=bounded(30.0, 9), lifespan="off", log_config=None)
+    protocol = protocol_of(ConnectionLimits(30.0, 9))
+    config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
     config.load()
     state = ServerState()
     made: Any = config.http_protocol_class
@@ -767,3 +779,43 @@ async def test_client_that_leaves_is_noticed_however_long_its_body_was(
         await until(lambda: bool(WAITING))
         await client.close()
         await until(lambda: not WAITING)
+
+
+# What is used of uvicorn.
+
+
+def names_on(tree: ast.AST, *owners: str) -> set[str]:
+    """Return the attributes of these names in a syntax tree."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in owners
+        and not node.attr.startswith("__")
+    }
+
+
+def test_what_is_used_of_uvicorn_is_listed_and_there() -> None:
+    """A release of it that renames something fails here, and not under load."""
+    tree = ast.parse(inspect.getsource(BoundedProtocol))
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    own |= {n for n in names_on(tree, "self") if n.startswith("_")} - INTERNALS
+    asyncio_names = set(dir(asyncio.Protocol))
+    extended = own & set(dir(HttpToolsProtocol)) - asyncio_names
+    used = (names_on(tree, "self") - own - asyncio_names) | extended
+    assert {n for n in used if not n.startswith("__")} == INTERNALS
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    loop = asyncio.new_event_loop()
+    there = HttpToolsProtocol(config, ServerState(), {}, loop)
+    loop.close()
+    # ``url`` is set with the first request.
+    assert {n for n in INTERNALS if not hasattr(there, n)} <= {"url"}
+    assert "self.url" in inspect.getsource(HttpToolsProtocol)
+
+
+def test_what_is_used_of_a_cycle_is_listed_and_there() -> None:
+    tree = ast.parse(inspect.getsource(http_protocol))
+    used = names_on(tree, "cycle", "c", "self.cycle") - {"_cycles"}
+    assert used == CYCLE_INTERNALS
+    source = inspect.getsource(RequestResponseCycle)
+    assert [n for n in used if not re.search(rf"(self\.|def ){n}\b", source)] == []

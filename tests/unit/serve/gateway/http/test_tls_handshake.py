@@ -14,7 +14,7 @@ import trustme
 import uvicorn
 
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.http.http_protocol import bounded
+from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from tests.unit.serve.edges import HANG_S, until
 
@@ -82,11 +82,12 @@ async def serving(
     """Return a server that runs."""
     trust = issue(folder)
     certificate = Certificate(str(folder / "c"), str(folder / "k"))
+    limits = ConnectionLimits(head_s, most)
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
         port=0,
-        http=with_tls(bounded(head_s, most), certificate, head_s, most),
+        http=with_tls(protocol_of(limits), certificate, limits),
         ws="none",
         log_config=None,
         access_log=False,
