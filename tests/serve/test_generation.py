@@ -80,26 +80,6 @@ async def test_text_is_what_transformers_generates(
     assert shown.json()["prompt"] == whole.choices[0].text
 
 
-@pytest.mark.heavy
-async def test_attention_of_ones_own_takes_the_place_of_torchs(
-    folder: Path, tmp_path: Path, wanted: list[int]
-) -> None:
-    """It is named in the spec, and survives a loss like any other."""
-    spec = spec_of(folder)
-    named = "tests.serve.plain_attention:PlainAttention"
-    spec["models"]["m"]["generation"]["attention"] = named
-    with served(tmp_path, spec) as service:
-        async with client(service) as api:
-            stream = Stream(api)
-            await stream.has(COUNT // 2)
-            await asyncio.to_thread(service.break_replica, "kill", "middle")
-            assert len(await stream.end()) == COUNT
-        body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
-        more = {"ignore_eos": True, "return_token_ids": True}
-        answer = post(service, "/v1/completions", {**body, **more})
-        assert answer.json()["choices"][0]["token_ids"] == wanted
-
-
 def test_chat_is_streamed_as_openais_clients_expect(service: Served) -> None:
     """The role first, one end, the usage at last."""
     body = {

@@ -200,8 +200,6 @@ class GenerationSpec(_Strict):
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 256
     """Maximum number of tokens of a step. A longer prompt is computed in several steps,
     between which other sequences continue."""
-    enable_chunked_prefill: bool = True
-    """`false`: every prompt is computed in one step, however long it is."""
     block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
     """Number of tokens of a KV block, the unit of memory for keys and values."""
     kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] = 512.0
@@ -232,10 +230,6 @@ class GenerationSpec(_Strict):
     """`true`: a completion depends neither on the rest of its batch nor on lost
     replicas: it is bit-identical to that of an undisturbed run on the same kind of
     processor, with the same torch and the same number of threads."""
-    attention: str | None = Field(default=None, pattern=FACTORY)
-    """`package.module:Class` (or function) that makes the attention of a step from the
-    cache and the rows of the step, in place of torch's. Not with `deterministic`. See
-    multiworld.serve.engine.models.attention.Attention."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""
@@ -264,14 +258,6 @@ class GenerationSpec(_Strict):
         if len(given) != 2 or given[0] == given[1] or has_space:
             raise ValueError("give two different marks, without space around, or []")
         return marks
-
-    @model_validator(mode="after")
-    def _one_attention(self) -> GenerationSpec:
-        if self.deterministic and self.attention is not None:
-            raise ValueError(
-                "deterministic uses its own attention; remove one of the two"
-            )
-        return self
 
 
 ENGINE_START_S = 600.0

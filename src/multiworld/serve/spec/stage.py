@@ -166,8 +166,6 @@ class Generation:
         kv_bytes: Bytes of the keys and values of one token, by stage.
         weights: Returns a name of the weights. Sequences move between versions of the
             model without a pause if the name is the same; empty: never.
-        attention: Makes the attention of a step, from a ``kv_cache.KvCache`` and the
-            ``Rows`` of the step; None: torch's.
         dtype: Dtype of the computation; empty: not known. A model whose folder has
             bfloat16 is computed in float32 on machines without fast bfloat16.
         weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
@@ -181,7 +179,6 @@ class Generation:
     max_tokens: int
     kv_bytes: Sequence[int]
     weights: Callable[[], str] = str
-    attention: Callable[[Any, Any], Any] | None = None
     dtype: str = ""
     weight_bytes: Sequence[int] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)

@@ -17,7 +17,6 @@ class EngineLimits:
     block_size: int = 16
     blocks: int = 1024
     steps: int = 1  # in flight at once; the number of stages
-    is_prefill_chunked: bool = True  # a prompt may be computed in several steps
 
     @property
     def longest(self) -> int:

@@ -22,7 +22,6 @@ def limits_by(spec: GenerationSpec, kv_bytes: float, stages: int) -> EngineLimit
         block_size=spec.block_size,
         blocks=max(2, int(spec.kv_cache_memory_mb * MIB / block)),
         steps=stages,
-        is_prefill_chunked=spec.enable_chunked_prefill,
     )
 
 

@@ -150,7 +150,6 @@ def test_fields_of_an_engine_need_one(field: str) -> None:
     "field",
     [
         "max_num_batched_tokens: 8",
-        "enable_chunked_prefill: false",
         "block_size: 8",
         "kv_cache_memory_mb: 8",
         "backup_memory_mb: 8",
@@ -158,7 +157,6 @@ def test_fields_of_an_engine_need_one(field: str) -> None:
         "prefix_cache_memory_mb: 8",
         "quantization: int8",
         "deterministic: true",
-        "attention: a.b:C",
     ],
 )
 def test_setting_of_generation_without_effect_is_refused_by_name(field: str) -> None:

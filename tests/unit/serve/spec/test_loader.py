@@ -115,13 +115,6 @@ def test_good_spec_is_read() -> None:
         ),
         (
             "    stages:\n      - name: one",
-            "    generation: {deterministic: true, attention: a.b:C}\n"
-            "    stages:\n      -",
-            6,
-            "uses its own attention",
-        ),
-        (
-            "    stages:\n      - name: one",
             "    generation: {deterministic: true}\n    stages:\n      - device: cuda",
             3,
             "deterministic is for CPUs only",

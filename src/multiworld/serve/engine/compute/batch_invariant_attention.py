@@ -25,6 +25,7 @@ from multiworld.serve.engine.compute.kv_cache import (
     additive_mask,
 )
 from multiworld.serve.engine.compute.kv_memory import SLOTS
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512
@@ -176,7 +177,7 @@ class _Trial:
         return torch.cat(parts, 2).roll(-shift, 2)
 
 
-class InvariantAttention:
+class InvariantAttention(Attention):
     """Batch-invariant attention of one step; only single rows are batched."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
@@ -185,21 +186,11 @@ class InvariantAttention:
         self._others: list[tuple[int, Rows, Tensor]] = []
         self._masks: dict[object, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if softcap is not None:
+    def compute(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        if call.softcap is not None:
             raise ValueError("deterministic: true does not support capped scores")
         heads, size = key.shape[0], query.shape[2]
-        factor = size**-0.5 if scale is None else scale
         threads = torch.get_num_threads()
         sizes = invariant_sizes(heads, size, value.shape[2], key.dtype, threads)
         room = functools.partial(padded, sizes.keys)
@@ -209,11 +200,11 @@ class InvariantAttention:
             self._batches, others = self._cache.batches(self._rows, room, max_count)
             self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
         tiled = functools.partial(
-            self._in_tiles, sizes=sizes.rows, window=window, scale=factor
+            self._in_tiles, sizes=sizes.rows, window=call.window, scale=call.factor
         )
-        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        found = call.empty()
         for batch in self._batches:
-            memory = self._cache.append_batch(batch, layer, key, value)
+            memory = self._cache.append_batch(batch, call.layer, key, value)
             length = room(int(batch.at[0]) + 1)
             keys, values = (each[:, :, :length] for each in memory)
             queries = query.index_select(1, batch.rows).transpose(0, 1)
@@ -223,7 +214,7 @@ class InvariantAttention:
             here = slice(offset, offset + rows.count)
             length = room(rows.begin + rows.count)
             keys, values = self._cache.append(
-                rows, layer, key[:, here], value[:, here], room=length
+                rows, call.layer, key[:, here], value[:, here], room=length
             )
             out = tiled(query[None, :, here], keys[None], values[None], begins)
             found[here] = out[0].transpose(0, 1)

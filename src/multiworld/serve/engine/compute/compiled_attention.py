@@ -23,7 +23,7 @@ from multiworld.serve.engine.compute.layer_code import (
     can_run,
     library,
 )
-from multiworld.serve.engine.models.attention import Attention
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 MAX_SIZE = 256
 SMALL = 64  # heads up to this size are small
@@ -53,7 +53,7 @@ def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
     return CompiledAttention(StepAttention, cache, rows, max_size, dtypes)
 
 
-class CompiledAttention:
+class CompiledAttention(Attention):
     """Attention of one step; layers that the code is not for are ``otherwise``'s."""
 
     def __init__(
@@ -72,38 +72,23 @@ class CompiledAttention:
         # By shapes and strides, which are those of most layers; None: ``otherwise``'s.
         self._forms: dict[object, Form | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        query, key, value = _dense(query), _dense(key), _dense(value)
+    def compute(self, call: AttentionCall) -> Tensor:
+        query, key, value = map(_dense, (call.query, call.key, call.value))
         name = (
             *(query.shape, query.stride(), query.dtype),
             *(key.shape, key.stride(), key.dtype),
             *(value.shape, value.stride(), value.dtype),
-            *(scale, window, softcap),
+            *(call.scale, call.window, call.softcap),
         )
         if name not in self._forms:
-            self._forms[name] = self._form(query, key, value, scale, window, softcap)
+            self._forms[name] = self._form(query, key, value, call)
         form = self._forms[name]
         if form is None:
             if self._other is None:
                 self._other = self._otherwise(self._cache, self._rows)
-            return self._other.attend(
-                *(layer, query, key, value),
-                scale=scale,
-                window=window,
-                softcap=softcap,
-            )
-        rows = self._cache.addresses(self._rows, layer, (key, value))
-        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+            return self._other.compute(call)
+        rows = self._cache.addresses(self._rows, call.layer, (key, value))
+        found = call.empty()
         self._attend(
             ctypes.addressof(form),
             query.data_ptr(),
@@ -121,9 +106,7 @@ class CompiledAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
+        call: AttentionCall,
     ) -> Form | None:
         """Return the form of such tensors, and allocate memory for the rows."""
         given = query, key, value
@@ -131,7 +114,7 @@ class CompiledAttention:
         if any(each.shape[1] != count for each in given):
             raise ValueError(f"the step has {count} rows, unlike these tensors")
         is_large = max(query.shape[2], value.shape[2]) > self._max_size
-        if softcap is not None or is_large or not all(map(_is_for, given)):
+        if call.softcap is not None or is_large or not all(map(_is_for, given)):
             return None
         if query.dtype not in self._dtypes or {key.dtype, value.dtype} != {query.dtype}:
             return None
@@ -147,10 +130,9 @@ class CompiledAttention:
         strides = [each.stride() for each in given]
         by_head = (head for head, _, _ in strides)
         by_row = (row for _, row, _ in strides)
-        factor = size**-0.5 if scale is None else scale
         sizes = heads, len(key), size, value.shape[2]
         is_bf16 = query.dtype is torch.bfloat16
-        return Form(*sizes, *by_head, *by_row, window or 0, is_bf16, factor)
+        return Form(*sizes, *by_head, *by_row, call.window or 0, is_bf16, call.factor)
 
 
 def _is_for(given: Tensor) -> bool:

@@ -23,6 +23,7 @@ from multiworld.serve.engine.compute.layer_code import (
     can_run,
     library,
 )
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 from multiworld.serve.engine.models.integer_linear import IntegerLinear
 
 logger = logging.getLogger("multiworld.serve")
@@ -148,18 +149,22 @@ class _Norm:
         )
 
 
-class _Trial:
+class _Trial(Attention):
     """Attention that notes how it is called; its result depends on all it is given."""
 
     def __init__(self) -> None:
         self.options: dict[int, dict[str, Any]] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
-    ) -> Tensor:
-        self.options[layer] = options
+    def compute(self, call: AttentionCall) -> Tensor:
+        self.options[call.layer] = {
+            "scale": call.scale,
+            "window": call.window,
+            "softcap": call.softcap,
+        }
+        query = call.query
         key, value = (
-            each.repeat_interleave(len(query) // len(each), 0) for each in (key, value)
+            each.repeat_interleave(len(query) // len(each), 0)
+            for each in (call.key, call.value)
         )
         # No product of a query and a key: those of one row are the same unrotated.
         found = value * query.tanh() + key.tanh()

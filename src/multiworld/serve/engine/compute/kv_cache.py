@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from multiworld.serve.engine.compute.kv_memory import SLOTS, KvMemory, Run
-from multiworld.serve.engine.models.attention import Attention
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 # Keys and values by layer, [key heads, tokens, size] each, on the host.
 Layers = dict[int, tuple[Tensor, Tensor]]
@@ -205,7 +205,7 @@ class KvCache:
                 tensor[:, :tokens] = torch.cat(parts, 1)[:, :tokens]
 
 
-class StepAttention:
+class StepAttention(Attention):
     """torch's attention of one step: single rows are batched, others run one by one."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
@@ -218,37 +218,30 @@ class StepAttention:
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._seen_by: dict[tuple[Batch, int | None], tuple[slice, Tensor | None]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
-        for batch in self._batches if softcap is None else ():
-            keys, values = self._cache.append_batch(batch, layer, key, value)
-            seen, mask = self._seen(batch, window, query.dtype)
+    def compute(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        found = call.empty()
+        for batch in self._batches if call.softcap is None else ():
+            keys, values = self._cache.append_batch(batch, call.layer, key, value)
+            seen, mask = self._seen(batch, call.window, query.dtype)
             query_rows = query.index_select(1, batch.rows)
             out = of_single_rows(
-                query_rows, keys[:, :, seen], values[:, :, seen], mask, scale
+                query_rows, keys[:, :, seen], values[:, :, seen], mask, call.scale
             )
             found.index_copy_(0, batch.rows, out)
-        for offset, rows in self._others if softcap is None else self._parts:
+        for offset, rows in self._others if call.softcap is None else self._parts:
             here = slice(offset, offset + rows.count)
-            keys, values = self._cache.append(rows, layer, key[:, here], value[:, here])
-            first = 0 if window is None else max(0, rows.begin - window + 1)
-            mask = self._mask(rows, first, window)
+            keys, values = self._cache.append(
+                rows, call.layer, key[:, here], value[:, here]
+            )
+            first = 0 if call.window is None else max(0, rows.begin - call.window + 1)
+            mask = self._mask(rows, first, call.window)
             memory = keys[:, first:], values[:, first:]
-            if softcap is None and rows.count == 1:
+            if call.softcap is None and rows.count == 1:
                 one = memory[0][None], memory[1][None]
-                found[here] = of_single_rows(query[:, here], *one, None, scale)
+                found[here] = of_single_rows(query[:, here], *one, None, call.scale)
             else:
-                out = of_rows(query[:, here], *memory, mask, scale, softcap)
+                out = of_rows(query[:, here], *memory, mask, call.scale, call.softcap)
                 found[here] = out.transpose(0, 1)
         return found
 

@@ -28,7 +28,7 @@ from multiworld.serve.engine.compute.kv_cache import (
     of_single_rows,
 )
 from multiworld.serve.engine.compute.transfers import HOST, Transfers
-from multiworld.serve.engine.models.attention import Attention
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -223,7 +223,7 @@ class PagedKvCache:
             self.write(layer, slots, key, value)
 
 
-class PagedAttention:
+class PagedAttention(Attention):
     """Attention of one step over pages; its tables are uploaded once."""
 
     def __init__(self, cache: PagedKvCache, rows: Sequence[Rows]) -> None:
@@ -256,19 +256,10 @@ class PagedAttention:
         # The pages of the sequences with one row, and what is hidden of them.
         self._singles_by: dict[int | None, tuple[Tensor, Tensor]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        keys, values = self._cache.write(layer, self._slots, key, value)
-        if softcap is None and self._cache.has_kernel(query, keys, values):
+    def compute(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        keys, values = self._cache.write(call.layer, self._slots, key, value)
+        if call.softcap is None and self._cache.has_kernel(query, keys, values):
             return over_pages(
                 query.transpose(0, 1).contiguous(),
                 keys,
@@ -278,22 +269,22 @@ class PagedAttention:
                 self._table,
                 self._max_rows,
                 self._max_keys,
-                scale,
-                window,
+                call.scale,
+                call.window,
             )
-        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
-        if len(self._singles) and softcap is None:  # in one call
+        found = call.empty()
+        if len(self._singles) and call.softcap is None:  # in one call
             rows = query.index_select(1, self._single_rows)
-            tables, mask = self._single_tables(window, query.dtype)
-            out = of_single_pages(rows, (keys, values), tables, mask, scale)
+            tables, mask = self._single_tables(call.window, query.dtype)
+            out = of_single_pages(rows, (keys, values), tables, mask, call.scale)
             found.index_copy_(0, self._single_rows, out)
-        for n in self._others if softcap is None else range(len(self._rows)):
+        for n in self._others if call.softcap is None else range(len(self._rows)):
             one, begin = self._rows[n], self._offsets[n]
             here, end = slice(begin, begin + one.count), one.begin + one.count
             table = self._table[n : n + 1]
             memory = gather(keys, table)[0, :, :end], gather(values, table)[0, :, :end]
-            mask = self._mask(n, window)
-            out = of_rows(query[:, here], *memory, mask, scale, softcap)
+            mask = self._mask(n, call.window)
+            out = of_rows(query[:, here], *memory, mask, call.scale, call.softcap)
             found[here] = out.transpose(0, 1)
         return found
 
@@ -323,7 +314,7 @@ class PagedAttention:
         return mask
 
 
-class SingleRowsAttention:
+class SingleRowsAttention(Attention):
     """Attention of one row of each sequence, by tables that are on the device."""
 
     def __init__(
@@ -341,19 +332,10 @@ class SingleRowsAttention:
         self._tokens = table.shape[1] * cache.page_size
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        pool = self._cache.write(layer, self._slots, key, value)
-        if softcap is None and self._cache.has_kernel(query, *pool):
+    def compute(self, call: AttentionCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
+        pool = self._cache.write(call.layer, self._slots, key, value)
+        if call.softcap is None and self._cache.has_kernel(query, *pool):
             return over_pages(
                 query.transpose(0, 1).contiguous(),
                 *pool,
@@ -362,19 +344,21 @@ class SingleRowsAttention:
                 self._table,
                 1,
                 self._tokens,
-                scale,
-                window,
+                call.scale,
+                call.window,
             )
-        if window not in self._masks:
-            self._masks[window] = mask_of_singles(
-                self._ends, self._tokens, window, query.dtype
+        if call.window not in self._masks:
+            self._masks[call.window] = mask_of_singles(
+                self._ends, self._tokens, call.window, query.dtype
             )
-        mask = self._masks[window]
-        if softcap is None:
-            return of_single_pages(query, pool, self._table, mask, scale)
+        mask = self._masks[call.window]
+        if call.softcap is None:
+            return of_single_pages(query, pool, self._table, mask, call.scale)
         keys, values = (gather(pages, self._table) for pages in pool)
         rows = query.transpose(0, 1)[:, :, None]
-        return of_capped_rows(rows, keys, values, mask == 0, scale, softcap)[:, :, 0]
+        return of_capped_rows(rows, keys, values, mask == 0, call.scale, call.softcap)[
+            :, :, 0
+        ]
 
 
 def of_single_pages(

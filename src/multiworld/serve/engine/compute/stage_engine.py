@@ -144,7 +144,7 @@ def engine_of(
     tokens: int = 0,  # of KV memory to allocate at first, on a GPU
 ) -> StageEngine:
     """Return the engine of a loaded stage; on a CPU its weights are packed."""
-    if not transfers.is_host and model.attention is None:
+    if not transfers.is_host:
         paged = PagedKvCache(tokens=tokens, transfers=transfers)
         graphs = None
         if getattr(function, "is_recordable", False):
@@ -164,7 +164,7 @@ def engine_of(
                 compiled_layers = compile_layers(function)
                 logger.info("compiled layers: %d", compiled_layers)
     if not is_deterministic:
-        cache = KvCache(attention=model.attention or fastest)
+        cache = KvCache(attention=fastest)
         return StageEngine(function, is_last, model, cache, transfers)
     # Until the first step, use the granule of the largest piece.
     attention = compiled(InvariantAttention)

@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
-class Attention(Protocol):
+@dataclass(slots=True)
+class AttentionCall:
+    """What one layer gives to the attention of a step, for all rows of the step.
+
+    Attributes:
+        layer: Its number in the model.
+        query: [heads, rows, size].
+        key: [key heads, rows, size]; heads are a multiple of key heads.
+        value: Like ``key``; its size may differ.
+        scale: Factor of the scores; None: 1 / sqrt(size).
+        window: How many tokens a row attends to, with itself; None: all earlier ones.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None: they do not.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """The scale, or its default."""
+        size: int = self.query.shape[2]
+        return size**-0.5 if self.scale is None else self.scale
+
+    def empty(self) -> Tensor:
+        """Return memory for the result, [rows, heads, size of values]."""
+        heads, rows, _ = self.query.shape
+        return self.query.new_empty((rows, heads, self.value.shape[2]))
+
+
+class Attention(ABC):
     """Attention of the rows of one step over all earlier tokens of their sequences."""
 
     def attend(
         self,
         layer: int,
-        query: Tensor,  # [heads, rows, size]
-        key: Tensor,  # [key heads, rows, size]; heads are a multiple of key heads
-        value: Tensor,  # like ``key``; its size may differ
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *,
-        scale: float | None = None,  # of the scores; None: 1 / sqrt(size)
-        window: int | None = None,  # tokens that a row attends to, with itself
-        softcap: float | None = None,  # ``softcap * tanh(score / softcap)``
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
+        """Return ``compute`` of these, for layers."""
+        return self.compute(
+            AttentionCall(layer, query, key, value, scale, window, softcap)
+        )
+
+    @abstractmethod
+    def compute(self, call: AttentionCall) -> Tensor:
         """Append keys and values of the rows; return [rows, heads, size of values]."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import folder_facts, transformer_stage
 from multiworld.serve.engine.models.anatomy import anatomy_of
-from multiworld.serve.engine.models.attention import Attention
+from multiworld.serve.engine.models.attention import Attention, AttentionCall
 from multiworld.serve.engine.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers
@@ -148,7 +148,7 @@ def _without_interface(folder: Path, count: int, span: Span) -> SpecError:
     )
 
 
-class _Seen:
+class _Seen(Attention):
     """Attention that notes which layers use it."""
 
     def __init__(self) -> None:
@@ -156,19 +156,11 @@ class _Seen:
         self.kv_numbers = 0  # of a token, in all layers
         self.has_window = False
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        **_: Any,
-    ) -> Tensor:
-        self.layers.append(layer)
-        self.kv_numbers += sum(t.shape[0] * t.shape[2] for t in (key, value))
-        self.has_window = self.has_window or window is not None
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+    def compute(self, call: AttentionCall) -> Tensor:
+        self.layers.append(call.layer)
+        self.kv_numbers += sum(t.shape[0] * t.shape[2] for t in (call.key, call.value))
+        self.has_window = self.has_window or call.window is not None
+        return call.empty().zero_()
 
 
 def _register() -> None:

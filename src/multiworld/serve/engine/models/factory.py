@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +86,7 @@ def build_model(spec: ModelSpec) -> Model:
             f"spec has {count}; list as many there"
         )
     _check_limits(model, spec)
-    return _with_attention(model, spec)
+    return model
 
 
 def _check_version(spec: ModelSpec) -> None:
@@ -109,16 +108,6 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
         raise SpecError(
             f"`max_model_len: {asked}`, but the model takes {maximum} tokens at most"
         )
-
-
-def _with_attention(model: Model, spec: ModelSpec) -> Model:
-    if model.generation is None or spec.generation is None:
-        return model
-    if spec.generation.attention is None:
-        return model
-    attention = import_factory(spec.generation.attention)
-    facts = dataclasses.replace(model.generation, attention=attention)
-    return dataclasses.replace(model, generation=facts)
 
 
 def fetch(app: AppSpec) -> None:
@@ -146,7 +135,6 @@ def identified(spec: ModelSpec, copies: Path | None) -> ModelSpec:
     bare = spec.model_copy(update={"identity": None})
     folder = folder_of(bare)
     own = [spec.factory, spec.engine]
-    own += [spec.generation.attention] if spec.generation is not None else []
     settings = bare.model_dump(mode="json", include=SETTINGS)
     made = identity.identity_of(
         None if folder is None else str(Path(folder).expanduser()),

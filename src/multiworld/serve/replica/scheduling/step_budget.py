@@ -41,15 +41,13 @@ class StepBudget:
         demands: Mapping[Share, float],  # rows in the next step if it were alone
         in_flight: float,  # cost, in rows; stages may share processors
         max_rows: int,
-        *,
-        is_limited: bool = True,  # prefill is chunked; else prompts are whole
     ) -> None:
         self.weights = sum(share.weight for share in demands)
         first = max((share.priority for share in demands), default=0)
         self._limits = {
             share: cost_of(demand) * (1 + BESIDE * (self.weights / share.weight - 1))
             for share, demand in demands.items()
-            if share.priority == first and is_limited
+            if share.priority == first
         }
         # The tightest limit, whose own tenant is bound by the second one.
         self._tightest = sorted(self._limits, key=self._limits.__getitem__)[:2]

@@ -96,10 +96,7 @@ class StepPlanner:
         demands = self._demands()
         is_shared = self._has_others(demands, now)
         if len(demands) > 1:
-            is_limited = self._limits.is_prefill_chunked
-            budget = StepBudget(
-                demands, self._steps.cost, max_tokens, is_limited=is_limited
-            )
+            budget = StepBudget(demands, self._steps.cost, max_tokens)
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if self._steps.places and rows < STEP_ROWS:
@@ -195,7 +192,7 @@ class StepPlanner:
         if sequence.number not in self._pool.running and not self._pool.admit(sequence):
             return False
         left = self._limits.max_num_batched_tokens - sum(part.count for part in parts)
-        count = self._chunk(sequence, left, parts)
+        count = min(sequence.lacking, left)
         if not count or not self._pool.has_room(sequence, count):
             return False
         parts.append(self._take(sequence, count))
@@ -292,10 +289,10 @@ class StepPlanner:
         if sequence.number in self._pool.running:
             ready[sequence.share].pop()
         else:
-            fits = self._chunk(sequence, rows, parts) > 0
+            fits = min(sequence.lacking, rows) > 0
             if not fits or not self._pool.admit(sequence):
                 return False
-        count = self._chunk(sequence, rows, parts)
+        count = min(sequence.lacking, rows)
         is_left = sequence.number in self._pool.running  # it was not preempted
         if is_left and count and self._pool.has_room(sequence, count):
             parts.append(part := self._take(sequence, count))
@@ -342,8 +339,6 @@ class StepPlanner:
         # sequence waits for them and there is more to compute, each step is full.
         # Sequences whose KV was just rebuilt wait for those still being rebuilt.
         max_tokens = self._limits.max_num_batched_tokens
-        if not self._limits.is_prefill_chunked:
-            return max_tokens
         if is_shared:
             max_tokens = min(max_tokens, SHARED_TOKENS)
         if self._steps.max_steps == 1:
@@ -380,26 +375,17 @@ class StepPlanner:
             if running and sequence is running[-1]:
                 running.pop()  # it may have been preempted meanwhile
             else:
-                fits = self._chunk(sequence, budget, parts) > 0
+                fits = min(sequence.lacking, budget) > 0
                 if not fits or not self._pool.admit(sequence):
                     is_open = False  # later ones would overtake it repeatedly
                     continue
-            count = self._chunk(sequence, budget, parts)
+            count = min(sequence.lacking, budget)
             is_left = sequence.number in self._pool.running
             if is_left and count and self._pool.has_room(sequence, count):
                 parts.append(self._take(sequence, count))
                 budget -= count
 
     # Parts of a step.
-
-    def _chunk(
-        self, sequence: ScheduledSequence, budget: int, parts: list[StepPart]
-    ) -> int:
-        if self._limits.is_prefill_chunked:
-            return min(sequence.lacking, budget)
-        # A prompt longer than the budget goes beside next tokens, but no other prompt.
-        fits = sequence.lacking <= budget or all(part.count == 1 for part in parts)
-        return sequence.lacking if fits else 0
 
     def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
         begin = sequence.computed

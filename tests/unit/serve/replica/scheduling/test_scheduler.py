@@ -37,7 +37,6 @@ def limits(
     block: int = 4,
     blocks: int = 100,
     steps: int = 1,
-    chunked: bool = True,
 ) -> EngineLimits:
     """Return limits that are small."""
     return EngineLimits(
@@ -46,7 +45,6 @@ def limits(
         block_size=block,
         blocks=blocks,
         steps=steps,
-        is_prefill_chunked=chunked,
     )
 
 
@@ -80,8 +78,7 @@ class Pipeline:
         keys = [part.key for part in step.parts]
         assert len(set(keys)) == len(keys), "a sequence has one part at most"
         counts = [part.count for part in step.parts]
-        is_whole = not limit.is_prefill_chunked and sum(n > 1 for n in counts) == 1
-        assert sum(counts) <= limit.max_num_batched_tokens or is_whole
+        assert sum(counts) <= limit.max_num_batched_tokens
         assert len(self.scheduler.pool.running) <= limit.max_num_seqs
         assert 0 <= self.scheduler.pool.used_blocks <= limit.blocks
         for part in step.parts:
@@ -219,21 +216,6 @@ def test_rebuild_without_memory_delays_no_other_sequence() -> None:
     assert planned(pipeline) == [{1: 1, 2: 1}]
 
 
-def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
-    """It may be longer than the budget then."""
-    scheduler = Scheduler(limits(tokens=4, chunked=False))
-    scheduler.add(ScheduledSequence(key(1), [1, 2, 3]))
-    scheduler.add(ScheduledSequence(key(2), list(range(9))))
-    first = scheduler.next_step()
-    assert first is not None
-    assert [(p.key[1], p.count) for p in first.parts] == [(1, 3)]
-    scheduler.sampled(first.number, [(key(1), None)])
-    scheduler.pool.remove(key(1))
-    second = scheduler.next_step()
-    assert second is not None
-    assert [(p.key[1], p.count) for p in second.parts] == [(2, 9)]
-
-
 def started(count: int) -> Pipeline:
     """Return a pipeline of three stages with sequences that all decode."""
     scheduler = Scheduler(limits(seqs=count + 1, tokens=64, steps=3))
@@ -351,7 +333,6 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         block=block,
         blocks=blocks,
         steps=data.draw(st.integers(1, 4), "steps"),
-        chunked=data.draw(st.booleans(), "chunked"),
     )
     scheduler = Scheduler(limit)
     pipeline = Pipeline(scheduler)
@@ -791,20 +772,13 @@ def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
     assert scheduler.pool.reserve([], key(2), 1)
 
 
-@pytest.mark.parametrize(
-    ("weight", "chunked", "steps"),
-    [(16.0, True, 1), (16.0, True, 3), (1.0, False, 1), (1.0, False, 3)],
-)
-def test_tenant_beside_a_heavier_one_or_with_a_whole_prompt_comes_on(
-    weight: float, chunked: bool, steps: int
-) -> None:
-    """It has a row of each step at least, or its prompt as a whole."""
-    scheduler = Scheduler(
-        limits(seqs=9, tokens=240, blocks=9000, steps=steps, chunked=chunked)
-    )
+@pytest.mark.parametrize("steps", [1, 3])
+def test_tenant_beside_a_heavier_one_comes_on(steps: int) -> None:
+    """It has a row of each step at least."""
+    scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000, steps=steps))
     pipeline = Pipeline(scheduler)
     wanted = {key(0): 999, key(1): 1}
-    scheduler.add(ScheduledSequence(key(0), [0], share=Share("heavy", weight)))
+    scheduler.add(ScheduledSequence(key(0), [0], share=Share("heavy", 16.0)))
     assert planned(pipeline) == [{0: 1}]
     scheduler.add(ScheduledSequence(key(1), [0] * 60, share=Share("light")))
     for _ in range(200):
@@ -946,20 +920,6 @@ def test_replica_without_memory_is_tried_again_when_its_pause_ends() -> None:
     assert scheduler.wakes_at == float("inf")
     scheduler.evict(key(1), "back", 5.0)
     assert scheduler.wakes_at == pytest.approx(5.1)
-
-
-def test_whole_prompt_longer_than_a_step_is_computed_beside_others() -> None:
-    """Else sequences that run, one after the other, would keep it out for ever."""
-    scheduler = Scheduler(limits(tokens=8, chunked=False))
-    scheduler.add(ScheduledSequence(key(1), [1]))
-    first = scheduler.next_step()
-    assert first is not None
-    scheduler.sampled(first.number, [(key(1), 5)])
-    scheduler.add(ScheduledSequence(key(2), [1] * 20))
-    scheduler.add(ScheduledSequence(key(3), [1] * 3))
-    second = scheduler.next_step()
-    assert second is not None
-    assert [(p.key, p.count) for p in second.parts] == [(key(1), 1), (key(2), 20)]
 
 
 def test_suspect_that_finds_no_room_holds_up_nobody() -> None:
