@@ -29,6 +29,7 @@ from multiworld.serve.wire.routing_table import (
     Route,
     RoutingTable,
 )
+from tests.unit.inner_state import leaks_of
 
 GATEWAY, NAME = "gateway/1", "m/0/1"
 PROMPT = [40, 78, 67, 69, 0, 85, 80, 79, 78, 0, 65, 0, 84, 73, 77, 69]
@@ -210,7 +211,7 @@ class Bench:
     async def is_at_rest(self) -> None:
         """Wait until nothing of ended sequences is left."""
         async with asyncio.timeout(WAIT_S):
-            while not self.worker.is_idle or self.worker.leaks():  # noqa: ASYNC110
+            while not self.worker.is_idle or leaks_of(self.worker):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def failed(self, start: SequenceStart) -> RemoteError | None:

@@ -432,11 +432,6 @@ class Mailbox:
         )
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of held messages, with ``MESSAGE_BYTES`` for each."""
-        return sum(self._held.values())
-
-    @property
     def waiting_count(self) -> int:
         return sum(map(len, self._posted.values())) + len(self._taken)
 

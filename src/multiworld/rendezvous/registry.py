@@ -146,9 +146,6 @@ class Registry:
             case HoldsAnswer():
                 return self._answered(session, message, now)
 
-    def world_count(self) -> int:
-        return len(self._worlds)
-
     def waiting_count(self) -> int:
         return len(self._deadlines)
 

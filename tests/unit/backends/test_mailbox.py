@@ -19,6 +19,7 @@ from multiworld.backends.arrivals import (
 )
 from multiworld.backends.dtypes import UINT8
 from multiworld.backends.mailbox import Mailbox
+from tests.unit.inner_state import held_bytes
 
 
 def describe(size: int = 4, tag: int = 0) -> Description:
@@ -166,7 +167,7 @@ async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> 
     bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
     assert isinstance(receive.future.exception(), MemberLeftError)
     assert isinstance(bench.post(1, 3).future.exception(), MemberLeftError)
-    assert bench.mailbox.held_bytes == 0
+    assert held_bytes(bench.mailbox) == 0
 
 
 async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -> None:
@@ -228,7 +229,7 @@ async def test_handler_gets_held_tensors_and_then_those_that_arrive() -> None:
     assert bench.mailbox.begin(1, describe()) is None
     bench.mailbox.stall(1, lambda: room.append(True))
     bench.mailbox.handle(1, 0, lambda tensor: got.append(int(tensor[0])))
-    assert (got, room, bench.mailbox.held_bytes) == ([1], [True], 0)
+    assert (got, room, held_bytes(bench.mailbox)) == ([1], [True], 0)
     fill(unfinished, 2)
     bench.mailbox.finish(unfinished)
     for number in range(3, 7):

@@ -46,6 +46,7 @@ from multiworld.rendezvous.store_messages import (
     Withdraw,
 )
 from tests.lines import lines_of
+from tests.unit.inner_state import world_count
 from tests.unit.rendezvous.sessions import sealed_of
 
 
@@ -610,7 +611,7 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
     for _ in range(100):
         bench.claim(1, 0)
         bench.handle(withdrawn(1, bench.requests))
-    assert bench.registry.world_count() == 0
+    assert world_count(bench.registry) == 0
 
 
 def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:

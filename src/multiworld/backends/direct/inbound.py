@@ -85,11 +85,6 @@ class Inbound:
     def missing_bytes(self) -> int:
         return self._missing
 
-    @property
-    def is_clean(self) -> bool:
-        """True between messages: every message that has begun is complete."""
-        return self._start == self._end and self._arrival is None
-
     def close(self) -> None:
         window, self._window = self._window, None
         if window is not None:

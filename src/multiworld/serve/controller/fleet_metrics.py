@@ -27,10 +27,6 @@ class Totals:
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 
-    @property
-    def apart_count(self) -> int:
-        return len(self._latest)
-
     def heard(self, name: str, counted: Iterable[messages.Counted]) -> None:
         self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
 

@@ -40,6 +40,3 @@ class WaitingTenants:
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())
         return own + count - 1 >= max(1.0, limit * share.weight / weights)
-
-    def validate(self) -> None:
-        assert self.count == self._by_tenant.total() >= 0

@@ -24,6 +24,7 @@ from multiworld.backends.direct.outbound import Outbound, Outgoing
 from multiworld.backends.dtypes import code_of, memory_of
 from multiworld.backends.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.mailbox import Mailbox
+from tests.unit.inner_state import held_bytes, is_clean
 
 NONCE = 77
 BUDGET = 4 * FRAGMENT_BYTES
@@ -135,7 +136,7 @@ async def test_stream_when_cut_anywhere_then_messages_are_whole(
         assert got(receive).dtype == tensor.dtype
         assert got(receive).shape == tensor.shape
     assert receiver.fins == 1
-    assert receiver.inbound.is_clean
+    assert is_clean(receiver.inbound)
 
 
 async def test_large_message_goes_straight_into_its_tensor() -> None:
@@ -210,7 +211,7 @@ async def test_large_send_when_cancelled_then_rest_is_called_off(
         sender.write()
         receiver.read(bytes(sender.written), 50_000)
         assert torch.equal(got(receive), content(size) + 1), offset
-        assert receiver.inbound.is_clean
+        assert is_clean(receiver.inbound)
 
 
 async def test_stream_when_it_ends_at_every_byte_then_message_is_not_delivered() -> (
@@ -335,7 +336,7 @@ async def test_budget_when_spent_then_reading_stops_and_resumes() -> None:
     data = sender.write()
     receiver.read(data)
     assert receiver.inbound.is_stalled
-    assert receiver.mailbox.held_bytes == 2 * (100 + MESSAGE_BYTES + DIMENSION_BYTES)
+    assert held_bytes(receiver.mailbox) == 2 * (100 + MESSAGE_BYTES + DIMENSION_BYTES)
     assert torch.equal(got(receiver.post()), content(100))
     assert receiver.inbound.retry()
     for _ in range(2):

@@ -30,6 +30,7 @@ from multiworld.serve.wire.routing_table import (
     RoutingTable,
 )
 from tests.memory import objects_in
+from tests.unit.inner_state import check_router
 
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 
@@ -278,7 +279,7 @@ def test_flood_waits_behind_a_request_of_another_tenant() -> None:
     actions = found.handle(Withdrawn(1), 0.0)
     sent_too = [a for a in actions if isinstance(a, Dispatch)]
     assert 50 in (sent.attempt[0], sent_too[0].attempt[0])
-    found.validate()
+    check_router(found)
 
 
 def test_full_queue_has_room_for_others_up_to_their_share() -> None:
@@ -298,7 +299,7 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
         for again in range(3):
             submit(found, 3 * number + again, Share(f"t{number}"))
     assert found.waiting("m") <= 2 * 10 + 100
-    found.validate()
+    check_router(found)
 
 
 # In a replica.

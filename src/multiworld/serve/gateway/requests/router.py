@@ -95,17 +95,6 @@ class Router:
         at = [state.replica for state in request.attempts.values()]
         return at or ["waiting"]
 
-    def validate(self) -> None:
-        for number, request in self._requests.items():
-            assert request.is_waiting or request.attempts, f"{number} is nowhere"
-            for nth, state in request.attempts.items():
-                assert (number, nth) in self._held[state.replica]
-        for replica, held in self._held.items():
-            for number, nth in held:
-                assert self._requests[number].attempts[nth].replica == replica
-        for queue in self._queues.values():
-            queue.unsent.validate()
-
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Update the state by ``event``; return the actions to carry out, in order."""
         self._now = now

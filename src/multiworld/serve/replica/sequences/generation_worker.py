@@ -140,18 +140,6 @@ class GenerationWorker:
     def kept_bytes(self) -> int:
         return self._log.nbytes + self._prefixes.nbytes
 
-    def leaks(self) -> dict[str, int]:
-        """Return the resources, by kind, that are in use though no sequence runs."""
-        found = {
-            "sequences": len(self._table),
-            "logged bytes": self._log.nbytes,
-            "prefixes in use": self._prefixes.in_use,
-            "blocks": self._scheduler.pool.used_blocks,
-            "rebuilt tokens": len(self.recovery.sampled),
-            "scheduled": len(self._scheduler.pool.known),
-        }
-        return {kind: count for kind, count in found.items() if count}
-
     async def wait_sent(self) -> None:
         await self._outboxes.wait_sent()
 

@@ -187,16 +187,6 @@ class EngineSequences:
         moving = len(self._moving) + len(self._continuing)
         return len(self._queue) + len(self._suspects) + len(self._probes) + moving
 
-    def leaks(self) -> dict[str, int]:
-        """Return the resources in use, by kind, though no sequence is known."""
-        found = {
-            "sequences": len(self._known),
-            "runs": len(self._runs) + len(self._leaving),
-            "held": len(self._held),
-            "waiting": self.waiting,
-        }
-        return {kind: count for kind, count in found.items() if count}
-
     def handle(self, event: Event) -> list[Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         match event:

@@ -201,11 +201,6 @@ class EngineWorker:
     def is_idle(self) -> bool:
         return not len(self.sequences)
 
-    def leaks(self) -> dict[str, int]:
-        """Return the resources, by kind, that are in use though no sequence runs."""
-        tasks = {"tasks": len(self._tasks)} if self._tasks else {}
-        return {**self.sequences.leaks(), **tasks}
-
     async def wait_sent(self) -> None:
         await self._outboxes.wait_sent()
 

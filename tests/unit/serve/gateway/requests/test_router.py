@@ -61,6 +61,7 @@ from multiworld.serve.wire.routing_table import (
     RoutingTable,
 )
 from tests.lines import lines_of
+from tests.unit.inner_state import check_router
 
 READY = ReplicaState.READY
 
@@ -120,7 +121,7 @@ class Run:
     def handle(self, event: Event) -> list[Action]:
         """Handle an event, and check the invariants."""
         actions = self.router.handle(event, self.now)
-        self.router.validate()
+        check_router(self.router)
         return actions
 
     def submit(

@@ -26,6 +26,7 @@ from multiworld.serve.wire.generation_messages import (
     Tokens,
 )
 from tests.tiers import some
+from tests.unit.inner_state import leaks_of
 from tests.unit.serve.gateway.streams.simulated_chains import (
     CONTROLLER,
     GATEWAY,
@@ -61,7 +62,7 @@ async def freed(net: Net) -> None:
     for name in net.alive():
         worker = net.worker(name)
         await net.engine(name).tidy()
-        assert worker.leaks() == {}
+        assert leaks_of(worker) == {}
         assert net.engine(name).nbytes == 0
 
 
@@ -208,7 +209,7 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
     first = Client(net, [*shared, 51], 40)
     await net.settle(lambda: len(first.items) == 5)
     before = {name: net.engine(name).nbytes for name in net.alive()}
-    logged = {n: net.worker(n).leaks()["logged bytes"] for n in net.alive()[:-1]}
+    logged = {n: leaks_of(net.worker(n))["logged bytes"] for n in net.alive()[:-1]}
     others = [Client(net, [*shared, 60 + n], 5) for n in range(12)]
     await net.settle(lambda: len(first.items) == 20)
     (front, *_) = net.alive()
@@ -216,7 +217,7 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
     for name in net.alive():
         assert net.engine(name).nbytes < 2 * before[name]
     for name, nbytes in logged.items():
-        assert net.worker(name).leaks()["logged bytes"] <= 2 * nbytes
+        assert leaks_of(net.worker(name))["logged bytes"] <= 2 * nbytes
     await whole(net, first, *others)
     for name in net.alive():
         assert net.worker(name).counts["prefix_cache_hits"] == 13 * 40
@@ -851,7 +852,7 @@ async def test_new_replica_takes_its_share_of_the_streams() -> None:
     clients = [Client(net, [number] * 10, 90) for number in range(1, 7)]
     await net.settle(lambda: all(len(client.items) >= 2 for client in clients))
     fresh = net.start(1)
-    await net.settle(lambda: net.worker(fresh).leaks().get("sequences", 0) >= 2)
+    await net.settle(lambda: leaks_of(net.worker(fresh)).get("sequences", 0) >= 2)
     await whole(net, *clients)
     assert 2 <= net.streams.counts["moved"] <= 3
     assert net.streams.counts["replayed"] == 0

@@ -15,6 +15,7 @@ from multiworld.serve.wire import generation_messages as messages
 from multiworld.serve.wire.frames import lay_out, unpack
 from multiworld.serve.wire.generation_messages import StepPart, TokenItem
 from multiworld.serve.wire.protocol import Key, MessageError
+from tests.unit.inner_state import leaks_of
 from tests.unit.serve.gateway.streams.simulated_chains import (
     GATEWAY,
     Client,
@@ -240,13 +241,13 @@ async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -
     start = messages.SequenceStart(**{**given, **changes})
     here = net.alive()[1]
     worker = net.worker(here)
-    before = worker.leaks().get("sequences", 0)
+    before = leaks_of(worker).get("sequences", 0)
     with pytest.raises(MessageError):
         worker.received(
             FakeOutbox(net, here, GATEWAY),  # type: ignore[arg-type]
             [(messages.BeginSequences((start,)), [])],
         )
-    assert worker.leaks().get("sequences", 0) == before
+    assert leaks_of(worker).get("sequences", 0) == before
     await whole(net, clients)
 
 

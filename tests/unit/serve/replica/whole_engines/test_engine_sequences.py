@@ -56,6 +56,7 @@ from multiworld.serve.wire.generation_messages import (
     Tokens,
 )
 from multiworld.serve.wire.protocol import Key
+from tests.unit.inner_state import leaks_of
 
 GATEWAY = "gateway/1"
 VOCABULARY = 1000
@@ -288,7 +289,7 @@ def test_place_of_a_move_that_is_given_up_is_free() -> None:
     replica.prepare(start(1))
     replica.prepare(start(2))
     replica.generate(1, 7)
-    assert replica.sequences.leaks()["held"] == 1
+    assert leaks_of(replica.sequences)["held"] == 1
     replica.end(key(2))
     replica.begin(start(3))
     replica.end(key(1))
@@ -309,7 +310,7 @@ def test_prepared_sequence_fills_the_cache_and_is_reported() -> None:
     replica.generate(1, 3)
     assert [(item.key, item.index) for item in replica.items] == [(key(1, 1), 3)]
     replica.end(key(1, 1))
-    assert replica.sequences.leaks() == {}
+    assert leaks_of(replica.sequences) == {}
     assert replica.sequences.counts["requests"] == 1
 
 
@@ -505,7 +506,7 @@ def test_run_is_aborted_at_its_end_though_the_engine_goes_on(
     replica.handle(RunEnded(number))
     assert len(replica.items) == len(tokens)
     replica.end(key(1))
-    assert replica.sequences.leaks() == {}
+    assert leaks_of(replica.sequences) == {}
 
 
 def test_tokens_after_an_abort_are_ignored() -> None:
@@ -549,7 +550,7 @@ def test_token_outside_the_vocabulary_returns_the_sequence_to_its_gateway() -> N
         assert replica.sent == [tokens, SequenceFailed(key(1))]
         assert replica.running == [2]
         replica.end(key(1), key(2))
-        assert replica.sequences.leaks() == {}
+        assert leaks_of(replica.sequences) == {}
 
 
 @pytest.mark.parametrize("error", [None, RunFailedError("x"), OSError("x")])
@@ -583,7 +584,7 @@ def test_error_that_would_come_again_goes_to_the_client(error: Any) -> None:
         assert failed.key == key(number)
         assert failed.error.kind == type(error).__name__
     assert replica.given_up == []
-    assert replica.sequences.leaks() == {}
+    assert leaks_of(replica.sequences) == {}
 
 
 def test_parameters_that_the_engine_lacks_are_refused_before_they_run() -> None:
@@ -708,7 +709,7 @@ def test_paused_sequence_is_ended() -> None:
     replica.begin(start(1))
     replica.handle(Received(GATEWAY, PauseSequences((key(1),))))
     assert replica.runs == {}
-    assert replica.sequences.leaks() == {}
+    assert leaks_of(replica.sequences) == {}
 
 
 def test_suspect_gives_way_to_held_places() -> None:
@@ -741,7 +742,7 @@ def test_leaks_are_named() -> None:
     """By kind, with their numbers."""
     replica = Replica(1)
     replica.begin(start(1), start(2), start(3))
-    assert replica.sequences.leaks() == {"sequences": 3, "runs": 1, "waiting": 2}
+    assert leaks_of(replica.sequences) == {"sequences": 3, "runs": 1, "waiting": 2}
 
 
 TOKEN = st.sampled_from([3, 4, 3, 4, 3, 4, END, VOCABULARY])
@@ -835,7 +836,7 @@ class Random(Replica):
         names = self.running
         assert len(set(names)) == len(names), "a sequence has one run"
         most = self.sequences.settings.max_num_seqs
-        held = self.sequences.leaks().get("held", 0)
+        held = leaks_of(self.sequences).get("held", 0)
         if self.alone is None:
             assert len([n for n in names if n not in self.urgent]) + held <= most
         if self.alone is not None:
@@ -861,6 +862,6 @@ def test_whatever_happens_the_engine_runs_what_it_should(data: st.DataObject) ->
         replica.end(key(number, attempt, f"gateway/{number % 2}"))
     while replica.leaving:
         replica.run_over()
-    assert replica.sequences.leaks() == {}
+    assert leaks_of(replica.sequences) == {}
     assert replica.runs == {}
     assert replica.alone is None

@@ -1,0 +1,77 @@
+"""What must be empty or agree inside of objects that tests use.
+
+The one file of tests that looks at private state: nothing but a test asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multiworld.backends.direct.inbound import Inbound
+from multiworld.backends.mailbox import Mailbox
+from multiworld.rendezvous.registry import Registry
+from multiworld.serve.controller.fleet_metrics import Totals
+from multiworld.serve.gateway.requests.router import Router
+from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
+from multiworld.serve.replica.whole_engines.engine_sequences import EngineSequences
+from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
+
+
+def check_router(router: Router) -> None:
+    """Check that every request is at one place, which its replica knows."""
+    requests, held_by = router._requests, router._held
+    for number, request in requests.items():
+        assert request.is_waiting or request.attempts, f"{number} is nowhere"
+        for nth, state in request.attempts.items():
+            assert (number, nth) in held_by[state.replica]
+    for replica, held in held_by.items():
+        for number, nth in held:
+            assert requests[number].attempts[nth].replica == replica
+    for queue in router._queues.values():
+        waiting = queue.unsent
+        assert waiting.count == waiting._by_tenant.total() >= 0
+
+
+def leaks_of(worker: Any) -> dict[str, int]:
+    """Return what is in use, by kind; all of it must be gone with the sequences."""
+    match worker:
+        case EngineSequences():
+            found = {
+                "sequences": len(worker._known),
+                "runs": len(worker._runs) + len(worker._leaving),
+                "held": len(worker._held),
+                "waiting": worker.waiting,
+            }
+        case EngineWorker():
+            found = {**leaks_of(worker.sequences), "tasks": len(worker._tasks)}
+        case GenerationWorker():
+            found = {
+                "sequences": len(worker._table),
+                "logged bytes": worker._log.nbytes,
+                "prefixes in use": worker._prefixes.in_use,
+                "blocks": worker._scheduler.pool.used_blocks,
+                "rebuilt tokens": len(worker.recovery.sampled),
+                "scheduled": len(worker._scheduler.pool.known),
+            }
+        case _:
+            raise TypeError(f"{type(worker).__name__} is no worker of sequences")
+    return {kind: count for kind, count in found.items() if count}
+
+
+def is_clean(inbound: Inbound) -> bool:
+    """Return whether every message that has begun is complete."""
+    return inbound._start == inbound._end and inbound._arrival is None
+
+
+def held_bytes(mailbox: Mailbox) -> int:
+    """Return the bytes of held messages, with ``MESSAGE_BYTES`` for each."""
+    return sum(mailbox._held.values())
+
+
+def world_count(registry: Registry) -> int:
+    return len(registry._worlds)
+
+
+def apart_count(totals: Totals) -> int:
+    """Return the number of processes whose counts are kept apart."""
+    return len(totals._latest)
