@@ -134,14 +134,6 @@ class Host:
         wrong = ("lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
         _run("ip", "-n", self.namespace, "neigh", "replace", other.address, *wrong)
 
-    def restore_towards(self, other: Host) -> None:
-        """Undo ``cut_towards`` for one host.
-
-        Args:
-            other: Host that receives from this one again.
-        """
-        _run("ip", "-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
-
     def throttle(self, bits_per_s: int) -> None:
         """Limit the rate at which this host sends.
 

@@ -29,6 +29,8 @@ NO_LIMITS = TimeLimits()
 # a stall, not for a long completion. A replica that starts may take longer.
 WAIT_S, ENGINE_S = 60.0, 600.0
 
+LEFT_S = 2.0  # after which a stream that was returned has no part in a loss
+
 
 def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:
     """Return the time limits of a stream that has no deadline."""
@@ -97,6 +99,24 @@ class SuspectGroup:
     split: list[SuspectGroup] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a stream left when a replica of its chain returned it."""
+
+    chain: tuple[str, ...]
+    was_alone: bool  # there
+    at: float  # monotonic time
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the loss of a replica means for a stream that it had."""
+
+    source: str  # the replica of stage 0 that sent its steps there
+    is_alone: bool  # nothing else was computed there
+    has_left: bool  # a neighbour had returned it before
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     """A stream whose client waits for tokens."""
@@ -131,12 +151,10 @@ class Stream:
     )
     returns: int = 0  # attempts in a row that ended without a token
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
-    left_at: float = 0.0  # monotonic time at which a replica returned it
     failing_since: float = 0.0  # monotonic time at which the first of them ended
     group: SuspectGroup | None = None  # None: it is no suspect
     is_alone: bool = False  # its group is computed, and nothing else
-    left: tuple[str, ...] = ()  # previous chain, if a replica of it returned the stream
-    was_alone: bool = False  # there
+    returned: Returned | None = None  # None: its previous chain did not return it
     # Attempt of a single suspect that ended by a loss, before it was known whether the
     # suspect ran alone, and whether others may have been the cause; -1: none.
     unclear: tuple[int, bool] = (-1, False)
@@ -159,10 +177,27 @@ class Stream:
         """Number of delivered tokens."""
         return len(self.tokens) - self.prompt
 
-    def source_at(self, replica: str) -> str:
-        """Return the replica of stage 0 that sends its steps through another."""
-        chain = self.chain if replica in self.chain else self.left
-        return chain[0] if chain else ""
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The chain that returned it."""
+        return () if self.returned is None else self.returned.chain
+
+    def hit_by(self, lost: str, now: float) -> Hit | None:
+        """Return what the loss of a replica means for it; None: it was not there.
+
+        A loss is heard of in two ways: the connection to the replica ends, or a
+        neighbour has returned the stream before that, and it runs elsewhere by now.
+        """
+        returned, is_there = self.returned, lost in self.chain
+        if not is_there and (
+            returned is None
+            or lost not in returned.chain
+            or now - returned.at >= LEFT_S
+        ):
+            return None
+        chain = self.chain if is_there else self.left
+        is_alone = self.is_alone or (returned is not None and returned.was_alone)
+        return Hit(chain[0], is_alone, has_left=not is_there)
 
     @property
     def is_isolated(self) -> bool:

@@ -26,6 +26,7 @@ from multiworld.serve.gateway.streams.stream import (
     Chain,
     Kind,
     Phase,
+    Returned,
     Stream,
     StreamIndex,
     StreamTimers,
@@ -47,7 +48,6 @@ MANY = 64  # actions of one event from which messages to a replica are merged
 # Seconds of failing attempts before a stream starts over, so that a connection that
 # comes back costs nothing; and before the replicas without it are doubted.
 KEPT_S, DOUBTED_S = 1.0, 0.5
-LEFT_S = 2.0  # after which a stream that was returned has no part in a loss
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -225,25 +225,21 @@ class StreamRouter:
 
     def _count_loss(self, replica: str) -> list[Stream]:
         """Charge a loss to its likely causes; return those to run alone or to fail."""
-        streams = self.streams.values()
-        # A neighbour may have returned a stream, so that it runs elsewhere now.
-        had = [
-            s
-            for s in streams
-            if replica in s.chain
-            or (replica in s.left and self._now - s.left_at < LEFT_S)
-        ]
-        alone = [s for s in had if s.is_alone or s.was_alone]
+        found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
+        hits = {stream: hit for stream, hit in found if hit is not None}
+        alone = [s for s, hit in hits.items() if hit.is_alone]
         # Alone at a replica of stage 0; others may send steps to the lost one, too.
-        sources = {s.source_at(replica) for s in alone}
+        sources = {hits[s].source for s in alone}
         others = [
-            s for s in had if s.losses.has_begun and s.source_at(replica) not in sources
+            s
+            for s, hit in hits.items()
+            if s.losses.has_begun and hit.source not in sources
         ]
         is_shared = len({id(s.group) for s in alone}) > 1 or bool(others)
-        counted = [*alone, *others] if alone else had
+        counted = [*alone, *others] if alone else [*hits]
         accused: list[Stream] = []
         for stream in counted:
-            is_single = stream.is_single and (stream.is_alone or stream.was_alone)
+            is_single = stream.is_single and hits[stream].is_alone
             counts = stream.losses.add(
                 self._now,
                 is_alone=is_single and not is_shared,
@@ -252,12 +248,12 @@ class StreamRouter:
             if counts and stream.losses.is_suspect:
                 accused.append(stream)
             if counts and stream.is_single and not is_single:
-                source = stream.source_at(replica)
-                has_others = any(s.source_at(replica) != source for s in had)
+                source = hits[stream].source
+                has_others = any(hit.source != source for hit in hits.values())
                 stream.unclear = stream.attempt, has_others
-            stream.left, stream.was_alone = (), False
+            stream.returned = None
         self._suspects.accuse(accused)
-        moved = [s for s in counted if replica not in s.chain]
+        moved = [s for s in counted if hits[s].has_left]
         return [s for s in moved if s.is_isolated and not s.has_ended]
 
     # Messages.
@@ -334,7 +330,7 @@ class StreamRouter:
         stream.losses.advance()
         if stream.group is not None and not stream.losses.is_suspect:
             self._clear(stream)
-        stream.left, stream.was_alone = (), False
+        stream.returned = None
         stream.returns = 0
         stream.last_at = self._now
         if stream.first_at is None:
@@ -378,10 +374,9 @@ class StreamRouter:
             # Once for each attempt to go round it, so that attempts stay rare.
             is_elsewhere = self._chains.doubt(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
-        left, was_alone = stream.chain, stream.is_alone
+        returned = Returned(stream.chain, stream.is_alone, self._now)
         self._retry(stream, f"{replica} gave it back", is_elsewhere=is_elsewhere)
-        stream.left, stream.was_alone = left, was_alone
-        stream.left_at = self._now
+        stream.returned = returned
 
     def _prepared(self, replica: str, key: Key) -> None:
         stream = self._known(key)

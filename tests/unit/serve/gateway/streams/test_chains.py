@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from multiworld.errors import RequestPoisonedError
 from multiworld.serve.gateway.streams.chain_selection import HOME
-from multiworld.serve.gateway.streams.stream import SuspectGroup
+from multiworld.serve.gateway.streams.stream import Returned, SuspectGroup
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
@@ -625,7 +625,7 @@ async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
     stream.losses.counted, stream.losses.isolated = 3, 1
     stream.group = SuspectGroup(1, {stream.number: stream}, is_isolated=True)
     stream.losses.has_begun = True
-    stream.left, stream.was_alone = (other,), True
+    stream.returned = Returned((other,), True, 0.0)
     net.kill(other)
     await net.settle(client.task.done)
     with pytest.raises(RequestPoisonedError, match="2 replicas died"):
