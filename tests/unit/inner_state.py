@@ -13,7 +13,10 @@ from multiworld.rendezvous.registry import Registry
 from multiworld.serve.controller.fleet_metrics import Totals
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
-from multiworld.serve.replica.whole_engines.engine_sequences import EngineSequences
+from multiworld.serve.replica.whole_engines.engine_sequences import (
+    EngineSequences,
+    Phase,
+)
 from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 
 
@@ -39,7 +42,7 @@ def leaks_of(worker: Any) -> dict[str, int]:
             found = {
                 "sequences": len(worker._known),
                 "runs": len(worker._runs) + len(worker._leaving),
-                "held": len(worker._held),
+                "held": len(worker._in[Phase.HELD]),
                 "waiting": worker.waiting,
             }
         case EngineWorker():

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.external.whole_engine import (
@@ -99,6 +100,38 @@ class GiveUp:
 Action = Send | Begin | Abort | GiveUp
 
 
+class Phase(StrEnum):
+    QUEUED = "queued"  # waits for a place, in the order of fair queueing
+    PROBE = "probe"  # waits, before all others
+    SUSPECT = "suspect"  # waits until nothing else runs
+    MOVING = "moving"  # waits for a place to be prepared in
+    CONTINUING = "continuing"  # waits in the place that it was prepared in
+    RUNNING = "running"
+    HELD = "held"  # was prepared; its place waits for its gateway
+    DOUBTED = "doubted"  # had no token too often; the engine is tried meanwhile
+    OVER = "over"  # stays until its gateway ends it
+
+
+WAITING = (
+    Phase.QUEUED,
+    Phase.PROBE,
+    Phase.SUSPECT,
+    Phase.MOVING,
+    Phase.CONTINUING,
+)
+
+# Phases after each phase; from every one, a sequence may be forgotten.
+TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
+    None: frozenset(WAITING),
+    **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
+    # Back to waiting: a suspect runs alone now, or has run alone.
+    Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
+    Phase.HELD: frozenset(),
+    Phase.DOUBTED: frozenset({Phase.OVER}),
+    Phase.OVER: frozenset(),
+}
+
+
 @dataclass(slots=True, eq=False)
 class EngineSequence:
     """One attempt of a sequence."""
@@ -109,7 +142,8 @@ class EngineSequence:
     arrived: int
     tokens: list[int] = field(default_factory=list)  # prompt and output
     run: int = 0  # number of its run; 0 while it does not run
-    has_ended: bool = False  # but stays until its gateway ends it
+    phase: Phase | None = None  # None: it is not known yet, or not any more
+    doubt: str = ""  # why it is doubted
 
     @property
     def key(self) -> Key:
@@ -124,6 +158,16 @@ class EngineSequence:
     def made(self) -> int:
         """Number of tokens that it has got in this attempt."""
         return len(self.tokens) - len(self.start.tokens)
+
+    @property
+    def waiting_phase(self) -> Phase:
+        """The phase in which it waits for a place."""
+        if self.is_prepared:
+            return Phase.MOVING
+        if self.start.is_probe:
+            return Phase.PROBE
+        is_suspect = self.start.is_suspect and self.made < PROOF_TOKENS
+        return Phase.SUSPECT if is_suspect else Phase.QUEUED
 
     def next_run(self) -> Run:
         start = self.start
@@ -156,20 +200,13 @@ class EngineSequences:
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
         self._leaving: set[int] = set()  # runs that are not over yet
-        self._queue: FairQueue[StreamId] = FairQueue()
-        self._probes: dict[StreamId, EngineSequence] = {}
-        # Those that move here: they wait for a place to be prepared in, then hold it
-        # for their gateway, then continue in it.
-        self._moving: dict[StreamId, EngineSequence] = {}
-        self._held: dict[StreamId, EngineSequence] = {}
-        self._continuing: dict[StreamId, EngineSequence] = {}
-        self._suspects: dict[StreamId, EngineSequence] = {}
+        self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
+        self._queue: FairQueue[StreamId] = FairQueue()  # of those in this phase
         # The suspects that run alone, together, and the last that did.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0
         self._failures_of: Counter[StreamId] = Counter()
-        self._doubted: dict[StreamId, tuple[EngineSequence, str]] = {}
         self._trial = 0  # number of the engine's own run; 0: none
         self._numbers, self._arrivals = 0, 0
         self._actions: list[Action] = []
@@ -184,8 +221,7 @@ class EngineSequences:
     @property
     def waiting(self) -> int:
         """Number of sequences that wait for a place in the engine."""
-        moving = len(self._moving) + len(self._continuing)
-        return len(self._queue) + len(self._suspects) + len(self._probes) + moving
+        return sum(len(self._in[phase]) for phase in WAITING)
 
     def handle(self, event: Event) -> list[Action]:
         """Update the state by an event; return the actions to carry out, in order."""
@@ -206,6 +242,24 @@ class EngineSequences:
         self._admit()
         actions, self._actions = self._actions, []
         return actions
+
+    def _become(self, sequence: EngineSequence, phase: Phase | None) -> None:
+        """Take a sequence into another phase; None: it is forgotten."""
+        before, stream = sequence.phase, sequence.key[:2]
+        if phase is not None and phase not in TRANSITIONS[before]:
+            raise AssertionError(f"{sequence.key} cannot go from {before} to {phase}")
+        if before is not None:
+            del self._in[before][stream]
+        if before is Phase.QUEUED:
+            self._queue.drop(stream)
+        sequence.phase = phase
+        if phase is None:
+            del self._known[stream]
+            return
+        self._in[phase][stream] = sequence
+        if phase is Phase.QUEUED:
+            cost = float(len(sequence.tokens))
+            self._queue.put(stream, sequence.start.share, cost, sequence.arrived)
 
     def _send(self, message: EdgeMessage, key: Key, *, is_urgent: bool = False) -> None:
         self._actions.append(Send(key[0], message, is_urgent))
@@ -228,7 +282,7 @@ class EngineSequences:
 
     def _begin(self, start: SequenceStart, *, is_prepared: bool) -> None:
         stream = start.key[:2]
-        before, has_place = self._known.get(stream), stream in self._held
+        before, has_place = self._known.get(stream), stream in self._in[Phase.HELD]
         if before is not None:
             self._forget(before)
         try:
@@ -243,25 +297,12 @@ class EngineSequences:
         own = () if start.sampling.ignore_eos else self.settings.end_tokens
         ends = (*own, *start.sampling.stop_token_ids)
         self._arrivals += 1
-        self._known[stream] = EngineSequence(
+        self._known[stream] = sequence = EngineSequence(
             start, ends, is_prepared, self._arrivals, list(start.tokens)
         )
-        if has_place and not start.is_suspect:
-            self._continuing[stream] = self._known[stream]
-        else:
-            self._wait(self._known[stream])
-
-    def _wait(self, sequence: EngineSequence) -> None:
-        start, stream = sequence.start, sequence.key[:2]
-        if sequence.is_prepared:
-            self._moving[stream] = sequence
-        elif start.is_probe:
-            self._probes[stream] = sequence
-        elif start.is_suspect and sequence.made < PROOF_TOKENS:
-            self._suspects[stream] = sequence
-        else:
-            cost = float(len(sequence.tokens))
-            self._queue.put(stream, start.share, cost, sequence.arrived)
+        continues = has_place and not start.is_suspect
+        phase = Phase.CONTINUING if continues else sequence.waiting_phase
+        self._become(sequence, phase)
 
     def _end_those(self, sequences: Iterable[EngineSequence]) -> None:
         for sequence in list(sequences):
@@ -273,19 +314,8 @@ class EngineSequences:
         self._forget(sequence)
 
     def _forget(self, sequence: EngineSequence) -> None:
-        stream = sequence.key[:2]
         self._take_back(sequence)
-        self._queue.drop(stream)
-        for waiting in (
-            self._probes,
-            self._moving,
-            self._held,
-            self._continuing,
-            self._suspects,
-            self._doubted,
-        ):
-            waiting.pop(stream, None)
-        del self._known[stream]
+        self._become(sequence, None)
 
     def _fail(self, key: Key, error: InvalidRequestError | ModelFailedError) -> None:
         failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
@@ -297,59 +327,62 @@ class EngineSequences:
         """Let the engine continue what may run now."""
         if self._alone or self._trial:
             return
-        if self._suspects and not self._owes_turn():
+        if self._in[Phase.SUSPECT] and not self._owes_turn():
             for other in list(self._runs.values()):
                 self._take_back(other)
-                self._wait(other)
+                self._become(other, other.waiting_phase)
             if not self._leaving:
                 self._run_alone(self._next_group())
             return
-        while self._probes:
-            self._run(self._probes.pop(next(iter(self._probes))))
-        while self._continuing and self._places() <= self.settings.max_num_seqs:
-            self._run(self._continuing.pop(next(iter(self._continuing))))
-        while self._has_place():
+        while (probe := self._first(Phase.PROBE)) is not None:
+            self._run(probe)
+        while self._places() <= self.settings.max_num_seqs:
+            continuing = self._first(Phase.CONTINUING)
+            if continuing is None:
+                break
+            self._run(continuing)
+        while self._places() < self.settings.max_num_seqs:
             # Those that move ran before: they are older than what waits.
-            if self._moving:
-                self._run(self._moving.pop(next(iter(self._moving))))
-                continue
-            stream = self._queue.next()
-            if stream is None:
-                return
-            self._queue.take(stream)
-            self._run(self._known[stream])
+            following = self._first(Phase.MOVING)
+            if following is None:
+                stream = self._queue.next()
+                if stream is None:
+                    return
+                self._queue.take(stream)
+                following = self._known[stream]
+            self._run(following)
 
-    def _has_place(self) -> bool:
-        return self._places() < self.settings.max_num_seqs
+    def _first(self, phase: Phase) -> EngineSequence | None:
+        """Return the sequence that is in a phase for longest."""
+        return next(iter(self._in[phase].values()), None)
 
     def _places(self) -> int:
         """Return the number of places that are taken or held."""
-        held = len(self._held) + len(self._continuing)
+        held = len(self._in[Phase.HELD]) + len(self._in[Phase.CONTINUING])
         return len(self._runs) + len(self._leaving) + held
 
     def _owes_turn(self) -> bool:
         """Return whether others still wait for a token after the last suspect."""
         if not self._after:
             return False
-        running = len(self._runs) + len(self._queue) + len(self._continuing)
+        phases = Phase.RUNNING, Phase.QUEUED, Phase.CONTINUING
+        running = sum(len(self._in[phase]) for phase in phases)
         return running > sum(map(self._takes_place, self._after))
 
     def _takes_place(self, after: EngineSequence) -> bool:
         """Return whether a suspect that was alone runs, or waits like the others."""
-        gave_way = self._known.get(after.key[:2]) is after and not after.has_ended
-        return bool(after.run) or gave_way
+        return after.phase not in (None, Phase.OVER)
 
     def _next_group(self) -> list[EngineSequence]:
-        """Remove and return the suspects that run next, together."""
-        first = next(iter(self._suspects.values()))
-        group = [first]
-        if first.group is not None:
-            group = [s for s in self._suspects.values() if s.group == first.group]
-        for each in group[: self.settings.max_num_seqs]:
-            del self._suspects[each.key[:2]]
+        """Return the suspects that run next, together."""
+        suspects = list(self._in[Phase.SUSPECT].values())
+        group = suspects[:1]
+        if group[0].group is not None:
+            group = [s for s in suspects if s.group == group[0].group]
         return group[: self.settings.max_num_seqs]
 
     def _run(self, sequence: EngineSequence) -> None:
+        self._become(sequence, Phase.RUNNING)
         self._numbers += 1
         sequence.run = self._numbers
         self._runs[sequence.run] = sequence
@@ -408,7 +441,7 @@ class EngineSequences:
                 foreign = each.token
                 break
             items.append(self._append(sequence, each))
-            if sequence.has_ended:
+            if items[-1].finish:
                 break
         was_alone = sequence in self._alone
         if items:
@@ -420,8 +453,9 @@ class EngineSequences:
             self._send(generation_messages.Tokens(tuple(items)), sequence.key)
             if sequence.made >= PROOF_TOKENS:
                 self._no_longer_alone(sequence)
-        if sequence.has_ended:
+        if items and items[-1].finish:
             self._take_back(sequence)
+            self._become(sequence, Phase.OVER)
         elif foreign is not None:
             self._no_token(sequence, f"the engine returned token {foreign}")
         elif (
@@ -431,14 +465,13 @@ class EngineSequences:
         ):
             # A suspect runs even where all places are held. The others come first.
             self._take_back(sequence)
-            self._wait(sequence)
+            self._become(sequence, sequence.waiting_phase)
 
     def _append(self, sequence: EngineSequence, each: EngineToken) -> TokenItem:
         sampling = sequence.start.sampling
         index = len(sequence.tokens) - sequence.start.prompt
         sequence.tokens.append(each.token)
         finish = self._finish_of(each.token, index + 1, sampling, sequence.ends)
-        sequence.has_ended = bool(finish)
         return TokenItem(
             sequence.key,
             index,
@@ -460,20 +493,19 @@ class EngineSequences:
     def _prepared(self, sequence: EngineSequence) -> None:
         """Report that a sequence can continue here; its place is held until then."""
         self._take_back(sequence)
-        sequence.has_ended = True
-        self._held[sequence.key[:2]] = sequence
+        self._become(sequence, Phase.HELD)
         self._send(generation_messages.SequencePrepared(sequence.key), sequence.key)
 
     def _run_ended(self, number: int, error: Exception | None) -> None:
         """Handle a run that ended before its last token."""
         if number == self._trial and isinstance(error, BusyError):
             self._trial = 0
-            for doubted, _ in list(self._doubted.values()):
+            for doubted in list(self._in[Phase.DOUBTED].values()):
                 self._return(doubted)
-            self._doubted.clear()
             return
         if number == self._trial:
-            _, why = next(iter(self._doubted.values()), (None, "its sequences failed"))
+            first = self._first(Phase.DOUBTED)
+            why = "its sequences failed" if first is None else first.doubt
             text = f"{why}; a run of its own had no token either: {error}"
             self._trial = 0
             self._actions.append(GiveUp(text))
@@ -484,6 +516,7 @@ class EngineSequences:
         self._ended(sequence, has_failed=True)
         match error:
             case EngineLostError():
+                self._become(sequence, Phase.OVER)
                 self._actions.append(GiveUp(str(error)))
             case BusyError():
                 self._return(sequence)
@@ -508,7 +541,8 @@ class EngineSequences:
             self._return(sequence)
             return
         self._take_back(sequence)
-        self._doubted[stream] = sequence, why
+        self._become(sequence, Phase.DOUBTED)
+        sequence.doubt = why
         if not self._trial:
             self._numbers += 1
             self._trial = self._numbers
@@ -517,7 +551,7 @@ class EngineSequences:
     def _return(self, sequence: EngineSequence) -> None:
         """Return a sequence to its gateway, for another attempt."""
         self._take_back(sequence)
-        sequence.has_ended = True
+        self._become(sequence, Phase.OVER)
         failed = generation_messages.SequenceFailed(sequence.key)
         self._send(failed, sequence.key)
 
@@ -528,9 +562,9 @@ class EngineSequences:
         if not 0 <= token < self.settings.vocabulary:
             self._actions.append(GiveUp(f"the engine returned token {token}"))
             return
-        for sequence, why in list(self._doubted.values()):
-            self._end(sequence)
-            text = f"the engine failed again and again: {why}"
-            self._fail(sequence.key, ModelFailedError(text, stage="0"))
+        for doubted in list(self._in[Phase.DOUBTED].values()):
+            self._end(doubted)
+            text = f"the engine failed again and again: {doubted.doubt}"
+            self._fail(doubted.key, ModelFailedError(text, stage="0"))
         self._failures = 0
         self._failures_of.clear()
