@@ -11,8 +11,7 @@ import os
 import random
 import sys
 import time
-from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from msgspec import structs
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.replica.batches.batch import Batch, BatchCounts
 from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from multiworld.serve.replica.batches.credit_returns import CreditReturns
 from multiworld.serve.replica.batches.executor import Executor, Outcome
@@ -29,7 +29,7 @@ from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import group_of, rows_of
-from multiworld.serve.wire.deadlines import HUNG_S, SILENT_S
+from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import (
@@ -50,9 +50,6 @@ CALM_S = 0.001
 LOOK_S = 0.1  # between checks of deadlines and of silent replicas
 MAX_CANCELLED = 4096  # remembered cancelled requests whose work may still arrive
 TELL_S = 0.1  # for a batch's announcement to be sent; a stopped gateway does not read
-
-# A batch counts as hung after this long, and this long after its last deadline.
-OVERDUE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +94,11 @@ class Worker:
         self._room = asyncio.Event()
         self._is_waiting = False
         self._is_busy = asyncio.Event()
-        self._left: tuple[list[Work], bool] | None = None
-        self._running: list[Work] = []
-        self._running_since = 0.0
-        # Calls of the model up to this one, and when it was seen: a batch has several
-        # if it fails, and its requests are computed alone.
-        self._calls, self._called_at = 0, 0.0
-        self._calls_before = 0  # the running batch
-        self._wanted_at = 0.0  # when somebody last waited for what runs
-        self.counts: Counter[str] = Counter()
-        self.computed_s = 0.0
-        self._batch_rows = [0] * (len(messages.ROWS_BOUNDS) + 1)
-        self._batch_seconds = [0] * (len(messages.SECONDS_BOUNDS) + 1)
+        self._left: Batch | None = None  # taken already; ``run`` computes it next
+        self._running: Batch | None = None
+        self._began_at = 0.0  # monotonic time of the latest batch
+        self._counted = BatchCounts()
+        self.counts = self._counted.events
 
     # Interface to the process.
 
@@ -123,8 +113,8 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        busy = len(self._batcher) + len(self._forwarder) + len(self._running)
-        return busy + self._forwarder.handed_count == 0 and self._left is None
+        busy = len(self._batcher) + len(self._forwarder) + self._forwarder.handed_count
+        return not busy and self._running is self._left is None
 
     @property
     def has_gateway(self) -> bool:
@@ -137,19 +127,19 @@ class Worker:
 
     def report(self) -> messages.WorkerReport:
         """Return the replica's state; the process adds its CPU time and memory."""
-        now = self._clock()
+        batch = self._running
+        works = [] if batch is None else batch.works
         return messages.WorkerReport(
             queued=len(self._batcher),
-            computing=len(self._running),
-            probing=self._batcher.probes
-            + sum(work.via is not None for work in self._running),
-            computing_s=now - self._running_since if self._running else 0.0,
+            computing=len(works),
+            probing=self._batcher.probes + sum(work.via is not None for work in works),
+            computing_s=0.0 if batch is None else self._clock() - batch.began_at,
             waiting_for_next=len(self._forwarder),
             handed=self._forwarder.handed_count,
-            computed_s=self.computed_s,
+            computed_s=self._counted.computed_s,
             counts=dict(self.counts),
-            batch_rows=tuple(self._batch_rows),
-            batch_seconds=tuple(self._batch_seconds),
+            batch_rows=tuple(self._counted.rows),
+            batch_seconds=tuple(self._counted.seconds),
             upstream=tuple(sorted(self._upstream)),
             gateways=tuple(sorted(self._gateways)),
             downstream=tuple(sorted(self._downstream)),
@@ -247,7 +237,7 @@ class Worker:
             self._credit.release([work])
         elif key[1:] in self._announced.get(key[0], ()):
             self._gave_up.add(key[0])
-            if not self._running and self._left is None:
+            if self._running is self._left is None:
                 self._end_load()
         self._forwarder.cancel(key)
         holder = self._downstream.get(self._forwarder.holder(key) or "")
@@ -266,59 +256,57 @@ class Worker:
     async def run(self) -> None:
         """Compute batches until cancelled; the outputs of a running one are dropped."""
         while True:
-            batch, has_failed = await self._next_batch()
-            if has_failed or not self._is_quick(batch):
-                await self._compute(batch, has_failed=has_failed)
-            elif not self._compute_here(batch):
-                await self._compute(batch, has_failed=True)
+            batch = await self._next_batch()
+            if not self._is_quick(batch) or not self._compute_here(batch):
+                await self._compute(batch)
             elif len(self._batcher):
                 await asyncio.sleep(0)
 
     def _compute_at_once(self) -> None:
         """Compute what has arrived if the stage is quick, without waking ``run``."""
         is_free = self._is_waiting and self._left is None and self._has_room
-        is_calm = self._clock() - self._running_since >= CALM_S
-        if is_free and is_calm and self._runner.is_quick:
-            batch = self._batcher.take(self._clock())
-            is_quick = bool(batch) and self._is_quick(batch)
-            if batch and not (is_quick and self._compute_here(batch)):
-                self._left = batch, is_quick
-            elif batch and not len(self._batcher):
+        is_calm = self._clock() - self._began_at >= CALM_S
+        can_begin = is_free and is_calm and self._runner.is_quick
+        if can_begin and (works := self._batcher.take(self._clock())):
+            batch = Batch(works)
+            if not (self._is_quick(batch) and self._compute_here(batch)):
+                self._left = batch
+            elif not len(self._batcher):
                 return
         self._arrived.set()
 
-    def _is_quick(self, batch: Sequence[Work]) -> bool:
-        return self._runner.is_quick and not batch[0].is_isolated
+    def _is_quick(self, batch: Batch) -> bool:
+        return self._runner.is_quick and not batch.is_isolated and not batch.has_failed
 
-    def _compute_here(self, batch: list[Work]) -> bool:
+    def _compute_here(self, batch: Batch) -> bool:
         """Compute a batch on the event loop; return False if it must be repeated."""
         self._guard.start()
         self._enter(batch)
         try:
-            outcomes = self._runner.run_here(batch)
+            outcomes = self._runner.run_here(batch.works)
         finally:
-            self._running = []
+            self._running = None
         if outcomes is None:
+            batch.has_failed = True
             return False
         self._end(batch, outcomes)
         # Only now: until then, the senders report it as lost or stuck here.
-        self._credit.release_soon(batch)
+        self._credit.release_soon(batch.works)
         return True
 
-    def _enter(self, batch: list[Work]) -> None:
-        self._running, self._running_since = batch, self._clock()
-        self._calls_before = self._runner.calls
-        self._calls, self._called_at = self._calls_before + 1, 0.0
+    def _enter(self, batch: Batch) -> None:
+        self._running, self._began_at = batch, self._clock()
+        batch.begin(self._began_at, self._runner.calls)
 
-    async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
+    async def _compute(self, batch: Batch) -> None:
         """Announce a batch, and compute it in the stage's thread."""
         self._enter(batch)
         try:
             await self._announce(batch)
-            outcomes = await self._runner.run(batch)
+            outcomes = await self._runner.run(batch.works)
         finally:
-            self._running = []
-        if has_failed and not any(isinstance(o, Exception) for o in outcomes):
+            self._running = None
+        if batch.has_failed and not any(isinstance(o, Exception) for o in outcomes):
             self._runner.needs_its_thread()
         self._end(batch, outcomes)
         self._end_load()
@@ -327,8 +315,7 @@ class Worker:
     def _has_room(self) -> bool:
         return len(self._forwarder) < self._limits.max_ongoing_requests
 
-    async def _next_batch(self) -> tuple[list[Work], bool]:
-        """Return the next batch, and whether it has failed on the event loop."""
+    async def _next_batch(self) -> Batch:
         while True:
             if (left := self._left) is not None:
                 self._left = None
@@ -337,13 +324,13 @@ class Worker:
                 # Probes skip the queue: the outputs may be waiting for the replica that
                 # a probe makes ready.
                 if probe := self._batcher.take_probe():
-                    return probe, False
+                    return Batch(probe)
                 self._room.clear()
                 await self._room.wait()
             now = self._clock()
             self._credit.release(self._batcher.expired(now))
-            if batch := self._batcher.take(now):
-                return batch, False
+            if works := self._batcher.take(now):
+                return Batch(works)
             self._arrived.clear()
             due_at = self._batcher.due_at()
             self._is_waiting = True
@@ -358,21 +345,12 @@ class Worker:
             finally:
                 self._is_waiting = False
 
-    def _count(self, batch: list[Work], took_s: float) -> None:
-        self.computed_s += took_s
-        rows = sum(work.rows for work in batch)
-        self.counts["batches"] += 1
-        self.counts["rows"] += rows
-        self.counts["requests"] += len(batch)
-        self._batch_rows[bisect_left(messages.ROWS_BOUNDS, rows)] += 1
-        self._batch_seconds[bisect_left(messages.SECONDS_BOUNDS, took_s)] += 1
-
-    async def _announce(self, batch: list[Work]) -> None:
+    async def _announce(self, batch: Batch) -> None:
         """Announce a batch to its gateways, in case it kills this process."""
         # If a quick stage's batch kills it, all its work counts as queued here; after a
         # second such loss, a request is computed alone, and announced.
-        is_isolated = batch[0].is_isolated
-        by_gateway = _by_gateway(work.key for work in batch)
+        is_isolated = batch.is_isolated
+        by_gateway = _by_gateway(work.key for work in batch.works)
         self._announced |= by_gateway
         for gateway, keys in by_gateway.items():
             self._notify(
@@ -388,20 +366,21 @@ class Worker:
                     await asyncio.gather(*untold)
             except TimeoutError:
                 pass  # compute anyway if a gateway does not read
-        self._credit.release(batch)
+        self._credit.release(batch.works)
 
-    def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
-        began_at, now = self._running_since, self._clock()
-        self._count(batch, now - began_at)
+    def _end(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        began_at, now = batch.began_at, self._clock()
+        self._counted.add(batch, now - began_at)
         finished: list[Work] = []
         failed = {
             work.share
-            for work, outcome in zip(batch, outcomes, strict=True)
+            for work, outcome in zip(batch.works, outcomes, strict=True)
             if isinstance(outcome, ServeError)
         }
-        if failed and len(batch) > 1:
-            self._batcher.failed(failed, now, self._runner.calls - self._calls_before)
-        for work, outcome in zip(batch, outcomes, strict=True):
+        if failed and len(batch.works) > 1:
+            calls = self._runner.calls - batch.calls_before
+            self._batcher.failed(failed, now, calls)
+        for work, outcome in zip(batch.works, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)
             elif work.key[0] in self._gateways and work.key not in self._cancelled:
@@ -509,35 +488,27 @@ class Worker:
     def _end_if_hung(self, resumed_at: float) -> None:
         """Exit the process if the running batch counts as hung."""
         # Also called by the guard's thread, in case the loop itself computes.
-        running, now = self._running, self._clock()
-        if running and self._is_hung(running, now, resumed_at):
-            self._end_process(now)
-
-    def _is_hung(self, running: list[Work], now: float, resumed_at: float) -> bool:
-        if self._runner.calls > self._calls:
-            self._calls, self._called_at = self._runner.calls, now
-        running_s = now - max(self._running_since, self._called_at, resumed_at)
-        if self._limits.compute_s is not None:
-            return running_s > self._limits.compute_s
+        batch, now = self._running, self._clock()
+        if batch is None:
+            return
         # A client may give it a day, and hang up.
-        waiting = [
+        deadlines = [
             work.deadline_at
-            for work in running
+            for work in batch.works
             if work.key not in self._cancelled and work.key[0] in self._gateways
         ]
-        if waiting:
-            self._wanted_at = now
-        last = max(waiting, default=self._wanted_at)
-        return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
+        calls, limit_s = self._runner.calls, self._limits.compute_s
+        if batch.is_hung(now, resumed_at, calls, limit_s, deadlines):
+            self._end_process(batch, now)
 
-    def _end_process(self, now: float) -> None:
+    def _end_process(self, batch: Batch, now: float) -> None:
         """Exit at once: a computing thread cannot be stopped otherwise."""
         logger.error(
             "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
             "this replica exits; stack traces of its threads follow",
             self._number,
-            len(self._running),
-            now - self._running_since,
+            len(batch.works),
+            now - batch.began_at,
         )
         faulthandler.dump_traceback(sys.stderr)
         os._exit(EXIT_HUNG)
