@@ -65,7 +65,7 @@ from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
+from multiworld.serve.tenants.registry import open_registry
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.process_args import args_of
@@ -148,7 +148,7 @@ class Controller:
             self.history,
         )
         self.scaler = Autoscaler(self.fleet, self.history, self.journal, self)
-        registry = TenantDatabase(folder.path / REGISTRY)
+        registry = open_registry(folder.path)
         if old is None:
             try:
                 registry.forget_meters()

@@ -19,9 +19,9 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.gateway.admission import budgets
 from multiworld.serve.gateway.admission.quarantine import POISON_S
 from multiworld.serve.spec.schema import NAME, PATTERNS
-from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.registry import TenantRegistry
 from multiworld.serve.tenants.usage_rows import TokensUsed
 from multiworld.serve.wire import control_messages as messages
 
@@ -42,7 +42,7 @@ class TenantManager:
 
     def __init__(
         self,
-        registry: TenantDatabase,
+        registry: TenantRegistry,
         history: History,
         gateways: Callable[[], list[str]],
         send: Send,

@@ -38,8 +38,8 @@ from multiworld.serve.machines.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
-from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.registry import has_registry
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
 from multiworld.serve.wire.edges import EdgeKeeper, Outbox
@@ -403,13 +403,12 @@ class GatewayProcess:
                     await self._usage_kept.wait()
         if meter.is_all_confirmed:
             return
-        alive = self._args.alive
-        registry = Path(alive).with_name(REGISTRY) if alive else None
-        if registry is None or not registry.exists():  # it is on another host
+        folder = Path(self._args.alive).parent if self._args.alive else None
+        if folder is None or not has_registry(folder):
             logger.warning("the controller did not confirm the last usage report")
             return
         try:
-            await store_rest(meter, self._meter, registry, self._clock())
+            await store_rest(meter, self._meter, folder, self._clock())
         except (ServeError, OSError) as error:
             logger.warning("the last usage cannot be stored: %s", error)
 

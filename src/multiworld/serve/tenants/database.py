@@ -1,5 +1,4 @@
-"""Database of tenants, usage and the audit log of a service, in SQLite. It remains when
-the service is shut down. Methods block."""
+"""A ``TenantRegistry`` in SQLite."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from multiworld.serve.tenants.usage_rows import FIELDS, MAX_UNCONFIRMED, UsageRo
 
 logger = logging.getLogger("multiworld.serve")
 
-REGISTRY = "registry.db"  # its name in the folder of a service
 FORMAT = 2  # SQLite's user_version; formats 0 and 1 have no tokens
 
 SCHEMA = f"""
@@ -52,7 +50,7 @@ ADD = (
 
 
 class TenantDatabase:
-    """The database of one service. Its methods may be called from any thread."""
+    """The database of one service."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,7 +118,6 @@ class TenantDatabase:
     # Tenants.
 
     def tenants(self) -> dict[str, Tenant]:
-        """Return all tenants by name; log and skip those that cannot be read."""
         rows = self._read("SELECT name, data FROM tenants ORDER BY name")
         found: dict[str, Tenant] = {}
         for name, data in rows:
@@ -144,14 +141,12 @@ class TenantDatabase:
             db.execute(PUT, (tenant.name, data))
 
     def delete(self, name: str) -> None:
-        """Remove a tenant, but not its usage."""
         with self._transaction() as db:
             db.execute("DELETE FROM tenants WHERE name = ?", (name,))
 
     # Usage.
 
     def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> bool:
-        """Add a batch of usage, in any order; return False if it was added before."""
         with self._transaction() as db:
             known = db.execute(
                 "SELECT 1 FROM told WHERE meter = ? AND number = ?", (meter, number)
@@ -167,7 +162,6 @@ class TenantDatabase:
         return True
 
     def tokens_since(self, minute: int) -> dict[str, int]:
-        """Return each tenant's number of tokens since ``minute`` (epoch time)."""
         query = (
             "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
             "FROM usage WHERE minute >= ? GROUP BY tenant"
@@ -175,14 +169,12 @@ class TenantDatabase:
         return dict(self._read(query, (minute,)))
 
     def forget_meters(self) -> None:
-        """Remove the batch numbers of all meters; no gateway may be running."""
         with self._transaction() as db:
             db.execute("DELETE FROM told")
 
     def usage(
         self, tenant: str | None, since: float, *, by_minute: bool
     ) -> list[UsageSum]:
-        """Return the usage since an epoch time; ``tenant`` None: of all tenants."""
         minute = "minute" if by_minute else "min(minute)"
         last = "minute" if by_minute else "max(minute)"
         group = "minute, tenant, model" if by_minute else "tenant, model"
@@ -199,7 +191,6 @@ class TenantDatabase:
     # Audit.
 
     def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
-        """Record an administrative action before it is done; return its number."""
         entry = time.time(), who, act, json.dumps(what, default=str), "begun"
         with self._transaction() as db:
             done = db.execute(
@@ -216,7 +207,6 @@ class TenantDatabase:
             )
 
     def audited(self, last: int) -> list[AuditEntry]:
-        """Return the ``last`` administrative actions, oldest first."""
         query = (
             "SELECT number, at, who, act, what, outcome FROM audit "
             "ORDER BY number DESC LIMIT ?"

@@ -34,9 +34,9 @@ from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
-from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
+from multiworld.serve.tenants.registry import open_registry
 from multiworld.serve.wire.control_agent import ControlAgent, control_world
 from multiworld.serve.wire.control_messages import (
     NEWS,
@@ -570,7 +570,7 @@ async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
 
 async def test_usage_that_no_controller_stores_goes_to_the_file(tmp_path: Path) -> None:
     """Which lies beside the lock that all processes of a service hold."""
-    database = TenantDatabase(tmp_path / REGISTRY)
+    database = open_registry(tmp_path)
     async with gateway(alive=str(tmp_path / "alive")) as g:
         await g.up()
         async with g.client() as client:

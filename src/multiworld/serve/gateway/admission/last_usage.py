@@ -6,21 +6,21 @@ import asyncio
 from pathlib import Path
 
 from multiworld.serve.gateway.admission.usage_meter import UsageMeter
-from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.registry import open_registry
 
 
-async def store_rest(usage: UsageMeter, meter: str, path: Path, now: float) -> None:
+async def store_rest(usage: UsageMeter, meter: str, folder: Path, now: float) -> None:
     """Store what no controller has confirmed; one that did store it adds it once.
 
     Raises:
-        ServeError: The database cannot be used.
+        ServeError: The registry cannot be used.
     """
-    database = await asyncio.to_thread(TenantDatabase, path)
+    registry = await asyncio.to_thread(open_registry, folder)
     try:
         while not usage.is_all_confirmed:
             usage.resend_all()
             for number, rows in usage.take_due(now):
-                await asyncio.to_thread(database.add_usage, meter, number, rows)
+                await asyncio.to_thread(registry.add_usage, meter, number, rows)
                 usage.confirmed(number)
     finally:
-        await asyncio.to_thread(database.close)
+        await asyncio.to_thread(registry.close)
