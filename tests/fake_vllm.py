@@ -1,4 +1,4 @@
-"""A small server with the interface of vLLM's, for tests of its adapter.
+"""A small server with the interface of vLLM's runner V1, for tests of its adapter.
 
 It stands where vLLM's Python would: ``interpreter(folder)`` writes a program to give as
 ``engine_python``. Its logits follow from all tokens so far; the logits processor is the
@@ -50,9 +50,6 @@ def adapter(path: Path) -> Path:
     return path
 
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-
-
 def logits_of(tokens: list[int], adapter: str = "") -> list[float]:
     """Return logits that depend on all tokens, and on the adapter."""
     draw = random.Random(f"{tokens!r}{adapter}")
@@ -83,7 +80,11 @@ class Sampling:
         module, _, kind = name.partition(":")
         made = getattr(importlib.import_module(module), kind)
         assert "multiworld" not in sys.modules, "vLLM must not import the package"
-        self._processor = made(None, torch.device("cpu"), False)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        )
+        self._processor = made(config, torch.device("cpu"), False)
 
     def next(
         self, asked: dict[str, Any], tokens: list[int], made: list[int], adapter: str
@@ -199,8 +200,6 @@ def main(arguments: list[str]) -> None:
         rest = arguments[arguments.index("--lora-modules") + 1 :]
         pairs = itertools.takewhile(lambda text: not text.startswith("--"), rest)
         adapters = [pair.partition("=")[0] for pair in pairs]
-    if "--logits-processors" in arguments and os.environ[RUNNER] != "0":
-        sys.exit("logits processors of runner V1 are none of runner V2")
     server = Server(given.get("--logits-processors"), adapters)
     app = web.Application()
     app.add_routes(

@@ -9,6 +9,8 @@ from pathlib import Path
 import multiworld
 
 SOURCE = Path(multiworld.__file__).parent
+# A package that is copied elsewhere, where it has another name.
+COPIED = SOURCE / "serve" / "engine" / "external" / "vllm_plugin"
 
 
 @cache
@@ -35,9 +37,14 @@ def imported(path: Path) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.level, f"{path}: relative imports hide the layer"
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            module = node.module
+            if node.level:
+                is_copied = path.parent == COPIED and node.level == 1
+                assert is_copied, f"{path}: relative imports hide the layer"
+                parts = COPIED.relative_to(SOURCE).parts
+                module = ".".join(("multiworld", *parts, module))
+            found.add(module)
+            found |= {f"{module}.{alias.name}" for alias in node.names}
     return frozenset(found)
 
 

@@ -1,9 +1,14 @@
 """vLLM as an engine: its OpenAI server, which takes and returns token ids.
 
-vLLM is asked for the most likely token, and a logits processor of ours leaves it no
-choice: it samples with the function that our own engine samples with. So a token
-depends only on the logits, the request and the tokens so far, and a sequence continues
-on another replica as if nothing had happened.
+A token depends only on the logits, the request and the tokens so far, so a sequence
+continues on another replica as if nothing had happened. vLLM decides which of its
+runners it takes, and says so when it has started:
+
+- Runner V2 samples by itself, by a hash of the seed and the position. A logits
+  processor of ours lets it count from the true prompt (``vllm_plugin.continuation``).
+  A trial when it starts shows that this release continues exactly.
+- Runner V1 is asked for the most likely token, and a logits processor of ours leaves it
+  no choice: it samples with the function of our own engine (``vllm_plugin.sampling``).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import shutil
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ from multiworld.errors import (
     SpecError,
 )
 from multiworld.serve.engine.compute import sampler
-from multiworld.serve.engine.external import vllm_sampling
+from multiworld.serve.engine.external import vllm_plugin
 from multiworld.serve.engine.external.engine_args import (
     check_adapter,
     flags_of,
@@ -43,6 +48,7 @@ from multiworld.serve.engine.external.engine_server import (
     EngineServer,
     answer_of,
 )
+from multiworld.serve.engine.external.vllm_plugin.structures import ERROR, LATER, RUNNER
 from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
@@ -55,14 +61,12 @@ from multiworld.serve.text.folder_json import read_json
 from multiworld.serve.text.grammar import text_of_tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
 
-# Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 THREADS = "OMP_NUM_THREADS"
 MAX_THREADS = 8  # the other cores are for other replicas
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 
-# Names of the modules that vLLM imports; see ``write_modules``.
-MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
+PLUGIN = "multiworld_vllm"  # package that vLLM imports; see ``write_plugin``
 
 CPU_KV_BYTES = 4 * 2**30  # on a CPU, for keys and values, unless memory is booked
 CPU_SHARE = 0.75  # of booked memory; the rest is for vLLM's other processes
@@ -85,6 +89,7 @@ RESERVED = {
     "dtype": "generation: dtype",
     "speculative_config": "",
     "async_scheduling": "",
+    "enable_batch_sharded_sampling": "",  # ranks would need masks of each other's rows
     "spec_method": "",
     "spec_model": "",
     "spec_tokens": "",
@@ -123,6 +128,8 @@ FAILURES = "failures"  # folder of the reports of failed sequences
 LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
 TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
 MAX_LOGPROBS = 20  # of a token, unless ``engine_args`` says otherwise
+# Of the trial of runner V2: attempts, likely tokens, length, and interruption.
+TRIALS, TRIAL_WORDS, TRIAL_TOKENS, TRIAL_CUT = 3, 8, 16, 6
 STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
 
 
@@ -173,28 +180,40 @@ class VllmEngine:
         self._server: EngineServer | None = None
         self._folder: EngineFolder | None = None
         self._number = 0
+        self._runner = Runner()
+        self._is_async: bool | None = False if settings.device == "cpu" else None
         refuse_reserved(settings.args, RESERVED)
 
     # Its life.
 
+    @property
+    def noise(self) -> str:
+        """What its sampling depends on; streams never change it."""
+        runner = self._runner
+        return f"vLLM {runner.release} {runner.runner}" if runner.is_v2 else ""
+
     async def start(self) -> None:
-        self._server = EngineServer("vLLM")
         self._folder = EngineFolder()
-        write_modules(self._folder.path, self._settings)
-        self.phase = "loading"
-        command = self._command(self._server.port)
+        write_plugin(self._folder.path, self._settings)
         try:
-            await self._server.start(command, self._settings, self._environment())
+            await self._start_server()
+        except EngineLostError:
+            runner = runner_in(self._folder.path)
+            if runner.is_v2 or not runner.is_async:
+                self._remove_files()
+                raise
+            # Only runner V1 minds, and which one it takes was not known before.
+            self._is_async = False
+            try:
+                await self._start_server()
+            except EngineLostError:
+                self._remove_files()
+                raise
+        self._runner = runner_in(self._folder.path)
+        try:
             self.phase = "warming up"
-            # With what clients may ask: a release may answer in another form.
-            scores = 1 if self._max_logprobs else 0
-            asked = Sampling(
-                temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
-            )
-            warm_up = Run((0,), 1, asked)
             async with asyncio.timeout(4 * self._settings.hung_s):
-                async for _ in self.generate(warm_up):
-                    pass
+                await self._warm_up()
         except EngineLostError:
             self._remove_files()
             raise
@@ -204,17 +223,66 @@ class VllmEngine:
             raise EngineLostError(f"vLLM cannot generate: {why}") from error
         self.phase = ""
 
+    async def _start_server(self) -> None:
+        self._server = EngineServer("vLLM")
+        self.phase = "loading"
+        command = self._command(self._server.port)
+        await self._server.start(command, self._settings, self._environment())
+
+    async def _warm_up(self) -> None:
+        """Generate with what clients may ask: a release may answer in another form."""
+        scores = 1 if self._max_logprobs else 0
+        asked = Sampling(
+            temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
+        )
+        await self._tokens(Run((0,), 1, asked))
+        if self._runner.is_v2 and not await self._continues():
+            raise EngineLostError(
+                f"vLLM {self._runner.release} does not continue penalised sequences as "
+                f"if they had not been interrupted; {V2_RUNNER}=0 lets it take its "
+                "runner V1"
+            )
+
+    async def _continues(self) -> bool:
+        """Return whether an interrupted sequence continues exactly, penalties too."""
+        # Of few tokens, so that penalties decide. Kernels may round otherwise after a
+        # prefill, which changes one of many tokens: one trial of three suffices.
+        few = dict.fromkeys(range(min(TRIAL_WORDS, self._vocabulary)), 100.0)
+        for seed in range(TRIALS):
+            asked = Sampling(
+                seed=seed,
+                logit_bias=few,
+                presence_penalty=1.5,
+                frequency_penalty=1.5,
+                max_tokens=TRIAL_TOKENS,
+                ignore_eos=True,
+            )
+            whole = await self._tokens(Run((0,), 1, asked))
+            begun = (0, *whole[:TRIAL_CUT])
+            if await self._tokens(Run(begun, 1, asked)) == whole[TRIAL_CUT:]:
+                return True
+        return False
+
+    async def _tokens(self, run: Run) -> list[int]:
+        found: list[int] = []
+        async for tokens in self.generate(run):
+            found += [each.token for each in tokens]
+        return found
+
+    @property
+    def _vocabulary(self) -> int:
+        return self._settings.vocabulary
+
     def _command(self, port: int) -> list[str]:
         settings = self._settings
         own: dict[str, Any] = {
             "enable_scale_out": has_argument(settings.python, SCALE_OUT) or None,
-            "logits_processors": f"{MODULE}:MultiworldSampling",
+            "logits_processors": f"{PLUGIN}.processor:Multiworld",
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
             "block_size": CPU_BLOCK if settings.device == "cpu" else None,
-            # A step waits for its tokens: with it, each would come a step later.
-            "async_scheduling": False,
+            "async_scheduling": self._is_async,
             **self._lora,
         }
         if self._max_logprobs >= 0:  # one more, for the sampled token
@@ -226,8 +294,9 @@ class VllmEngine:
     def _environment(self) -> dict[str, str]:
         assert self._folder is not None
         folder = str(self._folder.path)
-        runner = os.environ.get(RUNNER, "0")
-        found = {"PYTHONPATH": folder, RUNNER: runner, **OFFLINE}
+        found = {"PYTHONPATH": python_path(folder), **OFFLINE}
+        if not has_processors(self._settings.python):
+            found[V2_RUNNER] = "0"  # its V2 has no place for ours
         if self._settings.device != "cpu" and THREADS not in os.environ:
             found[THREADS] = str(sampling_threads(self._settings.cpus))
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
@@ -288,7 +357,7 @@ class VllmEngine:
         assert self._folder is not None
         self._number += 1
         name = f"{self._settings.replica.replace('/', '-')}-{self._number}"
-        report = self._folder.path / FAILURES / name
+        report = self._folder.path / PLUGIN / FAILURES / name
         events = self._server.events("/inference/v1/generate", self._body(run, name))
         try:
             async with aclosing(events):
@@ -303,15 +372,14 @@ class VllmEngine:
             report.unlink(missing_ok=True)
 
     def _body(self, run: Run, name: str) -> dict[str, Any]:
-        given = run.sampling
-        options = {
-            **msgspec.to_builtins(given),
-            "name": name,
-            "prompt": run.prompt,
-            "ends": run.ends,
-        }
+        given, is_v2 = run.sampling, self._runner.is_v2
+        options = {"name": name, "prompt": run.prompt, "ends": run.ends}
+        if is_v2:
+            options["grammar"] = given.grammar
+        else:
+            options = {**msgspec.to_builtins(given), **options}
         sampling: dict[str, Any] = {
-            "temperature": 0.0,
+            **(sampling_of(run) if is_v2 else {"temperature": 0.0}),
             "max_tokens": run.remaining,
             "ignore_eos": True,
             "stop_token_ids": list(run.ends),
@@ -331,14 +399,38 @@ class VllmEngine:
         return body
 
 
+def sampling_of(run: Run) -> dict[str, Any]:
+    """Return how vLLM's runner V2 is to sample.
+
+    Positions are absolute, so only what is counted from the end of vLLM's prompt, which
+    includes the tokens so far, differs from an undisturbed run: ``min_tokens``, here,
+    and penalties, by the logits processor.
+    """
+    given = run.sampling
+    made = len(run.tokens) - run.prompt
+    return {
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "min_p": given.min_p,
+        # As vLLM itself seeds the choices of a request.
+        "seed": (given.seed + given.choice) % 2**63,
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "repetition_penalty": given.repetition_penalty,
+        "logit_bias": {str(k): v for k, v in given.logit_bias.items()} or None,
+        "min_tokens": min(max(0, given.min_tokens - made), run.remaining),
+    }
+
+
 def failure_of(report: Path) -> ServeError:
     """Return the error that the logits processor reported of a sequence."""
     text = report.read_text(errors="replace")
     if text.startswith(STRUCTURE):
         return InvalidRequestError(text)
-    if text.startswith(vllm_sampling.LATER):
+    if text.startswith(LATER):
         return BusyError(text)
-    if text.startswith(vllm_sampling.ERROR):  # another replica may have no such error
+    if text.startswith(ERROR):  # another replica may have no such error
         return RunFailedError(text)
     return ModelFailedError(text or "sampling failed")
 
@@ -429,23 +521,57 @@ def _rank_of(folder: Path) -> int:
     return rank
 
 
-def write_modules(folder: Path, settings: EngineSettings) -> None:
-    """Write what vLLM's processes import: our sampler, and the logits processor.
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """The runner that vLLM has taken."""
 
-    They need torch, and llguidance for structured output, but nothing of this package,
+    runner: str = ""  # "v1" or "v2"; empty: it has taken none yet
+    release: str = ""  # of vLLM
+    is_async: bool = False
+
+    @property
+    def is_v2(self) -> bool:
+        return self.runner == "v2"
+
+
+def runner_in(folder: Path) -> Runner:
+    """Return the runner that vLLM's processes have noted in a folder."""
+    try:
+        return Runner(**json.loads((folder / PLUGIN / RUNNER).read_bytes()))
+    except FileNotFoundError:
+        return Runner()
+
+
+def python_path(folder: str) -> str:
+    """Return where vLLM's processes import from: a folder, and where they would."""
+    before = os.environ.get("PYTHONPATH")
+    return f"{folder}{os.pathsep}{before}" if before else folder
+
+
+def has_processors(python: str) -> bool:
+    """Return whether runner V2 takes logits processors, in an environment's vLLM."""
+    lib = Path(python or sys.executable).absolute().parent.parent / "lib"
+    pattern = "python*/site-packages/vllm/v1/worker/gpu/sample/logits_processor"
+    return any(lib.glob(pattern))
+
+
+def write_plugin(folder: Path, settings: EngineSettings) -> None:
+    """Write the package that vLLM's processes import, with our sampler and tokenizer.
+
+    It needs torch, and llguidance for structured output, but nothing of this package,
     whose torch could replace vLLM's.
     """
     from multiworld.serve.text.tokenizer import Tokenizer
 
-    (folder / FAILURES).mkdir()
-    for name, module in ((MODULE, vllm_sampling), (SAMPLER, sampler)):
-        assert module.__file__ is not None
-        shutil.copyfile(module.__file__, folder / f"{name}.py")
+    package = folder / PLUGIN
+    (package / FAILURES).mkdir(parents=True)
+    for source in (*Path(vllm_plugin.__path__[0]).glob("*.py"), Path(sampler.__file__)):
+        shutil.copyfile(source, package / source.name)
     tokenizer = Tokenizer(Path(settings.path)).fast
     text = text_of_tokenizer(tokenizer, settings.vocabulary)
-    (folder / "tokenizer.json").write_text(text)
+    (package / "tokenizer.json").write_text(text)
     facts = {"vocabulary": settings.vocabulary, "end_tokens": settings.end_tokens}
-    (folder / "model.json").write_text(json.dumps(facts))
+    (package / "model.json").write_text(json.dumps(facts))
 
 
 def tokens_of(data: bytes, run: Run) -> list[EngineToken]:

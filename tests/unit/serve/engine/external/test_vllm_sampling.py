@@ -5,6 +5,7 @@ The module is copied beside a tokenizer and imported from there, as vLLM does.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -29,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.engine.compute.sampler import Choice, TokenHistory, sample
-from multiworld.serve.engine.external import vllm_sampling
+from multiworld.serve.engine.external import vllm_plugin
 from multiworld.serve.text.grammar import grammar_of_regex
 from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
@@ -114,6 +115,18 @@ def as_added(row: int, options: str, tokens: list[int], output: list[int]) -> Ad
     return row, SimpleNamespace(extra_args={"multiworld": options}), tokens, output
 
 
+def imported_copy(folder: Path, name: str) -> ModuleType:
+    """Copy the package into a folder, and import one of its modules from there."""
+    for source in Path(vllm_plugin.__path__[0]).glob("*.py"):
+        shutil.copyfile(source, folder / source.name)
+    package = f"copied_{abs(hash(str(folder)))}"
+    spec = importlib.util.spec_from_file_location(package, folder / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{package}.{name}")
+
+
 class Beside:
     """The module, as vLLM imports it, and the folder of its reports."""
 
@@ -121,13 +134,8 @@ class Beside:
         save_tokenizer(folder)
         facts = {"vocabulary": VOCABULARY, "end_tokens": [END]}
         (folder / "model.json").write_text(json.dumps(facts))
-        path = folder / "multiworld_vllm_sampling.py"
-        shutil.copyfile(str(vllm_sampling.__file__), path)
-        spec = importlib.util.spec_from_file_location("copied_sampling", path)
-        assert spec is not None
-        assert spec.loader is not None
-        self.module: ModuleType = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
+        self.module: ModuleType = imported_copy(folder, "sampling")
+        self.structures: ModuleType = sys.modules[self.module.Structure.__module__]
         self.reports = folder / "failures"
         self.reports.mkdir()
 
@@ -337,7 +345,7 @@ def test_ranks_take_the_tokens_of_the_first(
             """Compile a grammar later."""
             return super().submit(lambda: is_asked.wait(10.0) and task(*args, **kwargs))
 
-    monkeypatch.setattr(beside.module, "ThreadPoolExecutor", LateExecutor)
+    monkeypatch.setattr(beside.structures, "ThreadPoolExecutor", LateExecutor)
     every = [
         Asked("greedy", Sampling(temperature=0.0)),
         Asked("drawn", Sampling(seed=5)),
@@ -514,7 +522,7 @@ def test_structure_holds_and_ends(beside: Beside) -> None:
         while END not in one.output:
             one.output += apply(processor, [one])
         assert one.output[-1] == END
-        text = letters(one.output[:-1], Path(beside.module.HERE))
+        text = letters(one.output[:-1], Path(beside.structures.HERE))
         assert text in {f"{a}{b}f" for a in ("ab", "cde") for b in ("ab", "cde")}
         assert apply(processor, [one]) == [END], "vLLM may be a step ahead"
     assert beside.failures == []
@@ -666,7 +674,7 @@ def test_grammar_without_a_thread_fails_its_sequence_this_time_only(
 
     one, good = structured("one", "thread"), Asked("good", Sampling(seed=3))
     with monkeypatch.context() as patch:
-        patch.setattr(beside.module.ThreadPoolExecutor, "submit", none_left)
+        patch.setattr(beside.structures.ThreadPoolExecutor, "submit", none_left)
         processor = beside.processor(one, good)
     assert apply(processor, [one, good]) == [END, expected(good, torch.float32)]
     ((name, error),) = beside.failures

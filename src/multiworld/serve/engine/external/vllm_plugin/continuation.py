@@ -1,0 +1,256 @@
+"""Continuing sequences in vLLM's runner V2, which samples by itself.
+
+V2 draws each token by a hash of the seed, the position and the token's id. So a
+sequence that is sent again, with the tokens so far behind its prompt, continues as if
+nothing had happened, if two things are corrected. The number of tokens in the prompt is
+set to the true one, as V2 itself has it after a preemption: its kernels count penalties
+and bad words from there. And tokens that a structure forbids are masked, by a matcher
+that has consumed the tokens so far.
+
+A structure needs the host. The last tokens of such sequences, and of no others, are
+copied when a step begins, behind the step before; a thread waits for them and computes
+the masks while the model computes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .structures import (
+    ALONE_S,
+    SHARED_S,
+    Failure,
+    Ranks,
+    Structure,
+    Structures,
+    end_of,
+    report,
+)
+
+if TYPE_CHECKING:
+
+    class LogitsProcessor:
+        """vLLM's class."""
+else:
+    try:
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+    except ImportError:
+        LogitsProcessor = object
+
+MASKS_S = 10.0  # seconds for the masks of a step, grammars to compile included
+
+# Host tensors, and what marks that they are complete; None: they are.
+Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
+
+
+class Sequence:
+    """A sequence whose next tokens are masked."""
+
+    def __init__(self, name: str, ends: Any, structure: Structure | None) -> None:
+        self.name, self.ends, self.structure = name, ends, structure
+        self.prompt = 0  # tokens
+        self.is_fresh = True  # its tokens so far are not known yet
+        self.made: list[int] = []
+        self.total = 0  # tokens, when it was looked at last
+        self.has_failed = structure is None
+
+    def fail(self, error: Exception) -> None:
+        """Report an error once; from then on it may only end."""
+        if not self.has_failed:
+            self.has_failed = True
+            report(self.name, error)
+
+    def advance(self, total: int, last: int, made: list[int] | None) -> None:
+        """Take up the token that was sampled since the last step, if any."""
+        if made is not None:
+            self.made = made
+        elif total == self.total + 1:
+            self.made.append(last)
+        elif total != self.total:
+            raise Failure(f"{total - self.total} tokens came in one step")
+        self.total = total
+
+    def mask(self, vocabulary: int, wait_s: float) -> torch.Tensor:
+        """Return which tokens may be next: one bit each, uint8."""
+        if not self.has_failed:
+            assert self.structure is not None
+            try:
+                return self.structure.allowed(self.made, 0, wait_s)
+            except Exception as error:
+                self.fail(error)
+        end = end_of(self.ends, vocabulary)
+        found = torch.zeros(-(-vocabulary // 8), dtype=torch.uint8)
+        found[end // 8] = 1 << end % 8
+        return found
+
+
+class Continuation(LogitsProcessor):
+    """Lets vLLM count from the true prompt, and masks what structures forbid."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        req_states: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._states, self._device = req_states, req_states.device
+        self._vocabulary: int = req_states.vocab_size
+        self._sequences: dict[int, Sequence] = {}  # by slot
+        self._is_masked = np.zeros(req_states.max_num_reqs, dtype=bool)
+        self._structures, self._ranks = Structures(), Ranks()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld masks")
+        self._masks: Future[dict[int, torch.Tensor]] | None = None
+        self._slots: tuple[list[int], torch.Tensor] = [], torch.empty(0)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Take up a sequence, or one that continues after a preemption."""
+        self._sequences.pop(req_idx, None)
+        options = (sampling_params.extra_args or {}).get("multiworld")
+        sequence = None
+        if options is not None:
+            sequence = self._begun(req_idx, options)
+        if sequence is not None:
+            self._sequences[req_idx] = sequence
+        self._is_masked[req_idx] = sequence is not None
+        return sequence is not None
+
+    def _begun(self, slot: int, options: str) -> Sequence | None:
+        name, ends, states = "", [], self._states
+        try:
+            given = json.loads(options)
+            name, ends, prompt = given["name"], given["ends"], given["prompt"]
+            if not 1 <= prompt <= states.prefill_len.np[slot]:
+                raise ValueError(f"a prompt of {prompt} tokens")
+            # vLLM copies it to the device after this, and before the step.
+            states.prompt_len.np[slot] = prompt
+            grammar = given.get("grammar")
+            if not grammar:
+                return None
+            found = Sequence(name, ends, self._structures.begin(grammar))
+            found.prompt = prompt
+            return found
+        except Exception as error:
+            report(name, error)
+            return Sequence(name, ends, None)
+
+    # A step begins.
+
+    def apply_staged_writes(self) -> None:
+        """Begin to compute the masks of a step."""
+        self._masks = None
+        if not self._sequences or not self._ranks.is_first:
+            return
+        try:
+            sequences = dict(self._sequences)
+            copies = self._copies(sequences)
+            self._masks = self._pool.submit(self._computed, sequences, copies)
+        except Exception as error:
+            for sequence in self._sequences.values():
+                sequence.fail(error)
+
+    def _copies(self, sequences: dict[int, Sequence]) -> Copies:
+        """Copy the lengths and last tokens of sequences; all tokens of fresh ones."""
+        states, slots = self._states, list(sequences)
+        if slots != self._slots[0]:
+            self._slots = slots, self._to_device(torch.tensor(slots))
+        at = self._slots[1]
+        totals = states.total_len.gpu[at].long()
+        lasts = states.all_token_ids.gpu[at, (totals - 1).clamp(min=0)]
+        known = self._to_host(torch.stack([totals, lasts.long()]))
+        fresh: dict[int, torch.Tensor] = {}
+        for slot, sequence in sequences.items():
+            if sequence.is_fresh:
+                end = int(states.prefill_len.np[slot])
+                made = states.all_token_ids.gpu[slot, sequence.prompt : end]
+                fresh[slot] = self._to_host(made)
+                sequence.is_fresh = False
+        done = None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return known, fresh, done
+
+    def _to_host(self, given: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return given.clone()
+        host = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+        return host.copy_(given, non_blocking=True)
+
+    def _to_device(self, given: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return given.to(self._device)
+        return given.pin_memory().to(self._device, non_blocking=True)
+
+    def _computed(
+        self, sequences: dict[int, Sequence], copies: Copies
+    ) -> dict[int, torch.Tensor]:
+        """Return the mask of each sequence, by slot. Runs in a thread."""
+        known, fresh, done = copies
+        if done is not None:
+            done.synchronize()
+        ready = (
+            s.structure is None or s.structure.is_ready for s in sequences.values()
+        )
+        until = self._clock() + (SHARED_S if any(ready) else ALONE_S)
+        totals, lasts = known.tolist()
+        masks: dict[int, torch.Tensor] = {}
+        for number, (slot, sequence) in enumerate(sequences.items()):
+            made = fresh[slot].tolist() if slot in fresh else None
+            try:
+                sequence.advance(totals[number], lasts[number], made)
+            except Exception as error:
+                sequence.fail(error)
+            wait_s = max(0.0, until - self._clock())
+            masks[slot] = sequence.mask(self._vocabulary, wait_s)
+        return masks
+
+    # Its logits are there.
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Mask the tokens that structures forbid, in place."""
+        rows = np.flatnonzero(self._is_masked[ctx.idx_mapping_np])
+        if not len(rows):
+            return logits
+        try:
+            packed = self._packed(ctx.idx_mapping_np[rows].tolist())
+        except Exception as error:
+            packed = self._ends(ctx.idx_mapping_np[rows].tolist(), error)
+        packed = self._ranks.broadcast(self._to_device(packed))
+        bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        allowed = (packed[:, :, None] >> bits & 1).flatten(1).bool()
+        width = logits.shape[1]
+        if allowed.shape[1] < width:  # vLLM pads the vocabulary
+            missing = width - allowed.shape[1]
+            allowed = torch.nn.functional.pad(allowed, (0, missing))
+        at = self._to_device(torch.from_numpy(rows))
+        kept = logits[at].masked_fill(~allowed[:, :width], -math.inf)
+        logits[at] = kept
+        return logits
+
+    def _packed(self, slots: list[int]) -> torch.Tensor:
+        """Return the masks of slots, [slots, bytes]; the first rank's count."""
+        size = -(-self._vocabulary // 8)
+        found = torch.zeros((len(slots), size), dtype=torch.uint8)
+        if not self._ranks.is_first:
+            return found
+        assert self._masks is not None
+        masks = self._masks.result(MASKS_S)
+        for row, slot in enumerate(slots):
+            mask = masks[slot][:size]
+            found[row, : len(mask)] = mask
+        return found
+
+    def _ends(self, slots: list[int], error: Exception) -> torch.Tensor:
+        for slot in slots:
+            self._sequences[slot].fail(error)
+        ends = [self._sequences[slot].mask(self._vocabulary, 0.0) for slot in slots]
+        return torch.stack(ends)
