@@ -711,7 +711,8 @@ class Controller:
             if news.changed:
                 text = f"{name} loaded a copy of the old files: {refusal(news.changed)}"
                 self.history.say("changed", text, name)
-        self.happened(events.Loaded(name, news.fingerprint, news.weights))
+        loaded = events.Loaded(name, news.fingerprint, news.weights, news.noise)
+        self.happened(loaded)
 
     # The record.
 

@@ -100,6 +100,7 @@ class Processes:
                     is_drain_requested=record.is_drain_requested,
                     fingerprint=record.fingerprint,
                     weights=record.weights,
+                    noise=record.noise,
                 )
                 found.append((record, process))
         return found

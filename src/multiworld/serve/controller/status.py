@@ -226,6 +226,7 @@ def _recorded(
         is_drain_requested=process.is_drain_requested,
         fingerprint=process.fingerprint,
         weights=process.weights,
+        noise=process.noise,
     )
 
 

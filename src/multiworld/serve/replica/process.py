@@ -89,7 +89,9 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
         settings = settings_of(args.name, args.spec, facts, args.device, args.gpus)
         engine = EngineWorker(make, settings, clock)
         return _Parts(
-            engine, engine, lambda _: messages.StageLoaded("", facts.weights())
+            engine,
+            engine,
+            lambda _: messages.StageLoaded("", facts.weights(), noise=engine.noise),
         )
     if args.spec.generation is not None and model.generation is not None:
         return _generation_of(args, args.spec, args.spec.generation, model, clock)

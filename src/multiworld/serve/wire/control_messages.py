@@ -197,6 +197,7 @@ class StageLoaded(Message, frozen=True, tag="stage_loaded"):
     weights: str = ""
     identity: str = ""  # name of the version's identity; empty: not known
     changed: str = ""  # file of the version that has changed; the kept copy was loaded
+    noise: str = ""  # what an external engine samples by; see ``WholeEngine.noise``
 
 
 class TableApplied(Message, frozen=True, tag="table_applied"):

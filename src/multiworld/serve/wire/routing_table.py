@@ -28,6 +28,8 @@ class Replica:
     # For text: stages of its version, the last of which also sends to stage 0. Not in
     # the route, which ends when a model is removed: its streams are still answered.
     stages: int = 0
+    # What an external engine samples by: a stream with tokens never changes it.
+    noise: str = ""
 
 
 @dataclass(frozen=True, slots=True)

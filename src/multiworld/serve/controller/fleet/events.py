@@ -33,6 +33,7 @@ class Loaded:
     name: str
     fingerprint: str = ""
     weights: str = ""
+    noise: str = ""
 
 
 @dataclass(frozen=True, slots=True)

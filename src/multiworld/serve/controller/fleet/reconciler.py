@@ -101,8 +101,11 @@ class Reconciler:
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name], now)
-            case events.Loaded(name, fingerprint, weights) if name in self.processes:
+            case events.Loaded(name, fingerprint, weights, noise) if (
+                name in self.processes
+            ):
                 self.processes[name].weights = weights
+                self.processes[name].noise = noise
                 yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)

@@ -46,6 +46,7 @@ class ProcessRecord(BaseModel):
     is_drain_requested: bool = False
     fingerprint: str = ""
     weights: str = ""
+    noise: str = ""
 
 
 class StoreRecord(BaseModel):

@@ -42,6 +42,7 @@ def routing_table_of(
                 p.fingerprint,
                 p.weights,
                 _stages(versions.get((p.model, p.version))),
+                p.noise,
             )
             for p in processes
             if not p.is_gateway and p.is_there

@@ -87,6 +87,7 @@ class Process:
     # Hardware fingerprint on which its results depend; empty if unknown.
     fingerprint: str = ""
     weights: str = ""
+    noise: str = ""  # what its external engine samples by
     entered: dict[ProcessPhase, float] = field(default_factory=dict)
 
     @property

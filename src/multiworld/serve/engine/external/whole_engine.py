@@ -142,6 +142,10 @@ class WholeEngine(Protocol):
         usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
         phase: What the engine does until it has started, for ``multiworld status``.
         has_adapters: Whether it computes with ``Run.adapter``; may be left out if not.
+        noise: Name of what it samples by, once it has started: a stream that has tokens
+            continues only on replicas with the same name. May be left out, or be empty,
+            if tokens depend on nothing but the logits and ``Run``, as with
+            ``engine.compute.sampler``.
     """
 
     @property

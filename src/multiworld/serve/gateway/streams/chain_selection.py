@@ -190,6 +190,8 @@ class ChainSelection:
         new = self.view.table.replicas[uneven.new]
         if stream.fingerprints.get(new.stage) not in (None, new.fingerprint):
             return None
+        if stream.noise not in (None, new.noise):
+            return None
         swap = {uneven.busiest: uneven.new}
         names = tuple(swap.get(name, name) for name in stream.chain)
         chain = Chain(stream.version, names)
@@ -258,6 +260,8 @@ class ChainSelection:
         without: Collection[str],
     ) -> str | None:
         found = self._candidates(stream, version, stage)
+        if stream.noise is not None:
+            found = [r for r in found if r.noise == stream.noise]
         known = self._prefix_routes.matches(stream.prefixes, stage)
         home = ""
         if stream.session:

@@ -154,6 +154,7 @@ class Stream:
     failing_since: float = 0.0  # monotonic time at which the first of them ended
     group: SuspectGroup | None = None  # None: it is no suspect
     is_alone: bool = False  # its group is computed, and nothing else
+    noise: str | None = None  # by which its tokens were sampled; None: any will do
     returned: Returned | None = None  # None: its previous chain did not return it
     # Attempt of a single suspect that ended by a loss, before it was known whether the
     # suspect ran alone, and whether others may have been the cause; -1: none.

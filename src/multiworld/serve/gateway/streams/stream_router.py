@@ -326,6 +326,8 @@ class StreamRouter:
         if item.index != stream.made:
             self._retry(stream, f"token {item.index} came in place of {stream.made}")
             return
+        if not stream.made:
+            self._note_noise(stream)
         stream.tokens.append(item.token)
         stream.losses.advance()
         if stream.group is not None and not stream.losses.is_suspect:
@@ -530,6 +532,12 @@ class StreamRouter:
         self._index.enter(stream)
         for replica in stream.chain:
             self._send(replica, generation_messages.BeginSequences((start,)))
+
+    def _note_noise(self, stream: Stream) -> None:
+        """Keep a stream that samples to the noise of its first token."""
+        last = self.view.table.replicas.get(stream.chain[-1])
+        if last is not None and stream.sampling.temperature > 0.0:
+            stream.noise = last.noise
 
     def _note_fingerprints(self, stream: Stream) -> None:
         if stream.via:

@@ -198,6 +198,11 @@ class EngineWorker:
         return bool(self._outboxes.gateways())
 
     @property
+    def noise(self) -> str:
+        """What the engine samples by; see ``WholeEngine``."""
+        return str(getattr(self._engine, "noise", ""))
+
+    @property
     def is_idle(self) -> bool:
         return not len(self.sequences)
 

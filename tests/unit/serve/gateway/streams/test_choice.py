@@ -237,6 +237,25 @@ def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
     assert made.choose(one) in (Chain("1", ("v1.0.2",)), Chain("1", ("v1.0.3",)))
 
 
+def test_stream_never_changes_the_noise_of_its_tokens() -> None:
+    """It rather waits: another release of an engine may draw other tokens."""
+    table = table_of(3)
+    for name, noise in (("v1.0.0", "a"), ("v1.0.1", "b"), ("v1.0.2", "b")):
+        table.replicas[name] = replace(table.replicas[name], noise=noise)
+    made = chains(table)
+    made.load["v1.0.0"] = 30
+    one = stream()
+    assert {made.choose(one) for _ in range(40)} == {
+        Chain("1", ("v1.0.1",)),
+        Chain("1", ("v1.0.2",)),
+    }
+    one.noise = "a"
+    assert {made.choose(one) for _ in range(40)} == {Chain("1", ("v1.0.0",))}
+    left = {n: table.replicas[n] for n in ("v1.0.1", "v1.0.2")}
+    use(made, replace(table, replicas=left), 0.0)
+    assert made.choose(one) is None
+
+
 @pytest.mark.parametrize(
     ("tokens", "busier", "is_taken"),
     [(128, 0, True), (128, 2, False), (1024, 6, True), (1024, 9, False)],
