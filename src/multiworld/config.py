@@ -16,8 +16,8 @@ MIB = 1024 * KIB
 
 HEARTBEAT_S = 0.1  # default of ``WorldConfig.heartbeat_s``
 
-# Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if
-# less. They cost an idle process and its helper 0.4 % of a core.
+# Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if that
+# is less. Heartbeats cost an idle process and its helper 0.4 % of a core.
 SERVICE_HEARTBEAT_S = 0.2
 MAX_WAIT_S = 30 * 86_400.0  # maximum seconds of any wait: 30 days
 
@@ -31,8 +31,8 @@ class WorldConfig:
     """
 
     join_s: float = 30.0
-    """Seconds to wait for all members before ``JoinTimeoutError``. The default is that
-    of pymultiworld, whose programs rely on it."""
+    """Seconds to wait for all members before ``JoinTimeoutError``. The default is
+    pymultiworld's, which existing programs rely on."""
 
     silence_s: float = 2.0
     """Seconds of silence, or of a network outage, after which a member is declared
@@ -63,8 +63,8 @@ class WorldConfig:
     heartbeat: Literal["process", "thread"] = "process"
     """Sender of this process's heartbeats: a helper process or a thread. A helper
     process keeps sending while one C call holds the GIL (an unpickle held it for 20 s),
-    and reports when this process is stopped. A thread needs no further process but can
-    do neither. All worlds of a manager share one sender, so the manager's settings
+    and reports when this process is stopped. A thread needs no additional process but
+    can do neither. All worlds of a manager share one sender, so the manager's settings
     decide, not those of a single join."""
 
     embed_store: bool = True
@@ -74,8 +74,8 @@ class WorldConfig:
 
     eager_bytes: int = 64 * KIB
     """Maximum size, in bytes, of a message that ``memory`` sends without waiting for
-    its receive; 0 exposes sends that wait for each other. Other backends return once
-    the kernel or shared memory has the message."""
+    its receive; 0 exposes programs whose sends wait for each other. Other backends
+    return once the kernel or shared memory has the message."""
 
     shared_memory_bytes: int = 4 * MIB
     """Bytes of shared memory for large messages between two processes of one host. Each

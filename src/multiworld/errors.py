@@ -131,7 +131,7 @@ class ConfigError(MultiWorldError, ValueError):
     def __init__(self, field: str, value: object, rule: str) -> None:
         try:
             self.value = _SHORT.repr(value)
-        except Exception:  # such as an int of 5,000 digits
+        except Exception:  # e.g. an int of 5,000 digits
             self.value = f"a {type(value).__name__}"
         self.field, self.rule = field, rule
         super().__init__(f"{field} is {self.value}; {rule}")
@@ -190,7 +190,7 @@ class WorldBrokenError(WorldError):
     Attributes:
         reason: What happened, in words.
         evidence: The observation that led to the verdict.
-        lost: Ranks known to be lost when this error was raised.
+        lost: Ranks that were known to be lost when this error was raised.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class MemberLostError(WorldBrokenError):
 
     Attributes:
         rank: The member that was lost first.
-        silent_s: Seconds between its last sign of life and the verdict.
+        silent_s: Seconds from its last sign of life to the verdict.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
-# Approximate bytes that a message costs beside its payload, with a tag of its own; and
-# each dimension of its shape.
+# Approximate memory of a held message beside its payload, if no other message has its
+# tag; and of each dimension of its shape.
 MESSAGE_BYTES, DIMENSION_BYTES = 1664, 28
 
 
@@ -43,8 +43,8 @@ Merge = Callable[[int, memoryview], None]
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A message that has begun to arrive. Its tensor is the caller's (``is_borrowed``),
-    lies in memory of the sender (``is_lent``), or is its own."""
+    """A message that has begun to arrive. Its tensor is the receive's ``out``
+    (``is_borrowed``), lies in memory of the sender (``is_lent``), or is a new one."""
 
     number: int  # position among all messages and receives of the mailbox
     source: int
@@ -72,7 +72,7 @@ class Arrival:
             return
         tensor = allocate(self.description)
         source = self.tensor.view(-1).view(torch.uint8)[: self.received]
-        # With torch: a memoryview would hold the GIL during the copy.
+        # With torch: copying through a memoryview would hold the GIL.
         tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False
@@ -103,8 +103,8 @@ class Receive:
     check: Check
     place: Place
     future: Future[Arrival]
-    # Called with each part of a payload in shared memory, which is then not copied.
-    # Such a receive cannot be cancelled once its message has begun.
+    # Called with each part of a payload in shared memory, instead of copying it. Such a
+    # receive cannot be cancelled once its message has begun.
     merge: Merge | None = None
     number: int = 0
     arrival: Arrival | None = None

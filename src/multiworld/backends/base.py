@@ -25,8 +25,8 @@ Meta = Mapping[str, Any]
 # Receives the tensors of one source and tag as they arrive; never raises.
 Handler = Callable[[Tensor], None]
 
-# Receives the bytes of a uint8 tensor; never raises. They are valid during the call, as
-# long as it receives nothing in the same world.
+# Receives the bytes of a uint8 tensor; never raises. The bytes are valid only during
+# the call, and only until it receives something else in the same world.
 Peek = Callable[[memoryview], None]
 
 
@@ -75,7 +75,7 @@ class WorldView(Protocol):
         ``MemberUnreachableError``. Cancelling leaves nothing open."""
 
     def has_lane(self, rank: int, channel: str) -> bool:
-        """Return whether a connection that the member opened waits to be used."""
+        """Return whether the member has opened a connection that is not in use yet."""
 
     def dials(self, rank: int) -> bool:
         """Return whether this member dials the other one, not the reverse."""
@@ -178,10 +178,10 @@ class Backend(Protocol):
         """Fail the operations that need a member that has left."""
 
     def member_ended(self, rank: int) -> None:
-        """Fail receives from a member that has left: nothing more arrives."""
+        """Fail receives from a member that has left, once nothing more can arrive."""
 
     def is_arriving(self, rank: int) -> bool:
-        """Return whether data of a member that has ended may be on its way."""
+        """Return whether data from a member that has ended may still arrive."""
 
     def abort(self) -> None:
         """Fail all operations and free everything, without waiting."""

@@ -17,7 +17,7 @@ from multiworld.backends.offload import size_of
 from multiworld.errors import ConfigError, TensorMismatchError
 
 ALIGNMENT = 64  # bytes: one cache line, and enough for any vector load
-COPIED_BYTES = 64 * 1024  # largest tensor that is copied without torch: costs less
+COPIED_BYTES = 64 * 1024  # largest tensor to copy without torch, which costs less
 
 
 def encode_object(obj: Any, what: str) -> bytes:
@@ -55,7 +55,7 @@ class Layout:
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = dtypes.memory_of(tensor)
             else:
-                # Not with a memoryview: its copy would hold the GIL.
+                # Not through a memoryview: copying would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 

@@ -63,13 +63,13 @@ class Lane(Protocol):
 
     @property
     def is_arriving(self) -> bool:
-        """True if the network may hold what a member sent before it ended."""
+        """True if data that the member sent may still be in the network."""
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
         """Fail every send with ``make_error()``, now and later."""
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread and read nothing; a cancellation waits for it."""
+        """Run ``call`` in a thread, reading nothing; a cancellation waits for it."""
 
     def begin_close(self, make_error: ErrorMaker) -> None:
         """Queue the fin; later sends raise ``make_error()``."""
@@ -98,7 +98,7 @@ class Lane(Protocol):
 
 @functools.cache
 def _watch_forks() -> None:
-    """In a fork, no receive is parked: the event loop of its parent does not run."""
+    """Reset ``parked`` in a fork, where the parent's event loop does not run."""
 
     def forget() -> None:
         Channel.parked = 0
@@ -112,13 +112,13 @@ class Channel:
     parked = 0  # number of this process's receives that are parked now
 
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
-        # ``budget_bytes``: maximum of unexpected messages to hold for each source.
+        # ``budget_bytes``: maximum size of unexpected messages held for each source.
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
         self.lanes: dict[int, Lane] = {}
         _watch_forks()
         self._spin = Spin()
         self._received = 0
-        self._has_spun = False  # next_from has spun for the current receive already
+        self._has_spun = False  # ``next_from`` has already spun for this receive
 
     def post(
         self,
@@ -156,11 +156,11 @@ class Channel:
                 self.mailbox.cancel(receive)
             raise
         arrival = receive.arrival
-        if arrival is None:  # an earlier message came back that does not fit
+        if arrival is None:  # an earlier message was put back, and does not fit
             assert receive.error is not None
             raise receive.error
-        # Else the caller calls ``mailbox.settle`` or ``mailbox.cancel`` once it has
-        # used the message; later receives wait for that.
+        # With ``settles=False``, the caller must call ``mailbox.settle`` or
+        # ``mailbox.cancel`` once it has used the message; later receives wait for that.
         if settles:
             self.mailbox.settle(receive)
         return arrival
@@ -175,7 +175,7 @@ class Channel:
         """Move a large message out of the caller's tensor without blocking the loop."""
         if (
             arrival is None
-            or arrival.is_complete  # others wait for it, so it moves at once
+            or arrival.is_complete  # later receives wait for it, so it is moved at once
             or not arrival.is_borrowed
             or arrival.source not in self.lanes
         ):
@@ -185,10 +185,10 @@ class Channel:
 
     def next_from(self, source: int, tag: int) -> Description | None:
         """Describe the message that a receive would get, if all of it has arrived."""
-        # The caller then calls ``lanes[source].take``, without an ``await`` between.
+        # The caller then calls ``lanes[source].take``, with no ``await`` in between.
         lane = self.lanes.get(source)
         if self._received >= TURN_MESSAGES:
-            return None  # a posted receive lets other tasks run, and keeps its place
+            return None  # post a receive instead: it yields and keeps its place
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1
@@ -242,7 +242,7 @@ class Channel:
         try:
             await future
         finally:
-            Channel.parked = max(0, Channel.parked - 1)  # less in a fork
+            Channel.parked = max(0, Channel.parked - 1)  # a fork has reset it
             self._spin.parked(time.perf_counter() - began)
             self._received = 0
 

@@ -35,7 +35,7 @@ class Operation(NamedTuple):
         return f"{name} #{self.number} of {self.elements} {dtype}{root}{op}"
 
 
-# Carries out one operation over lanes, when it is its turn.
+# Carries out one operation over lanes, when its turn comes.
 Steps = Callable[[Operation], Awaitable[None]]
 
 
@@ -46,7 +46,7 @@ class Collective:
     name: str  # as a method of ``World``
     code: int  # on the wire; 1 byte, never reused
     has_root: bool
-    # Takes ``LaneCollectives`` and a call, and checks it before it gets its number.
+    # Takes ``LaneCollectives`` and a call, and checks the call before it is numbered.
     start: Callable[..., Steps]
 
 

@@ -339,7 +339,7 @@ def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
             for rank in lanes.others():
                 part = await Buffer.of(parts[rank])
                 await lanes.send(operation, rank, part.flat)
-            # The last step, because ``out`` may be one of the parts.
+            # Write ``out`` last, because it may be one of ``tensors``.
             await copy_into(buffer.flat, parts[call.root])
         else:
             await lanes.receive_into(operation, call.root, buffer.flat)
@@ -356,10 +356,10 @@ def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 
     async def steps(operation: Operation) -> None:
         parts = [(await Buffer.of(tensor)).flat for tensor in given]
-        # ``out`` may be one of them: it is written when all have been sent.
+        # ``out`` may be one of ``tensors``, so it is written after all have been sent.
         mine = await offload(size_of(out), flat_copy, given[lanes.rank])
         parts[lanes.rank] = mine
-        if op_name(op) == "AVG":  # the others' parts are the caller's
+        if op_name(op) == "AVG":  # do not scale the caller's tensors
             for rank in lanes.others():
                 parts[rank] = await offload(size_of(out), torch.clone, parts[rank])
             for part in parts:
@@ -379,7 +379,7 @@ def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
 
     async def steps(operation: Operation) -> None:
         takes = [await Buffer.of(target) for target in targets]
-        apart = [  # what is received must not overwrite what is still to be sent
+        apart = [  # received data must not overwrite data still to be sent
             await offload(size_of(give), torch.clone, give) if is_reached else give
             for give, is_reached in zip(
                 gives, dtypes.reached_by(gives, targets), strict=True

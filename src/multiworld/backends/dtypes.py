@@ -108,11 +108,11 @@ def require_host(tensor: object, what: str) -> Tensor:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether the elements of a host tensor can be read where it points to."""
+    """Return whether a host tensor's data pointer refers to readable elements."""
     try:
         where = tensor.untyped_storage() if tensor.storage_offset() else tensor
         return bool(where.data_ptr()) or not tensor.numel()
-    except (RuntimeError, NotImplementedError):  # one that was made to be traced
+    except (RuntimeError, NotImplementedError):  # a tensor for tracing
         return False
 
 
@@ -123,9 +123,10 @@ def require_matching(
     *,
     size: int,
     check: Callable[[Tensor], Tensor],
-    is_written: bool = False,  # then each needs memory of its own
+    is_written: bool = False,  # if so, none may share memory
 ) -> list[Tensor]:
-    """Return ``check(tensor)`` of each, if there is one like ``like`` for each rank."""
+    """Return each ``check(tensor)``; require one per rank with ``like``'s dtype and
+    size."""
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
         raise TensorMismatchError(
@@ -147,7 +148,7 @@ def require_matching(
 def require_receivable(tensor: Tensor, what: str) -> None:
     """Check that every element of a tensor has memory of its own."""
     reach = 0
-    # A dimension steps over all that smaller steps reach, as in slices.
+    # In a tensor without overlap, each stride exceeds the range of the smaller ones.
     for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1:
             if step <= reach:
@@ -159,7 +160,7 @@ def require_receivable(tensor: Tensor, what: str) -> None:
 
 
 def _require_apart(tensors: list[Tensor], what: str) -> None:
-    """Check that no two tensors share memory, as far as their ranges show."""
+    """Check that no two contiguous tensors share memory."""
     for tensor in tensors:
         require_receivable(tensor, f"a tensor of {what}")
     ranges = sorted(
@@ -185,7 +186,8 @@ def reached_by(tensors: Iterable[Tensor], targets: Iterable[Tensor]) -> list[boo
             merged.append((begin, end))
     found = []
     for begin, end in map(_span, tensors):
-        at = bisect.bisect_left(merged, (end,)) - 1  # the last that begins before
+        # The last range that begins before ``end``.
+        at = bisect.bisect_left(merged, (end,)) - 1
         found.append(at >= 0 and begin < merged[at][1] and begin < end)
     return found
 
@@ -200,13 +202,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory holds its elements in order, as they are."""
+    """Return whether a tensor is contiguous, without lazy conjugation or negation."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def written(target: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which ``target`` can be written: torch lets an inference
-    tensor be written in inference mode only, which is a state of the thread."""
+    """Return a context in which ``target`` can be written: torch writes to an inference
+    tensor only in inference mode, which is a state of the thread."""
     return torch.inference_mode() if target.is_inference() else _AS_IT_IS
 
 

@@ -1,4 +1,4 @@
-"""Eager coroutines, which start at once, in the caller's iteration of the event loop. A
+"""Eager start of coroutines, in the caller's iteration of the event loop, so that a
 coroutine that never waits needs no task. Pure. (Python 3.12 has
 ``asyncio.eager_task_factory``.)"""
 
@@ -32,8 +32,8 @@ class Rest:
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
-    """Run a coroutine until it first waits, or ends; return the rest, if any."""
-    # It must not ask for the current task before it first waits.
+    """Run a coroutine until it first waits or returns; return the rest, if any."""
+    # The coroutine must not call ``asyncio.current_task`` before it first waits.
     try:
         awaited = coroutine.send(None)
     except StopIteration:

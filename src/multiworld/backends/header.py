@@ -57,7 +57,7 @@ FRAGMENT_BYTES = 256 * 1024
 
 _LEAD = struct.Struct("<4sI")
 _FIELDS = "<BBBBBBxxQQqIIQII"
-# The layouts of what the header sum covers, by number of dimensions.
+# The layouts of the bytes that the header sum covers, by number of dimensions.
 _BODIES = [struct.Struct(f"{_FIELDS}{n}Q") for n in range(MAX_NDIM + 1)]
 
 _DIMENSIONS = [struct.Struct(f"<{n}Q") for n in range(MAX_NDIM + 1)]

@@ -29,8 +29,8 @@ from multiworld.errors import MemberLeftError, TensorMismatchError, WorldError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
-# Maximum that a member reduces before it passes the result on: operand and result fit
-# into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and the cache.
+# Maximum that a member reduces before it sends the result, so that operand and result
+# fit into the cache and a lane's shared memory (``WorldConfig.shared_memory_bytes``).
 CHUNK_BYTES = 2 * 1024 * 1024
 
 
@@ -102,7 +102,7 @@ class LaneCollectives:
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
         """Reduce all members' tensors into every member's, by recursive doubling."""
-        # The largest power of two exchange; each other member goes through one of them.
+        # The largest power of two members exchange; each other one goes through one.
         power = 1 << (self.size.bit_length() - 1)
         extra = self.size - power
         arrived = torch.empty_like(flat)
@@ -154,7 +154,7 @@ class LaneCollectives:
 
     async def run(self, call: Call) -> None:
         """Number a call, wait for its turn, and carry it out."""
-        # Arguments are checked now; their tensors are read when this call's turn comes.
+        # ``start`` checks the arguments now; tensors are read at this call's turn.
         steps = call.collective.start(self, call)
         self._number += 1
         operation = Operation(
@@ -173,7 +173,7 @@ class LaneCollectives:
                     await self._open_lane(rank)
                 await steps(operation)
         except asyncio.CancelledError:
-            # Its messages are half exchanged.
+            # Some of its messages have been exchanged.
             self._view.report(
                 Failed(f"rank {self.rank} cancelled {operation} before it was complete")
             )
@@ -183,7 +183,7 @@ class LaneCollectives:
             raise
         except WorldError:
             raise
-        except Exception as error:  # such as no memory: the others would wait for it
+        except Exception as error:  # e.g. out of memory: the others would hang
             self._view.report(
                 Failed(f"rank {self.rank} failed in {operation}: {error}")
             )
@@ -192,7 +192,7 @@ class LaneCollectives:
     def end_next(self, left: int) -> None:
         """Fail the next collective and all later ones everywhere.
 
-        Member ``left`` has left within what the last one agreed on.
+        Member ``left`` left during the native collective that was last agreed on.
         """
         self._end_everywhere(self._number + 1, left)
 
@@ -219,7 +219,7 @@ class LaneCollectives:
 
     def others(self) -> list[int]:
         """Return the other ranks, from this one's successor on."""
-        # So the members do not all start with rank 0.
+        # Otherwise all members would start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -253,8 +253,8 @@ class LaneCollectives:
                 "members must call the same collectives in the same order, with equal "
                 "dtypes and sizes"
             )
-            # Break the world now and not when the receive is awaited: this member may
-            # be in a send that the other will never receive.
+            # Break the world now, not when the receive is awaited: this member may be
+            # blocked in a send that the other never receives.
             asyncio.get_running_loop().call_soon(self._disagree, error)
             return error
 
@@ -325,14 +325,14 @@ class LaneCollectives:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A target that received data is combined with, directly from shared memory."""
+    """A target into which received data is reduced, directly from shared memory."""
 
     combine: Combine
-    total: Tensor  # not in a pending send meanwhile
+    total: Tensor  # must not be in a pending send
     scratch: Tensor  # like ``total``, for data that arrives over a socket
 
     def merge(self, begin: int, payload: memoryview) -> None:
-        """Combine with a fragment of whole elements, from byte ``begin`` on."""
+        """Reduce a fragment of whole elements into ``total`` at byte ``begin``."""
         self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
 
     def add(self, begin: int, part: Tensor) -> None:
@@ -364,7 +364,7 @@ async def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 class Buffer:
-    """A tensor as flat, contiguous memory, written back if that is a copy."""
+    """A tensor as flat, contiguous memory; ``write_back`` undoes a copy."""
 
     def __init__(self, tensor: Tensor, whole: Tensor) -> None:
         self._tensor = tensor

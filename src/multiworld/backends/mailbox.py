@@ -37,7 +37,7 @@ class Mailbox:
         self._posted: dict[int, deque[Receive]] = defaultdict(deque)
         self._queues: dict[tuple[int, int], deque[Arrival]] = {}
         self._taken: set[Receive] = set()
-        # Receives whose message is complete and not returned to the caller yet.
+        # Receives whose message is complete but not yet returned to the caller.
         self._served: dict[tuple[int, int], deque[Receive]] = {}
         self._held = dict.fromkeys(sources, 0)
         self._ended: dict[int, SourceErrorMaker] = {}
@@ -46,7 +46,7 @@ class Mailbox:
         self._peeks: dict[tuple[int, int], Peek] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
-        self._is_ending = False  # then what was sent is taken, whatever the budget
+        self._is_ending = False  # accept everything that was sent, ignoring the budget
 
     # The receiver's side.
 
@@ -70,7 +70,7 @@ class Mailbox:
         self, source: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
         """Pass the tensors of a source and tag, held ones first, to ``handler``."""
-        # Other kinds of messages wait for receives. Handled ones need no budget.
+        # Messages of other kinds wait for receives. Handled messages use no budget.
         key = source, tag
         self._handlers[key] = handler
         self._peeks.pop(key, None)
@@ -103,7 +103,7 @@ class Mailbox:
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        # Receives that have later messages, not returned yet, pass theirs on, too.
+        # Receives with later messages, not yet returned, get earlier ones in exchange.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 
@@ -130,7 +130,7 @@ class Mailbox:
         return None if not served or served[0] is receive else served[0]
 
     def _put_back(self, arrival: Arrival) -> None:
-        """Return a message to its position, before all later ones that are here."""
+        """Return a message to its position in the queue, before all later messages."""
         receives = self._with_later(arrival)
         messages = deque([arrival])
         for receive in receives:
@@ -156,7 +156,7 @@ class Mailbox:
         ]
 
     def _give(self, receive: Receive, messages: deque[Arrival]) -> None:
-        """Give a receive the first of these messages instead of the one it had."""
+        """Give a receive the first of these messages in exchange for its own."""
         receive.arrival = None
         first = messages[0]
         error = receive.check(first.source, first.description)
@@ -214,7 +214,7 @@ class Mailbox:
 
     def _hold(self, arrival: Arrival) -> None:
         queue = self._queues.setdefault(arrival.key, deque())
-        if queue and queue[-1].number > arrival.number:  # from ``_put_back``
+        if queue and queue[-1].number > arrival.number:  # put back by ``_put_back``
             earlier = sum(1 for other in queue if other.number < arrival.number)
             queue.insert(earlier, arrival)
         else:
@@ -276,7 +276,7 @@ class Mailbox:
             error = receive.check(source, description)
             if error is None:
                 place = receive.place(description)
-                # Before the receive is removed, because allocating may fail.
+                # Allocate before removing the receive, because allocating may fail.
                 if place is None and receive.merge is None:
                     arrival = self._own(source, description, lent)
                 else:
@@ -321,14 +321,14 @@ class Mailbox:
             self._serve(receive, arrival)
 
     def revoke(self, arrival: Arrival) -> None:
-        """Drop a message that its sender withdrew; its receive waits again."""
+        """Drop a message that its sender has withdrawn; its receive waits again."""
         receive = arrival.receive
         if receive is None:
             self._unhold(arrival)
             return
         receive.arrival = None
         self._taken.discard(receive)
-        held = self._head(receive)  # exists if the receive takes from any source
+        held = self._head(receive)  # may exist if the receive takes any source
         if held is None or not self._offer(held, receive):
             self._repost(receive)
         self._make_room()
@@ -350,7 +350,7 @@ class Mailbox:
         waiting.insert(earlier, receive)
 
     def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
-        """Take a complete message and its ``tensor``, whatever the budget."""
+        """Accept a complete message and its ``tensor``, ignoring the budget."""
         arrival = Arrival(
             next(self._numbers),
             source,
@@ -368,7 +368,7 @@ class Mailbox:
         return arrival
 
     def stall(self, source: int, on_room: Callable[[], None]) -> None:
-        """Register ``on_room``, called once when ``begin`` is worth another try."""
+        """Register ``on_room``, to be called once when ``begin`` may succeed."""
         self._stalled[source] = on_room
 
     def _make_room(self) -> None:
@@ -377,11 +377,11 @@ class Mailbox:
             on_room()
 
     def lift_budget(self) -> None:
-        """Take all that comes from now on: little more can."""
+        """Ignore the budget from now on: little more can arrive."""
         self._is_ending = True
 
     def end(self, source: int, make_error: SourceErrorMaker) -> None:
-        """Mark that ``source`` sends no more; complete messages stay receivable."""
+        """Note that ``source`` sends no more; complete messages stay receivable."""
         if source in self._ended:
             return
         self._ended[source] = make_error
@@ -437,7 +437,7 @@ class Mailbox:
 
 
 def _pass(tensor: Tensor, handler: Handler) -> None:
-    """Pass on a tensor; an error must not end what carries other messages."""
+    """Pass a tensor to ``handler``, whose errors must not end the lane."""
     try:
         handler(tensor)
     except Exception:

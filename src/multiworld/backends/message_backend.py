@@ -42,7 +42,7 @@ class MessageBackend:
             view, self._collective, self._collective_lane
         )
         self._opening: dict[int, asyncio.Task[Lane]] = {}
-        self._turns = Turns()  # of sends to a rank, while one is being prepared
+        self._turns = Turns()  # orders sends to a rank while one is being prepared
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
@@ -151,9 +151,9 @@ class MessageBackend:
     async def _collective_lane(self, rank: int) -> None:
         if rank in self._collective.lanes:
             return
-        if self._is_over:  # nothing would end the wait for a lane any more
+        if self._is_over:  # else nothing would end the wait for a lane
             raise self._view.broken_error()
-        # A lane that the member opened before it left still brings what it sent.
+        # A lane that the member opened before it left still delivers what it sent.
         if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
         if not self._view.dials(rank) and rank not in self._opening:
@@ -172,7 +172,7 @@ class MessageBackend:
             if self._view.has_left(rank):
                 raise self._view.left_error(rank) from error
             self._view.trouble(rank, str(error))
-            await self._view.wait_gone(rank)  # or it leaves before that
+            await self._view.wait_gone(rank)  # or the member leaves first
             if not self._is_over:
                 raise self._view.left_error(rank) from error
             raise self._view.broken_error() from error
@@ -213,12 +213,13 @@ class MessageBackend:
     def lane_ended(self, rank: int, evidence: str) -> None:
         if self._is_over:
             return
-        if self._view.has_left(rank):  # it left before all its data was sent
+        if self._view.has_left(rank):  # it left before it had sent all its data
             self._p2p.member_left(rank, lambda: self._view.left_error(rank))
             if rank in self._collective.lanes:
                 self._collective.member_left(rank, lambda: self._view.left_error(rank))
         else:
-            self._view.trouble(rank, evidence)  # the control link decides
+            # The control link decides whether the member is lost.
+            self._view.trouble(rank, evidence)
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:
         reason = f"a corrupt frame arrived from rank {rank}"
@@ -269,7 +270,7 @@ class MessageBackend:
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 
     def close_nowait(self) -> None:
-        """Free everything; TCP connections linger until the other side has read."""
+        """Free everything; TCP connections linger until the peer has read all."""
         self._is_over = True
         self._cancel_opening()
         for channel in (self._p2p, self._collective):
@@ -308,7 +309,7 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 
 def _target(out: Tensor | None, found: Description) -> Tensor | None:
-    """Return a tensor that a message can be copied into at once, if there is one."""
+    """Return the tensor to receive a message into without a copy, or None."""
     if found.kind != wire.TENSOR:
         return None
     if out is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Work on more would block the loop for a millisecond; a thread costs a tenth of it.
+# Larger work would block the loop for over 1 ms; using a thread costs a tenth of that.
 OFFLOAD_BYTES = 4 * 1024 * 1024
 
 
@@ -20,13 +20,13 @@ def size_of(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# Of each loop. Its default pool may be full of calls that wait for such work.
+# One pool per loop. The default pool may be full of calls that wait for such work.
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Executor] = WeakKeyDictionary()
 
 
 def _pool_of(loop: asyncio.AbstractEventLoop) -> Executor:
     if loop not in _pools:
-        # Called like those of the loop's own pool, which checks for leaks leave out.
+        # Named like the threads of the default pool, which leak checks ignore.
         _pools[loop] = ThreadPoolExecutor(thread_name_prefix="asyncio_multiworld")
     return _pools[loop]
 
@@ -43,7 +43,7 @@ async def in_thread(call: Callable[..., T], *args: Any) -> T:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(loop.run_in_executor(_pool_of(loop), call, *args))
     cancelled = None
-    # Otherwise the thread would continue to write to the caller's memory.
+    # Wait even if cancelled: the thread may still be writing to the caller's memory.
     while not task.done():
         try:
             await asyncio.wait((task,))

@@ -39,8 +39,8 @@ def op_name(op: ReduceOp) -> str:
 
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
-    """Return ``combine(total, other)``, which reduces into ``total``; AVG adds."""
-    # Raises for an ``op`` that the dtype lacks, on every member, before it sends.
+    """Return ``combine(total, other)``, which reduces into ``total`` (AVG: sums)."""
+    # Raises on every member, before it sends, if the dtype lacks ``op``.
     return _checked(op_name(op), like.dtype)
 
 
@@ -68,7 +68,7 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
 def begin_average(op: ReduceOp, own: Tensor, size: int) -> None:
     """Scale a member's part of an average in place, so that the sum cannot overflow.
 
-    By a power of two, which is exact: ``finish_average`` divides by the rest.
+    Divides by a power of two, which is exact; ``finish_average`` divides by the rest.
     """
     if op_name(op) == "AVG" and is_scaled(own.dtype):
         with dtypes.written(own):
@@ -76,7 +76,7 @@ def begin_average(op: ReduceOp, own: Tensor, size: int) -> None:
 
 
 def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
-    """Divide a sum over all members in place by the world size if ``op`` is AVG."""
+    """For AVG, divide the sum in place by the factor that ``begin_average`` left."""
     if op_name(op) == "AVG":
         power = _power_above(size) if is_scaled(total.dtype) else 1
         with dtypes.written(total):

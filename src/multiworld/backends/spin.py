@@ -1,16 +1,16 @@
-"""Length of polling before a receive parks, learnt from earlier waits. Pure. Parking
-costs as much as several round trips of a Unix socket. How soon a message comes depends
-on the processor and on the peer's program."""
+"""Polling time before a receive parks, learned from earlier waits. Pure. Parking costs
+as much as several round trips of a Unix socket. How soon a message arrives depends on
+the processor and on the peer's program."""
 
 from __future__ import annotations
 
-# Seconds of polling. On two cores, more of it starves the peer.
+# Limits of the polling time. On two cores, longer polling starves the peer.
 MIN_SPIN_S, MAX_SPIN_S = 50e-6, 200e-6
-# A receive polls after a parked wait up to this: parking makes 200 µs of 30.
+# Poll only if the last parked wait was at most this long: parking turns 30 µs into 200.
 SHORT_WAIT_S = 500e-6
 SHARE = 0.2  # weight of the latest wait in the average
-GIVE_UP = 4  # polls in vain, one after the other, after which polling stops for a while
-MIN_PAUSE, MAX_PAUSE = 64, 4096  # parked waits without polling; doubles each time
+GIVE_UP = 4  # consecutive polls in vain before polling pauses
+MIN_PAUSE, MAX_PAUSE = 64, 4096  # parked waits in a pause; doubles each time
 
 
 class Spin:
@@ -37,7 +37,7 @@ class Spin:
 
     def missed(self) -> None:
         self._in_vain += 1
-        # The message may come a little later.
+        # Poll longer next time: the message may have come a little later.
         self._limit_s = min(MAX_SPIN_S, 2 * self._limit_s)
         if self._in_vain == GIVE_UP:
             self._in_vain, self._limit_s = 0, MIN_SPIN_S

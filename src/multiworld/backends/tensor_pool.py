@@ -1,6 +1,6 @@
 """A pool of the memory of large received tensors. A block is reused once the last
-tensor, view or array on it is gone, because new memory costs a page fault for every
-4 KiB, up to ten times as much as the copy into it."""
+tensor, view or array on it is gone. New memory would cost a page fault for every 4 KiB:
+up to ten times as much as the copy into it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
-# Smallest message that uses the pool; the allocator reuses the memory of others.
+# Smallest message that uses the pool; for smaller ones, the allocator reuses memory.
 RECYCLED_BYTES = 1024 * 1024
-KEPT_BYTES = 128 * 1024 * 1024  # maximum kept unused; the rest returns to the system
+KEPT_BYTES = 128 * 1024 * 1024  # maximum kept unused; the rest is unmapped
 STEP_BYTES = 256 * 1024  # unit of block sizes, so that similar sizes match
 
 
@@ -50,7 +50,7 @@ class TensorPool:
         return None
 
     def _release(self, block: mmap.mmap) -> None:
-        # The garbage collector calls this, perhaps inside a method above: no locks.
+        # No locks: the garbage collector may call this while a method above runs.
         self._idle.append(block)
         while self.idle_bytes > self._kept_bytes:
             try:
@@ -61,7 +61,7 @@ class TensorPool:
 
 def _new(size: int) -> mmap.mmap:
     try:
-        # Private: a forked child must not share what its parent goes on receiving into.
+        # Private: a forked child must not share memory that its parent receives into.
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{size} bytes: {error}") from error

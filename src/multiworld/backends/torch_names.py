@@ -18,7 +18,7 @@ from multiworld.errors import TorchVersionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# First and last minor release of torch with all names.
+# First and last minor release of torch that have all the names.
 OLDEST, NEWEST = (2, 11), (2, 15)
 # The same, as the version specifier of ``pyproject.toml``.
 WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
@@ -29,7 +29,7 @@ _C10D = "torch._C._distributed_c10d"
 _PYTHON = "torch.distributed.distributed_c10d"
 _GROUP = "torch.distributed.ProcessGroup"
 
-# A name of a class may also be one that the class only annotates.
+# The attribute of a class may be one that the class only annotates.
 NAMES: dict[Use, tuple[str, ...]] = {
     "c10d": (
         f"{_C10D}.AllgatherOptions",
@@ -141,7 +141,7 @@ def register_group(
     group._register_backend(torch.device(device.type), kind, native)
     group._set_group_name(group_name)
     group._set_group_desc(group_name)
-    # As torch's _register_pg_in_world does, which 2.11 lacks.
+    # The following does what torch's ``_register_pg_in_world`` does, which 2.11 lacks.
     world = distributed_c10d._world
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = group_name
@@ -157,8 +157,8 @@ def register_group(
 def forget_group(group: ProcessGroup) -> None:
     """Undo ``register_group``; safe to repeat.
 
-    Not by ``destroy_process_group``: it waits for the work of NCCL's group, which may
-    wait for a lost member, and its owner ends the group in a thread.
+    It does not call ``destroy_process_group``, which waits for the work of an NCCL
+    group, and that may wait for a lost member. The owner frees the group in a thread.
     """
     from torch.distributed import distributed_c10d
 
@@ -175,7 +175,7 @@ def forget_group(group: ProcessGroup) -> None:
     for table in tables:
         table.pop(group, None)
     tag = world.pg_to_tag.pop(group, None)
-    for name in (tag or "", ""):  # the empty one has groups that torch has made
+    for name in (tag or "", ""):  # torch's own groups have the empty tag
         groups = world.tags_to_pg.get(name, [])
         if group in groups:
             groups.remove(group)

@@ -1,4 +1,4 @@
-"""Turns: who does what in the order of their calls."""
+"""Locks by key, which are granted in the order of the calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Hashable
 
 
 class Turns:
-    """A lock for each key, kept only while somebody has it or waits for it."""
+    """A lock for each key, kept only while a task holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: dict[Hashable, asyncio.Lock] = {}
@@ -22,7 +22,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def of(self, key: Hashable) -> AsyncIterator[None]:
-        """Wait for the turn; if cancelled, those behind it move up."""
+        """Hold the key's lock; if the wait is cancelled, those behind it move up."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] = self._users.get(key, 0) + 1
         try:

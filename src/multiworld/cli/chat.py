@@ -12,15 +12,15 @@ import aiohttp
 import click
 import orjson
 
-PAUSE_S = 1.0  # without a token, which is shown
+PAUSE_S = 1.0  # shortest pause between tokens that is shown
 DATA = b"data: "
 
 
 async def model_of(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first model that generates text; ClickException if there is none."""
+    """Return the first model that generates text, or raise ClickException."""
     async with session.get(f"{url}/v1/models") as answer:
         listed = await _json_of(answer)
-    # Those that generate text have a maximum length.
+    # Only models that generate text have a maximum length.
     names = [one["id"] for one in listed["data"] if "max_model_len" in one]
     if not names:
         raise click.ClickException(f"no model at {url} generates text")
@@ -30,7 +30,7 @@ async def model_of(session: aiohttp.ClientSession, url: str) -> str:
 async def pieces(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """Yield an answer piece by piece; ClickException if it is an error."""
+    """Yield an answer piece by piece; raise ClickException if it is an error."""
     async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
         if answer.status != 200:
             raise click.ClickException(_error_in(await answer.read()))
@@ -62,7 +62,7 @@ def _error_in(content: bytes) -> str:
 async def _answer(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> str:
-    """Print an answer as it comes, and return it."""
+    """Print an answer as it arrives, and return it."""
     said, at = "", time.monotonic()
     async for piece in pieces(session, url, body):
         now = time.monotonic()

@@ -22,7 +22,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 LOOPBACK_S = 15.0
 
-NEXT_PYTHON = (3, 14)  # first Python release with which the tests have not run
+NEXT_PYTHON = (3, 14)  # first Python release that the tests have not run with
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _compiled() -> Finding:
 
 
 def _helper() -> Finding:
-    # Other users' processes may be hidden; our helpers look at our own.
+    # /proc may hide other users' processes; heartbeat helpers need only this user's.
     if not Path(f"/proc/{os.getpid()}/stat").exists():
         return Finding(
             "heartbeat",

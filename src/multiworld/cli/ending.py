@@ -1,4 +1,4 @@
-"""Handling of signals that end a command, with everything that it has started."""
+"""Handling of signals that end a command and everything that it has started."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # from ``kill``, ``timeout``, a termi
 
 def end_as_ctrl_c() -> None:
     """Make SIGTERM and SIGHUP end this process as Ctrl-C does."""
-    # By default they end it at once, and services that it has started live on. Signals
-    # that are ignored, as with ``nohup``, stay ignored.
+    # By default these signals end the process at once, and services that it has started
+    # keep running. Signals that are ignored, as with ``nohup``, stay ignored.
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # ``timeout`` and shells send them twice: ignore the second. Ctrl-C still works, if
-    # shutting down hangs.
+    # ``timeout`` and shells send these signals twice: ignore the second. Ctrl-C still
+    # works if shutting down hangs.
     for each in SIGNALS:
         signal.signal(each, _ignore)
     handler = signal.getsignal(signal.SIGINT)

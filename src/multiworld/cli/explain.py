@@ -17,7 +17,7 @@ from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 # Explanation of a process that sent no report.
 SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 
-LONG_S = 0.1  # seconds from which a step is worth mentioning
+LONG_S = 0.1  # shortest step, in seconds, that is mentioned
 
 
 def _show_events(events: Sequence[HistoryEntry]) -> None:

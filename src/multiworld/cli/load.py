@@ -40,7 +40,7 @@ def target_of(
     text: str,
     max_tokens: int | None = None,  # None: embeddings
 ) -> Target:
-    """Return what to send: the file ``body``, or chats or embeddings of texts."""
+    """Return the requests: the file ``body``, or chats or embeddings of texts."""
     if body is not None:
         return inference(url, model, [body.read_bytes()])
     lines = [text]
@@ -123,7 +123,7 @@ async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
 
 
 async def _try(target: Target) -> None:
-    """Send one request, so that a wrong one fails at once, with a single message."""
+    """Send one request, so that an invalid one fails at once with a single message."""
     try:
         async with (
             aiohttp.ClientSession(timeout=TIMEOUT) as http,
@@ -154,7 +154,7 @@ async def _try(target: Target) -> None:
 
 
 def _message_in(text: str) -> str:
-    """Return the message of an error's body, or else its first characters."""
+    """Return the message in an error's body, or else its first characters."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:400]
@@ -293,7 +293,8 @@ def load(
     latency counts from then. Ctrl-C ends the run and prints a summary of the answers so
     far. The exit status is 1 if a request failed.
     """
-    url = re.sub(r"/v[12]/?$", "", url)  # as clients of these APIs have it
+    # Clients of these APIs include it in their base URL.
+    url = re.sub(r"/v[12]/?$", "", url)
     if not url.startswith(("http://", "https://")):
         raise click.UsageError(f"{url} is no address; give http://HOST:PORT")
     target = target_of(url, model, texts, body, "The quick brown fox.")

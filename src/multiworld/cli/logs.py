@@ -12,7 +12,7 @@ import click
 from multiworld.cli.options import of_service
 from multiworld.serve.controller.client import Service
 
-END = 2**20  # bytes of a log that are looked at
+END = 2**20  # bytes to read at the end of a log
 
 
 def _end_of(path: Path, lines: int) -> list[str]:
@@ -20,12 +20,12 @@ def _end_of(path: Path, lines: int) -> list[str]:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - END))
             return file.read(END).decode(errors="replace").splitlines()[-lines:]
-    except FileNotFoundError:  # removed meanwhile, as one of many that ended
+    except FileNotFoundError:  # removed in the meantime, like other old logs
         return []
 
 
 def _numbered(service: Service, name: str) -> str:
-    """Return the name of a stage with its number, which the names of logs have."""
+    """Replace the stage's name by its number, as in the names of logs."""
     model, slash, stage = name.partition("/")
     record = service.folder.load() if slash else None
     for spec in (record.specs if record else {}).get(model, {}).values():
@@ -54,8 +54,8 @@ def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
         name = _numbered(service, name)
-        # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model may be named
-        # like this one and a number.
+        # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model's name may be
+        # this one's with a number.
         count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
         stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
         every = paths

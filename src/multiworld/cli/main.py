@@ -65,11 +65,11 @@ Examples:
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of an output that is full
 
-EXTRAS = {"demo": "demo"}  # extras of commands; ``serve`` for the others
+EXTRAS = {"demo": "demo"}  # optional extras of commands; ``serve`` for the others
 
 
 def _can_print() -> bool:
-    """Return whether the output takes more; if it does not, another file was full."""
+    """Return whether stdout accepts more; if so, the error came from another file."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -125,7 +125,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for an unknown one, name those that are spelled like it."""
+        """Find the command; for an unknown one, suggest similar names."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             close = difflib.get_close_matches(args[0], COMMANDS)
             hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -163,7 +163,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of what its encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # for what its encoding lacks
             stream.reconfigure(errors="backslashreplace")
     cli()
 

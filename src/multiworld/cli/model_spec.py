@@ -13,10 +13,10 @@ from multiworld.serve.engine.models import hub
 
 DEMO = "smollm2"
 
-MAX_REPLICAS = 2  # by default; so that one may die
+MAX_REPLICAS = 2  # by default, so that one replica may die
 KV_BYTES = 640 * 2**20  # keys, values and cached prefixes of a replica, by default
 BASE_BYTES = 400 * 2**20  # of a process with torch and transformers
-SHARE = 0.8  # of the memory of a machine
+SHARE = 0.8  # of a machine's memory that replicas may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Machine:
 
 
 def is_model(text: str) -> bool:
-    """Return whether an argument means a model, and not the file of a spec."""
+    """Return whether an argument names a model rather than a spec file."""
     path = Path(text).expanduser()
     if text == DEMO:
         return not path.exists()
@@ -70,7 +70,7 @@ def found(
 
 
 def _latest(name: str) -> str:
-    """Return the latest commit of a model on the hub: replicas need a fixed one."""
+    """Return a model's latest commit on the hub; replicas need a fixed one."""
     try:
         from huggingface_hub import HfApi
 
@@ -86,7 +86,7 @@ def _latest(name: str) -> str:
 
 
 def replicas_that_fit(weight_bytes: int, machine: Machine) -> tuple[int, str]:
-    """Return how many replicas fit, and why not more; 1 if even one may not."""
+    """Return how many replicas fit (at least 1, which may not), and why not more."""
     need = weight_bytes + KV_BYTES + BASE_BYTES
     room = int(SHARE * machine.memory_bytes)
     count = max(1, min(MAX_REPLICAS, room // need))
@@ -152,7 +152,7 @@ def text_of(
 
 
 def name_of(path: str) -> str:
-    """Return a name for a model, of the characters that names may have."""
+    """Return a name for a model, made of the characters that names may contain."""
     last = path.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-._")[:64] or "model"
 
@@ -174,7 +174,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def curl_of(url: str, name: str, *, is_chat: bool) -> str:
-    """Return a command that asks the model something."""
+    """Return a curl command that sends the model a request."""
     if is_chat:
         route = "chat/completions"
         body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}

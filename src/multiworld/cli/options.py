@@ -20,8 +20,8 @@ from rich.table import Table
 from multiworld.serve.controller.answers import Answer, plain
 from multiworld.serve.controller.client import Service
 
-PICTURES = ".png", ".svg", ".pdf"  # files that can be drawn
-WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names
+PICTURES = ".png", ".svg", ".pdf"  # formats in which plots can be drawn
+WORD_WIDTH = 14  # longest word that is never folded; names are never folded
 
 SPEC = click.argument("spec", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -86,7 +86,7 @@ def new_table(title: str, *names: str) -> Table:
 def print_table(table: Table) -> None:
     """Print a table as wide as the terminal, or wider rather than cut a value."""
     console = Console()
-    if table.title is not None:  # not as wide as the table, which may be narrow
+    if table.title is not None:  # printed apart, because a narrow table would fold it
         console.print(table.title, style="italic", soft_wrap=True)
         table.title = None
     widths, min_widths = [], []
@@ -115,7 +115,7 @@ def print_table(table: Table) -> None:
 
 
 def check_writable(option: str, path: Path, suffixes: Collection[str] = ()) -> None:
-    """Refuse a file that cannot be written, before the command takes its minutes."""
+    """Refuse an unwritable file early, before the command runs for minutes."""
     where = path if path.exists() else path.parent
     is_right = not suffixes or path.suffix.lower() in suffixes
     if is_right and not path.is_dir() and os.access(where, os.W_OK):

@@ -52,7 +52,7 @@ MAX_CPUS, MAX_BYTES = 4096, 2**50  # of a machine
 
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
 
-PROVEN_GAP = 1e-6  # relative; up to it a placement counts as optimal
+PROVEN_GAP = 1e-6  # maximum relative gap of a placement that counts as optimal
 
 
 class PlannedStage(msgspec.Struct, frozen=True):
@@ -77,11 +77,11 @@ class PlannedStage(msgspec.Struct, frozen=True):
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
-    """The load that a model would carry, and why not all of its replicas fit."""
+    """The load that a model would carry, and why its replicas do not all fit."""
 
     model: str
     demand: float | None
-    served: float | None  # None: not known
+    served: float | None  # None: unknown
     bottleneck: int | None
     at_most: float | None
     short: str
@@ -133,7 +133,7 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
     is_right = {
         "name": bool(node.name),
-        "cpus": 0 <= node.cpus <= MAX_CPUS,  # 0: as the head of many clusters
+        "cpus": 0 <= node.cpus <= MAX_CPUS,  # 0 on the head of many clusters
         "memory_bytes": all(0 <= size <= MAX_BYTES for size in sizes),
         "price": 0 <= node.price < math.inf,
         "bandwidth": 0 < bandwidth < math.inf,
@@ -204,7 +204,7 @@ def _placed(
             )
         )
     apart = [name for name in app.models if name not in found.served]
-    # The solvers do not know cores and memory beside GPUs, nor a GPU's number.
+    # The solvers ignore cores and memory next to GPUs, and a required GPU index.
     is_open = apart or not lacking
     spread, short = _admitted(app, machines, found) if is_open else ({}, "")
     if short and not apart:
@@ -236,10 +236,10 @@ Spread = dict[tuple[str, int], Counter[str]]  # replicas of each stage, by locat
 def _admitted(
     app: AppSpec, machines: Sequence[Node], placement: Placement
 ) -> tuple[Spread, str]:
-    """Return where all replicas fit, and why they do not.
+    """Return where all replicas fit, or else why they do not.
 
-    The solvers leave out models with several GPUs a replica; the service gives them
-    what is free, before the others.
+    The solvers leave out models with several GPUs a replica; the service places those
+    first, in free resources.
     """
     specs = {name: {model.version: model} for name, model in app.models.items()}
     solved = Counter((r.model, r.stage) for r in placement.replicas)
@@ -370,7 +370,7 @@ def _table(plan: PlanShown) -> Table:
 
 
 def _scaling_plans(name: str, spec: ModelSpec) -> list[ScalingPlan]:
-    """Return an autoscaled model's scaling plans, if all its item_ms are declared."""
+    """Return an autoscaled model's scaling plans if all item_ms are declared."""
     is_planned = is_scaled(spec) and spec.generation is None  # text: by tokens
     if not is_planned or not all(stage.item_ms for stage in spec.stages):
         return []

@@ -104,7 +104,7 @@ def profile(
     name, resolved = chosen_model(spec, model)
     built = build_model(resolved)
     for module in modules_of(resolved, built):
-        importlib.import_module(module)  # the fork server imports these, too
+        importlib.import_module(module)  # as the fork server does
     meter = meter_of(resolved, built, sorted(set(batches)), context, repeats)
     found = profile_model(name, resolved, meter)
     if as_json:
@@ -126,7 +126,8 @@ def profile(
         )
     _keep(found, out)
     if out is not None:
-        named = os.path.relpath(out, spec.parent)  # as the spec names files
+        # Specs name files relative to their folder.
+        named = os.path.relpath(out, spec.parent)
         console.print(
             f"written to {out}; with `profile: {named}` in the model, its stages book "
             "this memory, and scaling and placement use these times",

@@ -17,7 +17,7 @@ from multiworld.serve.machines.amounts import mib
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """Resources that a replica books and uses; None where it did not answer."""
+    """Resources that a replica books and uses; None if it did not report them."""
 
     name: str
     node: str

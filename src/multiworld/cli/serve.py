@@ -134,7 +134,7 @@ def serve(
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
     given = {name: value for name, value in options.items() if value is not None}
-    # Progress goes to standard error: --print-spec prints the spec on the other.
+    # Progress goes to stderr, because --print-spec prints the spec on stdout.
     err = Console(stderr=True)
     app, fetched = _load(target, revision, print_spec, given, err)
     if app is None:
@@ -155,7 +155,7 @@ def serve(
             return
         console.print(f"[green]{app.app} is ready[/] at {escape(controller.url)}")
         console.print(f"  after {startup}", soft_wrap=True)
-        # Not those of the file: an update may have changed them before.
+        # Show the desired state, not the file: an earlier update may have changed it.
         for name, model in controller.fleet.desired.models.items():
             counts = zip(
                 controller.specs[name][model.version].stages,

@@ -51,9 +51,9 @@ def shutdown(service: Service, as_json: bool) -> None:
     if record is None:
         if not service.folder.is_controlled():
             raise click.ClickException(f"no service runs in {service.folder.path}")
-        # It has started nothing yet: it waits for machines, or builds its models.
+        # It has started nothing yet: it waits for machines or builds models.
         app = service.folder.path.name
-        with contextlib.suppress(ServeError):  # it is ending already
+        with contextlib.suppress(ServeError):  # it is shutting down already
             app = service.ask("POST", "/shutdown", ShuttingDown).app
         _await_end(service.folder, END_S)
         _show_end(app, as_json, is_over=not service.folder.is_controlled())
@@ -62,7 +62,7 @@ def shutdown(service: Service, as_json: bool) -> None:
     except ServeError as error:
         if "status" in error.__dict__:  # the controller answered
             raise
-        if service.folder.is_controlled():  # it would start everything again
+        if service.folder.is_controlled():  # it would restart everything
             pid = service.folder.controller()
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "

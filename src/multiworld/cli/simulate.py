@@ -55,10 +55,10 @@ from multiworld.serve.spec.schema import NAME, AppSpec, ModelSpec
 
 MAX_REPLICAS = 4096  # per stage; the limit that a spec has, too
 
-OWN = "spec"  # the policy that the spec itself chooses
+OWN = "spec"  # the policy that the spec chooses
 ORACLE = "oracle"  # the policy that knows the future
-COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)  # those compared by default
-NO_TEXTS = (ORACLE, "fixed")  # not for models that generate text
+COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)  # policies compared by default
+NO_TEXTS = (ORACLE, "fixed")  # policies that do not support text generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

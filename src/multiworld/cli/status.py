@@ -36,11 +36,11 @@ def _watch(service: Service, found: StatusAnswer) -> StatusAnswer:
             return found
 
 
-# Colours of phases; red for the others.
-UNFOLDED = 10_000  # columns: more than a line has
+UNFOLDED = 10_000  # columns; wider than any line
 
-IDENTITY = 12  # digits of the hash of a version's files that are shown
+IDENTITY = 12  # shown digits of the hash of a version's files
 
+# Colors of phases; all others are red.
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 
 
@@ -102,7 +102,7 @@ def _processes(found: StatusAnswer) -> Table:
 
 
 def _phase(process: ProcessShown, found: StatusAnswer) -> str:
-    """Return the phase; while an engine starts, also what it does."""
+    """Return the phase and, while an engine starts, its current activity."""
     worker = None if process.is_gateway else found.worker_report(process.name)
     if worker is None or not worker.phase:
         return process.phase

@@ -22,12 +22,12 @@ from multiworld.rendezvous.store_service import StoreService
 # reconnects, so that earlier members announce their ranks first.
 SETTLE_S = 1.0
 LOOK_S = 1.0  # seconds between checks of the lock
-# Checks without a lock until the store of a service exits: it may still be starting.
+# Consecutive checks without a lock until the store exits: its service may be starting.
 ALONE = 5
 
 
 async def _wait_alone(path: Path) -> None:
-    """Wait until no process has held a shared lock on a file for a while."""
+    """Wait until no process has held a shared lock on a file for several checks."""
     looks = 0
     while looks < ALONE:
         await asyncio.sleep(LOOK_S)
@@ -82,7 +82,7 @@ async def serve(
     else:
         words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
         click.echo(f"multiworld store at {address} (requires: {', '.join(words)})")
-        if host in ("0.0.0.0", "::"):  # of every interface
+        if host in ("0.0.0.0", "::"):  # listens on every interface
             address = f"tcp://ADDRESS:{server.port}, with an address of this host"
         click.echo(f"for the members: export MULTIWORLD_STORE={address}")
     ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]

@@ -36,7 +36,7 @@ from multiworld.serve.tenants.records import UsageSum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Settings = dict[str, object]  # the given settings of a tenant
+Settings = dict[str, object]  # the settings of a tenant that were given
 
 NAME = click.argument("name")
 COUNT = click.IntRange(0, 2**53)

@@ -33,7 +33,7 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     update.
     """
     text = read_text(spec)
-    service.ask("GET", "/status", StatusAnswer)  # so that a hung controller is noticed
+    service.ask("GET", "/status", StatusAnswer)  # fail early if the controller hangs
     body = {"text": text, "where": str(spec.resolve())}
     if not as_json:
         click.echo("the controller reads the spec, and fetches what is new in it ...")
@@ -68,7 +68,7 @@ def _wait(service: Service, answer: Updated) -> str:
     while True:
         status = service.ask("GET", "/status", StatusAnswer)
         active, versions = status.active, answer.versions
-        # After the status: a rollback also changes what is wanted.
+        # Read events after the status: a rollback also changes the desired state.
         params = {"since": answer.since}
         events = service.ask("GET", "/events", list[HistoryEntry], params=params)
         mine = tuple(f"{name}: version {v} " for name, v in versions.items())
@@ -84,7 +84,7 @@ def _wait(service: Service, answer: Updated) -> str:
             p.phase == "ready" and answer.versions.get(p.model) == p.version
             for p in status.processes
         )
-        if ready > most:  # the next one has as long again
+        if ready > most:  # restart the time limit for the next replica
             limit, most = time.monotonic() + patience_s, ready
         is_active = all(active.get(name) == v for name, v in versions.items())
         if is_active and status.is_ready:

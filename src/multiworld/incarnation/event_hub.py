@@ -54,9 +54,9 @@ class Subscription:
 
 class EventHub:
     def __init__(self) -> None:
-        # One whose iterator nobody has read from, and nobody keeps, ends by itself.
+        # Weak: a subscription that the program drops before reading from it is removed.
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
-        # A task that waits for events, and that nobody keeps, must not end.
+        # Strong: tasks that wait for events must not be garbage-collected.
         self._read: set[Subscription] = set()
         self.is_closed = False
 
@@ -67,7 +67,8 @@ class EventHub:
         return subscription
 
     def keep(self, subscription: Subscription) -> None:
-        """Keep a subscription until ``unsubscribe``: somebody reads it."""
+        """Keep a reference to a subscription that is being read, until
+        ``unsubscribe``."""
         self._read.add(subscription)
 
     def unsubscribe(self, subscription: Subscription) -> None:

@@ -41,7 +41,7 @@ class WorldReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLeft(Event):
-    """A member left gracefully, after everything it had sent."""
+    """A member left gracefully, after sending everything it had queued."""
 
     rank: int
 
@@ -65,11 +65,11 @@ class MemberLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStalled(Event):
-    """A member's event loop gives no sign, but its process runs; no world breaks.
+    """A member's event loop does not respond, but its process runs; no world breaks.
 
     Attributes:
         rank: The member's rank.
-        stalled_s: Seconds since its event loop last gave a sign.
+        stalled_s: Seconds since its event loop last responded.
         evidence: What that loop's thread seems to be doing.
     """
 

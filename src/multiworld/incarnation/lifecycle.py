@@ -75,7 +75,7 @@ class Life:
     rank: int
     size: int
     phase: Phase = Phase.JOINING
-    left: frozenset[int] = frozenset()  # also those that closed the broken world
+    left: frozenset[int] = frozenset()  # also members that closed the broken world
     # Ranks whose data connection ended gracefully; ``left`` may still be on its way.
     finished: frozenset[int] = frozenset()
     # Ranks that closed the world as broken before this member knew of the breakage.
@@ -104,7 +104,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SaidLeft:
-    """A member announced that it leaves; ``is_broken`` if the world is broken to it."""
+    """A member announced that it leaves; ``is_broken`` if its world is broken."""
 
     rank: int
     is_broken: bool = False
@@ -112,10 +112,10 @@ class SaidLeft:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A member's data connection delivered its last message: it is about to leave."""
+    """A member's data connection delivered its last message: the member is leaving."""
 
-    # Operations fail because of it from now on, so ``Life.gone`` must name it. The rest
-    # waits for its ``left``, which comes behind its earlier control messages.
+    # From now on operations with it fail, so ``Life.gone`` must name it. All else waits
+    # for its ``Left``, which follows its earlier control messages.
     rank: int
 
 
@@ -133,7 +133,7 @@ class WasLost:
 
 @dataclass(frozen=True, slots=True)
 class WasAccused:
-    """Member ``by`` declared this living process lost; the others go on without it."""
+    """Member ``by`` declared this living process lost, and the others continue."""
 
     by: int
     reason: str
@@ -200,7 +200,7 @@ class FailMember:
 
 @dataclass(frozen=True, slots=True)
 class EndMember:
-    """Fail receives from a member that left: nothing more comes."""
+    """Fail receives from a member that left, because nothing more arrives from it."""
 
     rank: int
 
@@ -216,7 +216,7 @@ class TellBroken:
 class TellLeft:
     """Notify the other members that this one leaves."""
 
-    is_broken: bool = False  # the world, to this member
+    is_broken: bool = False  # whether this member's world is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +264,9 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
 
 
 def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
-    """Record that a member closed a broken world: ``reform`` need not wait."""
-    # Neither a graceful leave nor a verdict: whoever broke the world sends a reason.
+    """Record that a member closed a broken world: ``reform`` need not wait for it."""
+    # This is neither a graceful leave nor a verdict: the member that broke the world
+    # sends the reason.
     if life.phase is Phase.CLOSED or not _is_other(life, rank):
         return life, ()
     if life.phase is Phase.BROKEN:

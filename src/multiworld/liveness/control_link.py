@@ -1,5 +1,5 @@
 """Control links: messages between two managers, over a socket or (``memory``) inside
-one process. After ``say_bye``, the peer treats the end as intended, not as a loss."""
+one process. After ``say_bye``, the peer does not treat the link's end as a loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LinkOwner(Protocol):
         """Handle a message that arrived."""
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
-        """Handle the end of the link: what happened to the peer, and the evidence."""
+        """Handle the end of the link; ``reason`` says what happened to the peer."""
 
 
 class Link(Protocol):

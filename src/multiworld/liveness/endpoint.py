@@ -23,10 +23,12 @@ from multiworld.rendezvous.membership import Address
 logger = logging.getLogger("multiworld.watchdog")
 
 BACKLOG = 1024  # maximum number of connections in a listening socket's queue
-CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded listener
+# Seconds to wait before each retry of an overloaded listener.
+CROWDED_S = (0.05, 0.2, 0.5)
 
-# Seconds of one attempt to connect. During an outage the kernel pauses for up to a
-# minute before it tries again; a new attempt is answered once the network is back.
+# Seconds per connection attempt, and number of attempts. During an outage the kernel
+# waits up to a minute before it retries; a new attempt succeeds once the network is
+# back.
 CONNECT_S, CONNECTS = 3.0, 40
 
 # Connections in their handshake; a forked child must close them too.
@@ -51,7 +53,7 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
     stream: Stream = sock
     _dialing.add(sock)
     try:
-        # Heartbeats: their helper lacks TLS; their frames carry an HMAC.
+        # No TLS for heartbeats: their helper lacks it, and their frames carry an HMAC.
         if security.tls is not None and not isinstance(hello, HeartbeatHello):
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)

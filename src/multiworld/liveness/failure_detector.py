@@ -1,18 +1,17 @@
 """Failure detector: verdicts from heartbeats, silence and closed connections. Pure.
 
-An observer that was late itself does not count its own delay as silence, and judges
-nobody before it has read what arrived during the delay. A process that its helper
-reports as stopped counts as silent. A process whose event loop gives no sign is
-*stalled*, which is a loss only beyond ``stalled_limit_s``.
+An observer that was late itself does not count its own delay as silence, and declares
+no peer lost before it has read what arrived during the delay. A process that its helper
+reports as stopped counts as silent. A process whose event loop does not respond is
+*stalled*, which is a loss only after ``stalled_limit_s``.
 
 Two intervals are added to every limit: the last heartbeat before an outage may be one
 interval old, and the first after it may take another interval. A heartbeat says how
 long ago its sender heard this process, so both sides detect a one-way network
 partition.
 
-If not even the helpers of all other processes of this host are heard, while this one
-runs, the host is short of something (memory, processors): each of them gets twice the
-time, until it is heard again.
+If the helpers of all other processes on this host are silent while this process runs,
+the host is short of memory or processors: each gets twice the time, until it is heard.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PeerJoined:
     """A control connection to a peer is up."""
 
     peer: PeerKey
-    has_heartbeats: bool = True  # otherwise it need not have sent any
+    has_heartbeats: bool = True  # False: they start with ``HeartbeatsBegan``
     is_near: bool = False  # it runs on this host
 
 
@@ -55,9 +54,10 @@ class PeerHeard:
     peer: PeerKey
     at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
-    lag_s: float = 0.0  # since the peer's event loop gave a sign
-    is_computing: bool = False  # the thread of that loop runs; else it waits
-    heard_us_s: float | None = None  # since the peer heard this process; None: never
+    lag_s: float = 0.0  # since the peer's event loop last responded
+    is_computing: bool = False  # that loop's thread runs; False: it waits
+    # Seconds since the peer last heard this process; None: never.
+    heard_us_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class DetectionLimits:
     """Limits of a world for a member, in seconds of silence."""
 
     silence_s: float
-    stall_s: float = math.inf  # of its event loop, until a report
-    stalled_limit_s: float = math.inf  # of its event loop, until it is lost
+    stall_s: float = math.inf  # event loop silent: report ``Stalled``
+    stalled_limit_s: float = math.inf  # event loop silent: declare it lost
 
     def shortest_s(self) -> float:
         return min(self.silence_s, self.stall_s, self.stalled_limit_s)
@@ -130,7 +130,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """A peer's process runs, but its event loop gives no sign. Not a verdict."""
+    """A peer's process runs, but its event loop does not respond. Not a verdict."""
 
     peer: PeerKey
     world: WorldKey
@@ -161,29 +161,29 @@ class _Peer:
     beat_at: float
     has_heartbeats: bool = True
     is_near: bool = False
-    has_grace: bool = False  # it fell silent with all others of its host
+    has_grace: bool = False  # it fell silent together with all others on this host
     state: ProcessState = ProcessState.RUNNING
-    turned_at: float = math.inf  # time of its loop's last sign; inf if not late
+    turned_at: float = math.inf  # time of its event loop's last sign; inf if not late
     is_computing: bool = False
-    unheard_s: float = 0.0  # seconds it had not heard us, at its last heartbeat
+    unheard_s: float = 0.0  # since it had heard us, at its last heartbeat
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
 
 
 class FailureDetector:
-    """Judge of every peer; its cost grows with the peers, not with their worlds."""
+    """Detector for all peers; its cost grows with the peers, not with their worlds."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s, self._margin_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._late_s = 0.0
-        self._fresh_from = -math.inf  # ``heard_us_s`` of earlier heartbeats is ignored
+        self._fresh_from = -math.inf  # ignore ``heard_us_s`` of earlier heartbeats
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
         if self._ticked_at is None:
-            self._ticked_at = now  # from now on ticks are due: the first may be late
+            self._ticked_at = now  # even the first tick may be late
         match observation:
             case PeerHeard():
                 return self._heard(observation, now)
@@ -210,7 +210,7 @@ class FailureDetector:
         peer = self._peers.get(key)
         if peer is None:
             return 0.0
-        # Time after an overdue tick does not count: its messages are still unread.
+        # Time after an overdue tick does not count, because messages are still unread.
         awake_until = math.inf if self._ticked_at is None else self._ticked_at
         return max(0.0, min(now, awake_until + self._margin_s) - peer.heard_at)
 
@@ -225,8 +225,8 @@ class FailureDetector:
         peer.has_grace = False
         if heard.state is ProcessState.RUNNING:
             peer.heard_at = max(peer.heard_at, at)
-        # A stopped process is judged by its silence instead. The loop of a healthy
-        # process looks up to one ``tick_s`` late, as its sign comes once per tick.
+        # A stopped process is judged by its silence instead. A healthy event loop
+        # appears up to one ``tick_s`` late, because it gives a sign once per tick.
         is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._margin_s
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
@@ -248,7 +248,7 @@ class FailureDetector:
         self, key: PeerKey, world: WorldKey, limits: DetectionLimits, now: float
     ) -> None:
         peer = self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
-        if not peer.worlds:  # no world watched it, so it need not have sent heartbeats
+        if not peer.worlds:  # unwatched until now, so it may have sent no heartbeats
             peer.heard_at = peer.beat_at = now
             peer.turned_at, peer.unheard_s = math.inf, 0.0
         peer.worlds[world] = _Watch(limits, now)
@@ -282,7 +282,7 @@ class FailureDetector:
 
     def _tick(self, late_s: float, now: float) -> list[Finding]:
         before_s, self._late_s = self._late_s, late_s if late_s > self._tick_s else 0.0
-        if self._late_s > 2 * before_s:  # a pause, also of a process that is slow
+        if self._late_s > 2 * before_s:  # a pause, even of a slow process
             self._excuse(late_s, now)
             return []
         # An observer that is always late must still judge. It has read everything that
@@ -290,7 +290,7 @@ class FailureDetector:
         findings: list[Finding] = []
         self._give_grace(now - late_s)
         for key, peer in self._peers.items():
-            if not peer.has_heartbeats:  # the peer is still dialing: ``join_s`` ends it
+            if not peer.has_heartbeats:  # still dialing; ``join_s`` limits that
                 peer.heard_at = peer.beat_at = now
                 continue
             quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
@@ -299,7 +299,7 @@ class FailureDetector:
         return findings
 
     def _give_grace(self, now: float) -> None:
-        """Give all processes of this host more time, if several are silent at once."""
+        """Give the processes on this host more time if all (several) are silent."""
         peers = self._peers.values()
         near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
         if len(near) > 1 and all(now - p.beat_at > 2 * self._margin_s for p in near):
@@ -307,7 +307,7 @@ class FailureDetector:
                 peer.has_grace = True
 
     def _excuse(self, seconds: float, now: float) -> None:
-        # Peers may have missed this process meanwhile, and report so for a while.
+        # Peers may have missed this process's heartbeats, and report so for a while.
         self._fresh_from = now + self._margin_s
         for peer in self._peers.values():
             peer.heard_at = min(now, peer.heard_at + seconds)
@@ -358,7 +358,7 @@ def _verdict(
         limit_s = silence_s
         reason, evidence = _silence(peer, silent_s, now)
     elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
-        # Wait longer than for silence: the side that hears nothing must judge first.
+        # Wait longer than for silence: the side that hears nothing must decide first.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
         evidence = "its heartbeats report it; the network is cut in one direction"

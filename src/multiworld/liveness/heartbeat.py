@@ -23,12 +23,12 @@ from multiworld.liveness import heartbeat_helper
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Seconds without a report until the helper is replaced: well within the default
-# ``silence_s``, because the peers may hear nothing meanwhile.
+# Seconds without a report until the helper is replaced: well below the default
+# ``silence_s``, because the peers may hear nothing in the meantime.
 MISSED_S = 0.8
-START_S = 5.0  # the same for one that has not reported yet: it may be slow to start
+START_S = 5.0  # the same before its first report: it may be slow to start
 
-REAP_S = 0.1  # for a killed helper to end
+REAP_S = 0.1  # seconds to wait until a killed helper exits
 
 Mode = Literal["process", "thread"]
 
@@ -39,7 +39,7 @@ OnReport = Callable[[int, "HeartbeatReport"], None]
 class HeartbeatReport:
     """A peer's latest heartbeat, and its time of arrival on the monotonic clock."""
 
-    state: int  # or ``ENDED``, for the connection
+    state: int  # of the process; ``ENDED`` if the connection ended
     doing: int
     lag_s: float
     heard_us_s: float | None  # None: never
@@ -76,7 +76,7 @@ class Heartbeat:
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
         self._standby: _Helper | None = None
-        self._ending: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed but not reaped
 
     @property
     def helper_pid(self) -> int | None:
@@ -91,7 +91,7 @@ class Heartbeat:
         if is_new:
             self._start(mode)
         number = next(self._numbers)
-        # The caller closes its copy after ``remove``, and reads nothing from it.
+        # The caller reads nothing from ``sock``, and closes it after ``remove``.
         self._sockets[number] = sock, out_key, in_key
         for each in list(self._sockets) if is_new else [number]:
             self._send_sockets(each)
@@ -101,7 +101,7 @@ class Heartbeat:
         """Send a connection's heartbeats over this UDP socket too, and own it."""
         if number in self._sockets:
             self._datagrams[number] = sock
-            if self._control is not None:  # else the next helper gets it at its start
+            if self._control is not None:  # else the next helper gets it when it starts
                 self._send_sockets(number)
         else:
             sock.close()
@@ -123,7 +123,7 @@ class Heartbeat:
             try:
                 self._control.send(order)
             except OSError:
-                return  # the helper reads too slowly; the next tick tries again
+                return  # the helper reads too slowly; the next tick retries
             self._unremoved.discard(number)
 
     def _listen(self) -> None:
@@ -135,7 +135,7 @@ class Heartbeat:
             except OSError:
                 message = b""
             if not message:
-                # The helper ended; the next tick starts another.
+                # The helper has exited; the next tick starts another.
                 asyncio.get_running_loop().remove_reader(self._control.fileno())
                 return
             for entry in heartbeat_helper.REPORT.iter_unpack(message):
@@ -150,7 +150,8 @@ class Heartbeat:
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
-        """Signal that the event loop runs, and wait for the helper's next report."""
+        """Give the event loop's sign and wait for the helper's next report; return
+        whether it came."""
         if self._control is None and not self._sockets:
             await asyncio.sleep(self._heartbeat_s)
             return True
@@ -166,9 +167,9 @@ class Heartbeat:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
-            # A late loop may have read the report in the iteration of the timeout.
+            # A late loop may have read the report in the iteration that timed out.
             if not self._reported.is_set():
-                # A loop that was late itself may have starved with its helper.
+                # No miss if this loop was late: it may have starved with its helper.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
                 return False
@@ -184,7 +185,7 @@ class Heartbeat:
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
         limit_s = MISSED_S if self._has_reported else START_S
-        # Each miss is a wait of two intervals.
+        # Each miss took two intervals.
         is_stuck = self._missed >= max(2, round(limit_s / (2 * self._heartbeat_s)))
         self._ending = [each for each in self._ending if each.poll() is None]
         if self._control is not None and code is None and not is_stuck:
@@ -198,10 +199,10 @@ class Heartbeat:
         self._restart()
 
     def _prepare_standby(self) -> None:
-        """Start a process beside a helper that does not report.
+        """Start a standby helper beside one that does not report.
 
-        Whatever starved the helper may starve this start, too. So the helper continues,
-        if it can, until the other has reported.
+        Whatever starved the helper may delay the standby, too. So the helper continues,
+        if it can, until the standby has reported.
         """
         if self._standby is not None and self._standby.process.poll() is None:
             return
@@ -219,7 +220,7 @@ class Heartbeat:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._take_over)
 
     def _take_over(self) -> None:
-        """Let the other helper take the place of the one that does not report."""
+        """Replace the helper that does not report by the standby."""
         assert self._standby is not None
         standby = self._standby
         try:
@@ -242,7 +243,7 @@ class Heartbeat:
         self._send_all()
 
     def _drop_standby(self) -> None:
-        """End the other helper: it is not needed, or it has ended."""
+        """Kill the standby, which is not needed or has exited."""
         standby, self._standby = self._standby, None
         if standby is None:
             return
@@ -264,11 +265,11 @@ class Heartbeat:
         self._datagrams.clear()
         self._drop_standby()
         self._stop()
-        for process in self._ending:  # a busy machine takes its time to end them
+        for process in self._ending:  # reaping may take long on a busy machine
             reap = threading.Thread(
                 target=process.wait, name="multiworld-reap", daemon=True
             )
-            with contextlib.suppress(RuntimeError):  # no thread is to be had
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 reap.start()
         self._ending.clear()
 
@@ -313,9 +314,9 @@ class Heartbeat:
     def _spawn(
         self, theirs: socket.socket
     ) -> tuple[mmap.mmap, subprocess.Popen[bytes]]:
-        """Start a helper process at the other end of a socket, which it closes here."""
-        # Its own session: Ctrl-C at the terminal must reach the program, not the
-        # helper, which exits with the program anyway.
+        """Start a helper process on ``theirs``, which is closed in this process."""
+        # A session of its own: Ctrl-C at the terminal must not reach the helper, which
+        # exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = threading.get_native_id()
         memory = _shared_memory(heartbeat_helper.SIGN.size)
@@ -336,7 +337,7 @@ class Heartbeat:
             os.close(memory)
 
     def _stop(self) -> None:
-        self._added.clear()  # the next helper has none
+        self._added.clear()  # the next helper starts without sockets
         self._unremoved.clear()
         if self._control is not None:
             with contextlib.suppress(RuntimeError):  # the loop no longer runs
@@ -345,7 +346,7 @@ class Heartbeat:
             self._control = None
         if self._process is not None:
             self._process.kill()
-            try:  # it cannot end at once if the machine is short of memory or disk
+            try:  # exiting may take long if memory or disk is scarce
                 self._process.wait(REAP_S)
             except subprocess.TimeoutExpired:
                 self._ending.append(self._process)
@@ -372,18 +373,19 @@ class Heartbeat:
                 )
                 socket.send_fds(self._control, [order], [datagrams.fileno()])
         except OSError:
-            self._unsent.add(number)  # it reads too slowly; the next tick tries again
+            # The helper reads too slowly; the next tick retries.
+            self._unsent.add(number)
 
 
 def give_sign(sign: mmap.mmap | bytearray) -> None:
-    # In one assignment: ``pack_into`` could let the helper read a zero.
+    # One assignment: with ``pack_into``, the helper could read a zero.
     sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
 
 def _shared_memory(size: int) -> int:
     try:
         memory = os.memfd_create("multiworld-sign")
-    except OSError:  # not allowed here; a file does as well
+    except OSError:  # not permitted; use a file
         with tempfile.TemporaryFile() as file:
             memory = os.dup(file.fileno())
     os.ftruncate(memory, size)

@@ -3,8 +3,8 @@
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
 PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
 ``heartbeat_s`` it reads the peers' heartbeats, reports what is new over the control
-socket, and sends one frame to each peer. The owner gives its sign in shared memory,
-without waking the helper.
+socket, and sends one frame to each peer. The owner's event loop writes its sign (a
+time) to shared memory, without waking the helper.
 
 The helper exits with its owner: at the end of the control socket, or when its parent
 changes (a forked child of the owner may hold the control socket open).
@@ -24,11 +24,12 @@ import struct
 import sys
 import time
 
-# States of a process, or ``ENDED`` for a heartbeat connection.
+# States of a process; ``ENDED`` is the state of a heartbeat connection.
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
-WAITING, COMPUTING = 0, 1  # an event loop's thread sleeps in a system call, or runs
-NEVER_MS = 0xFFFFFFFF  # ``HeartbeatFrame.heard_ms`` if the receiver was never heard
-SIGN = struct.Struct("<d")  # an owner's time in seconds on the monotonic clock
+WAITING, COMPUTING = 0, 1  # the event loop's thread sleeps in a system call, or runs
+# ``HeartbeatFrame.heard_ms`` if the sender never heard the receiver.
+NEVER_MS = 0xFFFFFFFF
+SIGN = struct.Struct("<d")  # the owner's monotonic time in seconds
 # Orders from the owner; the first two come with a socket.
 ADD, ADD_DATAGRAMS, REMOVE = b"A", b"D", b"R"
 
@@ -57,7 +58,7 @@ class HeartbeatFrame:
     def __init__(
         self, state: int, doing: int, sequence: int, lag_ms: int, heard_ms: int
     ) -> None:
-        # ``doing`` is meaningful only while the loop gives no sign.
+        # ``doing`` is meaningful only while the event loop does not respond.
         self.state, self.doing, self.sequence = state, doing, sequence
         self.lag_ms, self.heard_ms = lag_ms, heard_ms
 
@@ -65,7 +66,7 @@ class HeartbeatFrame:
 def encode_order(
     order: bytes, number: int = 0, out_key: bytes = b"", in_key: bytes = b""
 ) -> bytes:
-    """Return a message to the helper; distinct keys make a reflected frame invalid."""
+    """Return a message to the helper. Keys differ, so reflected frames are invalid."""
     return _ORDER.pack(order, number, out_key, in_key)
 
 
@@ -103,25 +104,26 @@ def _stat_of(path: str) -> list[bytes] | None:
 
 
 class StopLook:
-    """Looks whether a process is stopped: at two looks in a row, with nothing done.
+    """Detects a stopped process: at two checks in a row, with no work in between.
 
-    One that is stopped and continued in pulses, as by ``cpulimit``, may be met stopped
-    at every look, and works in between.
+    A process that is stopped and continued in pulses, as by ``cpulimit``, may be
+    stopped at every check, but works in between.
     """
 
     def __init__(self) -> None:
-        self._did: object = None  # until the last look, if the process was stopped then
+        # Work until the last check, if the process was stopped.
+        self._did: object = None
 
     def state(self, state: int, did: object) -> int:
-        """Return a state that was looked at; ``did`` grows when the process runs."""
+        """Return the state after a check; ``did`` changes when the process runs."""
         before, self._did = self._did, did if state == STOPPED else None
         return RUNNING if state == STOPPED and before != did else state
 
 
 def work_of(pid: int, tid: int) -> object:
-    """Return what changes whenever a thread runs, from ``/proc``."""
+    """Return a value from ``/proc`` that changes whenever a thread runs."""
     try:
-        # Nanoseconds on a processor, nanoseconds waiting for one, and turns.
+        # Nanoseconds on a processor, nanoseconds waiting for one, and timeslices.
         with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:
             return file.read()
     except OSError:
@@ -145,12 +147,12 @@ def process_state(pid: int) -> int:
 
 
 def _exists(pid: int) -> bool:
-    """Return whether a process exists, though ``/proc`` may hide it."""
+    """Return whether a process exists, even if ``/proc`` hides it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is another user's
+    except OSError:  # another user's process
         pass
     return True
 
@@ -170,10 +172,10 @@ class HeartbeatTarget:
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
-        # Between hosts frames travel over UDP too, and the first copy counts: after an
-        # outage TCP retries ever later, and UDP alone may be filtered.
+        # Between hosts, frames travel over UDP too, and the first copy counts: after an
+        # outage TCP backs off, and UDP alone may be filtered.
         self.datagrams: socket.socket | None = None
-        # The connection has ended; the owner knows it.
+        # Whether the connection has ended, and whether the owner knows.
         self.is_ended = self.is_reported = False
         self._out_key, self._in_key = out_key, in_key
         self._rest = b""
@@ -189,14 +191,14 @@ class HeartbeatTarget:
             try:
                 self.datagrams.send(fresh)
             except OSError:
-                pass  # refused, filtered, no route: TCP carries it as well
+                pass  # refused, filtered or no route: TCP carries it too
         if self.is_ended:
             return
         frame = self._rest or fresh
         try:
             sent = self.sock.send(frame)
         except OSError:
-            return  # full, or ended: the reader notices the end
+            return  # full or ended; ``read`` notices the end
         self._rest = frame[sent:]
 
     def read(self, now: float) -> bool:
@@ -262,7 +264,7 @@ class HeartbeatHelper:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
-        # None: one that could not be added.
+        # None: a peer that could not be added.
         self._unreported: dict[int, HeartbeatTarget | None] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
@@ -271,11 +273,11 @@ class HeartbeatHelper:
 
     def run(self) -> None:
         """Send and read heartbeats, in one turn per interval, until the owner exits."""
-        due = time.monotonic()  # at once: the owner waits for the first report
+        due = time.monotonic()  # now: the owner waits for the first report
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
-            # Waking up for each heartbeat that arrives costs several times more.
+            # Reading each heartbeat as it arrives would cost several times more.
             if time.monotonic() >= due:
                 self._read()
                 self._report()
@@ -316,15 +318,15 @@ class HeartbeatHelper:
             if target.datagrams is not None:
                 target.read_datagrams(now)
             if not target.is_ended and not target.read(now):
-                # Not a verdict: the control link shows whether the process has ended.
-                # The owner opens another connection; datagrams continue.
+                # This is no verdict: the control link shows whether the process has
+                # ended. The owner opens another connection; datagrams continue.
                 target.is_ended = True
                 self._unreported[number] = target
             if target.heard_at != heard_at:
                 self._unreported[number] = target
 
     def _report(self) -> None:
-        """Send what is new; for an owner that reads slowly, keep each peer's latest."""
+        """Send what is new; for a slow owner, keep only each peer's latest."""
         is_last = False
         while not is_last:
             numbers = list(self._unreported)[:REPORTS_A_MESSAGE]
@@ -354,7 +356,7 @@ class HeartbeatHelper:
             self._is_over = True
             return
         kind, number, out_key, in_key = _ORDER.unpack(order)
-        if kind == ADD and not fds:  # it has no descriptor left for it
+        if kind == ADD and not fds:  # this process has no descriptor left
             self._unreported[number] = None
         elif kind == ADD:
             target = HeartbeatTarget(socket.socket(fileno=fds[0]), out_key, in_key)
@@ -392,7 +394,7 @@ def _report_of(number: int, target: HeartbeatTarget | None) -> bytes:
 
 
 def main() -> None:
-    # Its owner may raise its own limit of descriptors later.
+    # The owner may raise its own limit of descriptors later.
     highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
     control, memory, owner, thread = map(int, sys.argv[1:5])

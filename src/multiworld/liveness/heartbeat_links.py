@@ -1,4 +1,4 @@
-"""Heartbeat connections to the peers, each with a UDP socket between hosts."""
+"""Heartbeat connections to the peers; each to another host also has a UDP socket."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HeartbeatLinks:
         connection, message = self._connections.get(key), self._ports.get(key)
         if connection is None or connection.datagrams is None or message is None:
             return
-        if message.number != connection.number:  # for instance, the previous one's
+        if message.number != connection.number:  # e.g. that of the previous connection
             return
         if not _is_numeric(key.remote_host):
             return

@@ -38,11 +38,12 @@ from multiworld.rendezvous.membership import Address, Member
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Seconds between probes of a peer that is to dial, as its death costs ``join_s``.
+# Seconds between probes of a peer that is expected to dial: without them, its death
+# would be noticed only after ``join_s``.
 PROBE_S = 1.0
-# Seconds for one of these attempts: the other side may be stopped.
+# Timeout of one attempt to reopen a heartbeat connection: the peer may be stopped.
 AGAIN_LIMIT_S = 30.0
-# Seconds between attempts to open another heartbeat connection.
+# Seconds to wait after each of these attempts.
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -73,7 +74,7 @@ class LinkTableOwner(Protocol):
 
 @dataclass(slots=True)
 class Peer:
-    """A peer manager; ``address`` is where to dial it again, if this side dials."""
+    """A peer manager; ``address`` is where to dial it again, None if the peer dials."""
 
     link: Link
     seal: bytes = b""
@@ -86,7 +87,7 @@ class Peer:
         return isinstance(self.link, LocalLink)
 
 
-# The tables of this process by uid, for links inside it.
+# All tables in this process by uid, for links inside the process.
 _tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictionary()
 
 
@@ -124,7 +125,7 @@ class LinkTable:
         return key in self._peers
 
     def listen(self, host: str) -> Address:
-        """Listen on ``host``; return the address. "" means inside this process only."""
+        """Listen on ``host`` ("": inside this process only) and return the address."""
         self._check_open()
         if not host:
             return address_here("", 0, "")
@@ -144,7 +145,7 @@ class LinkTable:
         return None if peer is None else peer.link
 
     def without_heartbeats_since(self, key: LinkKey) -> float | None:
-        """Return since when a link has had no heartbeat connection; None if it has."""
+        """Return when a link lost its heartbeat connection; None if it has one."""
         peer = self._peers[key]
         return None if peer.is_local or self.heartbeats.has(key) else peer.since
 
@@ -167,7 +168,7 @@ class LinkTable:
             await self._wait_for_link(key, member)
 
     async def _wait_for_dial(self, key: LinkKey, address: Address) -> None:
-        """Dial, or wait for a dial; the last one who no longer waits ends it."""
+        """Dial, or wait for a dial in progress; cancel it once no caller waits."""
         dialing = self._once(key, lambda: self._dial(key, address))
         self._waiters[key] += 1
         try:
@@ -206,7 +207,7 @@ class LinkTable:
             del self._linking[key]
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
-        """Wait for the other side to dial, and probe whether it is alive."""
+        """Wait for the peer to dial, probing whether it is alive."""
         loop = asyncio.get_running_loop()
         awaited = self._awaited.setdefault(key, loop.create_future())
         self._waiters[key] += 1
@@ -226,7 +227,7 @@ class LinkTable:
                     del self._awaited[key]  # the member never came
 
     async def _probe(self, member: Member, awaited: asyncio.Future[None]) -> None:
-        """Raise if a member is not there; return at once if its link comes."""
+        """Raise if a member cannot be reached; return early if its link arrives."""
         reaching = self.reach(member.address, ProbeHello(to_uid=member.uid))
         probe = asyncio.ensure_future(reaching)
         probe.add_done_callback(_forget_error)
@@ -268,7 +269,7 @@ class LinkTable:
     async def _dial_heartbeat(
         self, key: LinkKey, address: Address, seal: bytes, *, number: int
     ) -> socket.socket:
-        # The link's seal is the secret: nobody else can take part in this link.
+        # The link's seal is the secret, so no other process can join this link.
         hello = HeartbeatHello(
             uid=self.uid,
             to_uid=key.peer,
@@ -303,11 +304,11 @@ class LinkTable:
                 await asyncio.sleep(pause_s)
                 continue
             return
-        # A link that stayed without heartbeats would break every world that uses it.
+        # End the link: without heartbeats, it would break every world that uses it.
         self.give_up(key, "its heartbeat connection ended", "and cannot be opened")
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
-        """Open another connection: its end does not prove that the process ended."""
+        """Open another connection: a lost one does not mean a lost process."""
         peer = self._peers.get(key)
         if peer is not None:
             peer.since = time.monotonic()
@@ -418,7 +419,7 @@ class LinkTable:
         return Security(secret=peer.seal)
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
-        """Ignore a refused connection: nobody waits for it."""
+        """Ignore a refused connection, because nothing waits for it."""
 
     def take(self, sock: Stream, hello: Hello) -> None:
         match hello:
@@ -426,7 +427,7 @@ class LinkTable:
                 self._owner.lane_arrived(nonce, rank, channel, sock)
             case LinkHello():
                 key = _inbound_key(hello)
-                # The peer dialed again before this side saw the old link end.
+                # The peer may have dialed again before this side saw the old link end.
                 self.give_up(key, "it replaced its control link", "it dialled again")
                 link = SocketLink(key, sock, self)
                 self._add(link, self._seal_of(hello.seal), has_heartbeats=False)
@@ -456,4 +457,4 @@ def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
 
 
 def _forget_error(task: asyncio.Task[Any]) -> None:
-    _ = task.cancelled() or task.exception()  # the callers got it
+    _ = task.cancelled() or task.exception()  # the callers have got it

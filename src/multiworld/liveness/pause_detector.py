@@ -8,8 +8,9 @@ LATE_S = 0.25  # smallest delay that counts as a pause; a busy machine delays by
 
 
 class PauseDetector:
-    """Detects that this process was stopped, suspended or blocked. What arrived then is
-    unread: silence counts from ``resumed_at``, and this look judges nobody."""
+    """Detects that this process was stopped, suspended or blocked. What arrived in that
+    time is still unread, so silence counts from ``resumed_at``, and the look that
+    detects the pause must declare no peer lost."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -22,7 +23,7 @@ class PauseDetector:
         late_s = now - self._looked_at - self._period_s
         before_s, self._late_s = self._late_s, late_s if late_s > LATE_S else 0.0
         self._looked_at = now
-        # A slow process must still judge: no pause if the look before was as late.
+        # A slow process must still decide: no pause if the previous look was as late.
         if self._late_s <= 2 * before_s:
             return False
         self.resumed_at = now

@@ -1,4 +1,4 @@
-"""Data connections that wait for a world, and worlds that wait for connections."""
+"""Data connections not yet taken by a world, and worlds that wait for connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from multiworld.net.streams import Stream
 
-LIMIT = 1024  # maximum of pending lanes before unknown incarnations are refused
+LIMIT = 1024  # from this many pending lanes on, unknown incarnations are refused
 KEPT_S = 60.0  # seconds that a connection waits for an unknown incarnation
 LaneKey = tuple[int, int, str]  # nonce of the incarnation, rank of the member, channel
 
@@ -26,18 +26,18 @@ class PendingLanes:
     def __init__(self) -> None:
         self._slots: dict[LaneKey, _Slot] = {}
         self._counts: Counter[int] = Counter()  # by incarnation
-        self._arrived: Counter[tuple[int, int]] = Counter()  # those of each member
+        self._arrived: Counter[tuple[int, int]] = Counter()  # by incarnation and member
 
     @property
     def is_full(self) -> bool:
         return len(self._slots) >= LIMIT
 
     def count(self, nonce: int) -> int:
-        """Return the number of lanes that an incarnation waits for, or has to take."""
+        """Return the number of lanes that an incarnation awaits or has not taken."""
         return self._counts[nonce]
 
     def count_of(self, nonce: int, rank: int) -> int:
-        """Return the number of lanes of a member that its world has to take."""
+        """Return the number of lanes from a member that its world has not taken yet."""
         return self._arrived[nonce, rank]
 
     def put(self, key: LaneKey, stream: Stream) -> None:
@@ -88,7 +88,7 @@ class PendingLanes:
             self._discard(key)
 
     def purge(self, known: Collection[int], now: float) -> None:
-        """Close connections that the other side gave up, or that waited ``KEPT_S``."""
+        """Close connections that the peer has closed or that have waited ``KEPT_S``."""
         for key, slot in list(self._slots.items()):
             is_late = key[0] not in known and now - slot.since > KEPT_S
             if is_late or (_is_there(slot.future) and _is_given_up(slot.future)):
@@ -112,7 +112,7 @@ def _is_there(future: asyncio.Future[Stream]) -> bool:
 
 
 def _is_given_up(future: asyncio.Future[Stream]) -> bool:
-    """Return whether the other side closed the connection without sending anything."""
+    """Return whether the peer closed the connection without sending anything."""
     stream = future.result()
     if not isinstance(stream, socket.socket):
         return False  # TLS cannot peek: a read would consume the bytes

@@ -96,11 +96,12 @@ class WatchDog:
 
         Args:
             incarnation, rank: The admitted incarnation, and this manager's rank in it.
-            port, limits: Takes messages and findings; when a member is lost or stalled.
+            port, limits: The receiver of messages and findings, and how long a member
+                may be silent or stalled.
         """
         self._worlds.open(incarnation.nonce, port)
         loop = asyncio.get_running_loop()
-        # All at once: an unreachable member must not hide the others.
+        # Concurrently, so that an unreachable member does not hide the others.
         reaching = [
             loop.create_task(self._attach(incarnation, rank, member, limits))
             for member in incarnation.members
@@ -257,7 +258,7 @@ class WatchDog:
         self._links.close_nowait(politely=politely)
 
     async def close(self) -> None:
-        """End all links politely and wait. Cancellation: They end all the same."""
+        """End all links politely and wait. Cancellation: The links end anyway."""
         self.close_nowait()
         await self._links.wait_closed()
         if self._ticker is not None:
@@ -271,10 +272,10 @@ class WatchDog:
             self._ticker = loop.create_task(self._tick(), name="multiworld watchdog")
 
     async def _tick(self) -> None:
-        """Judge the peers as long as the manager lives; no error may end the watch."""
+        """Run the failure detector while the manager lives, whatever errors occur."""
         while True:
             try:
-                # Judge nobody before the heartbeats that have arrived are read.
+                # First read the heartbeats that have arrived.
                 is_reported = await self._links.heartbeats.tick()
                 self._observe(detector.Ticked() if is_reported else detector.Blinded())
                 self._purge()
@@ -289,14 +290,14 @@ class WatchDog:
                 continue
             try:
                 self._worlds.finding(finding, key)
-            except Exception:  # the other worlds must learn of it
+            except Exception:  # the other worlds must still be notified
                 logger.exception("world %x continues after an error", finding.world)
 
     def _purge(self) -> None:
         now = time.monotonic()
         self._worlds.purge(now)
         for key in self._links:
-            # No world needs it, and its host may have vanished silently.
+            # Close the link if no world uses it: its host may have vanished silently.
             silent_s = self._detector.silent_s(_name(key), now)
             since = self._links.without_heartbeats_since(key)
             is_silent = silent_s > SILENT_S and self._links.heartbeats.has(key)

@@ -1,5 +1,5 @@
-"""Incarnations that a manager takes part in, and the routing of their messages. What
-arrives before an incarnation is known waits; what arrives after its end is refused."""
+"""Incarnations that a manager takes part in, and the routing of their messages.
+Messages for an unknown incarnation wait; messages for an ended one are refused."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from multiworld.liveness.pending_lanes import PendingLanes
 
 RETIRED_LIMIT = 4096  # ended incarnations that are remembered, to refuse their data
 
-# Maximum of an incarnation's pending lanes: for each linked member, and for those whose
-# links are not known yet. A member opens two or three.
+# Maximum pending lanes of an incarnation: from each linked member, and from all members
+# whose links are not known yet. A member opens two or three.
 MEMBER_LANES, SPARE_LANES = 8, 1024
 
-# Maximum of early messages per link, approximately: a misbehaving peer takes no space
-# from the others.
+# Approximate maximum of early messages per link, so that a misbehaving peer takes no
+# space from the others.
 LIMIT_BYTES = 1024 * 1024
 MESSAGE_BYTES = 256  # approximate bytes of a message without its strings
 KEPT_S = 60.0  # seconds that early messages are kept
@@ -52,8 +52,8 @@ class _Box:
 
 
 class EarlyMessages:
-    """Messages about incarnations that this process does not know yet, because members
-    learn of a new one in turn."""
+    """Messages about incarnations that this process does not know yet. Members learn of
+    a new incarnation one after the other."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, _Box] = {}

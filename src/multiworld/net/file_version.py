@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def version_of(path: Path | str) -> tuple[int, int]:
-    """Return what changes when a file is replaced; zeros if it cannot be read."""
+    """Return a value that changes when a file is replaced; zeros if unreadable."""
     try:
         found = os.stat(path)
     except OSError:

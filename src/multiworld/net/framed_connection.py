@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 class FramedConnection(Generic[M]):
-    """Sends frames, reports those that arrive and the end, and owns ``stream``."""
+    """Sends frames, reports arriving ones and the connection's end, owns ``stream``."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class FramedConnection(Generic[M]):
         on_end: Callable[[str, bool], None],
     ) -> None:
         self._stream, self._decoder = stream, decoder
-        # A message that ``decoder`` or ``on_message`` (``ValueError``) rejects ends the
+        # A message that ``decoder`` or ``on_message`` rejects (``ValueError``) ends the
         # connection. ``on_end`` is called once, never from ``close``, with the evidence
         # and whether the peer violated the protocol.
         self._on_message, self._on_end = on_message, on_end
@@ -68,8 +68,8 @@ class FramedConnection(Generic[M]):
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # Unread bytes may remain, such as the peer's reason for closing. The
-            # reader finds the end behind them.
+            # Unread bytes may remain, such as the peer's reason for closing. The reader
+            # will find the end of the connection after them.
             sent = len(self._outbox)
         del self._outbox[:sent]
         if self._outbox:

@@ -27,9 +27,10 @@ from multiworld.net.frames import FrameError
 from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 
-HELLO_BYTES = 16 * 1024  # maximum of a frame: the peer is not authenticated yet
+HELLO_BYTES = 16 * 1024  # maximum size of a frame before the peer is authenticated
 HELLO_S = 5.0  # maximum seconds for a handshake
-# Handshakes in progress. One more closes the oldest, never one that answers at once.
+# Maximum number of handshakes in progress. A further connection closes the oldest one,
+# so that peers which answer at once are safe.
 MAX_GREETING = 256
 
 
@@ -66,7 +67,7 @@ def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
     body = yield frames.encode(greeting)
     try:
         answer = frames.decode_body(body, _answers)
-    except FrameError:  # the answers of another version may differ
+    except FrameError:  # another version may answer differently
         version = frames.decode_body(body, _versions)
         if version.multiworld in (0, ours):
             raise
@@ -120,7 +121,7 @@ def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, An
 
 
 def decode_hello(body: bytes, decoder: msgspec.json.Decoder[Hello]) -> Hello:
-    """Return a first frame's hello; ``HandshakeError`` if of another version."""
+    """Return a first frame's hello; ``HandshakeError`` if its version differs."""
     try:
         return frames.decode_body(body, decoder)
     except FrameError:

@@ -32,7 +32,8 @@ from multiworld.net.security import Security
 from multiworld.net.tcp import tune
 
 ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
-LOG_EVERY_S = 10.0  # seconds between lines of one kind: a scanner must not fill the log
+# Seconds between log lines of one kind, so that a scanner cannot fill the log.
+LOG_EVERY_S = 10.0
 
 R = TypeVar("R")
 
@@ -60,7 +61,7 @@ class Acceptor(Protocol):
 
 
 async def read_frame(stream: streams.Stream, limit: int = HELLO_BYTES) -> bytes:
-    """Return a frame's body; cancelling loses a part of it, so close the stream."""
+    """Return a frame's body. If cancelled, a part may be lost: close the stream."""
     length = frames.decode_length(await streams.read_exactly(stream, 4), limit)
     return await streams.read_exactly(stream, length)
 
@@ -152,7 +153,7 @@ class Listener:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
-                # This process is out of descriptors, or the dialer has gone away.
+                # This process is out of descriptors, or the dialer has hung up.
                 self._rare_log.error("could not accept a connection", error)
                 await asyncio.sleep(0.05)
                 continue
@@ -165,7 +166,8 @@ class Listener:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._try(sock, where), name="multiworld hello")
         self._greeting[task] = sock
-        # Not in the task itself: a task cancelled before its first step runs nothing.
+        # A callback, not ``finally`` in the task: a task cancelled before its first
+        # step runs nothing.
         task.add_done_callback(self._over)
         if len(self._greeting) > MAX_GREETING:
             oldest = next(iter(self._greeting))
@@ -235,7 +237,7 @@ class Listener:
 
 
 async def _speaks_tls(sock: socket.socket) -> bool:
-    """Return whether TLS follows: it starts with byte 22, our frames with byte 0."""
+    """Return whether TLS follows, which starts with byte 22; frames start with 0."""
     while True:
         try:
             return sock.recv(1, socket.MSG_PEEK) == b"\x16"

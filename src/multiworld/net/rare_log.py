@@ -12,7 +12,7 @@ MAX_CAUSES = 1000  # maximum number of remembered causes; the oldest is forgotte
 
 
 class RareLog:
-    """Logs each cause once in ``AGAIN_S``, and how often it was suppressed."""
+    """Logs each cause once per ``AGAIN_S``, with the number of suppressed repeats."""
 
     def __init__(
         self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
@@ -22,7 +22,7 @@ class RareLog:
         self._causes: dict[str, tuple[float, int]] = {}
 
     def error(self, what: str, error: Exception | str, cause: str = "") -> None:
-        """Log an error; those with the same ``cause`` (by default the text) are one."""
+        """Log an error; errors with one ``cause`` (default: the text) are repeats."""
         text = f"{what}: {error}"
         cause = cause or text
         now = self._clock()
@@ -30,7 +30,7 @@ class RareLog:
         if now - logged_at < AGAIN_S:
             self._causes[cause] = logged_at, hidden + 1
             return
-        self._causes.pop(cause, None)  # keeps the dict in order of time
+        self._causes.pop(cause, None)  # keeps the dict ordered by time
         self._causes[cause] = now, 0
         if len(self._causes) > MAX_CAUSES:
             del self._causes[next(iter(self._causes))]

@@ -64,14 +64,14 @@ class Tls:
         except ConfigError as error:
             if which not in _last:
                 raise
-            # One of them may have been renewed, and not the other yet.
+            # Certificate and key may be in the middle of a renewal.
             logger.warning("the previous certificates stay in use: %s", error)
             return _last[which]
         _last[which] = found
         return found
 
 
-_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # that could be loaded
+_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # the last ones that loaded
 
 
 @functools.lru_cache(maxsize=16)
@@ -117,7 +117,7 @@ class Security:
             is encrypted only in part is not encrypted.
 
     Raises:
-        ConfigError: The secret is shorter than 16 bytes, or is no bytes.
+        ConfigError: The secret is shorter than 16 bytes, or not ``bytes``.
     """
 
     secret: bytes = field(default=b"", repr=False)

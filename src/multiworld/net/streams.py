@@ -48,7 +48,7 @@ class TlsStream:
     """A connection under TLS, after its TLS handshake."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        # OpenSSL wants bytes that it did not take offered again first: write in order.
+        # After a partial write, OpenSSL requires the same bytes again: keep the order.
         self._sock = sock
 
     @property
@@ -146,7 +146,8 @@ async def wait_writable(sock: socket.socket | Stream) -> None:
 
 
 async def read_exactly(stream: Stream, count: int) -> bytes:
-    """Read exactly ``count`` bytes; cancelling loses some, so close the stream."""
+    """Read exactly ``count`` bytes. If cancelled, some may be lost: close the
+    stream."""
     data = b""
     while len(data) < count:
         try:
@@ -161,7 +162,7 @@ async def read_exactly(stream: Stream, count: int) -> bytes:
 
 
 async def write_all(stream: Stream, data: bytes) -> None:
-    """Write all of ``data``; cancelling leaves a part, so close the stream."""
+    """Write all of ``data``. If cancelled, a part may be sent: close the stream."""
     while data:
         try:
             data = data[stream.send(data) :]

@@ -11,12 +11,12 @@ from typing import Any
 from multiworld.net.streams import Stream
 
 TCP_THIN_LINEAR_TIMEOUTS = 16
-TCP_RTO_MAX_MS = 44  # Python 3.11 has no names for these two
+TCP_RTO_MAX_MS = 44  # Linux's values, which Python 3.11 does not export
 
-# Longest pause between retransmissions (from Linux 6.15 on). By default it is two
-# minutes: after an outage a connection may stay silent for as long again. But once the
-# pause is reached, the kernel drops what a process that has ended had still to send;
-# shorter ones would lose it if the receiver is busy for a few seconds.
+# Maximum pause between retransmissions (from Linux 6.15 on). With the default of two
+# minutes, a connection may stay silent for two more minutes after an outage. But once
+# the maximum is reached, the kernel drops the unsent data of a process that has exited:
+# a shorter maximum would lose it if the receiver is busy for a few seconds.
 RETRANSMIT_MS = 30_000
 
 # An address in another network that no host has (RFC 5737: for documentation).
@@ -26,10 +26,9 @@ ELSEWHERE = ("198.51.100.1", 9)
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it.
 
-    It ends after about five minutes without an answer (before Linux 6.15: 15), or when
-    the failure detector says so, if ``silence_s`` is less. There is no
-    ``TCP_USER_TIMEOUT``, which would also end one whose receiver answers, but has no
-    room for so long.
+    It ends after about five minutes without an answer (before Linux 6.15: 15), or
+    earlier if the failure detector declares the member lost. ``TCP_USER_TIMEOUT`` is
+    not set: it would also end a connection whose receiver answers but stays full.
     """
     options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))
     for option, value in options:
@@ -37,21 +36,21 @@ def persist(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-# Seconds without traffic, and between probes, of a store's connection, whose end is to
-# be noticed, and of one between members, which routers are not to forget: the usual
-# limits are from 350 seconds on.
+# Seconds without traffic before a probe, and between probes: on a connection to a
+# store, whose loss must be noticed, and between members, so that routers do not drop an
+# idle connection (usual limits are 350 seconds and more).
 KEEP_ALIVE_S, IDLE_S = 5, 60
 
 
 def keep_alive(sock: Stream, probe_s: int = KEEP_ALIVE_S) -> None:
     """Send probes on a TCP connection that is hardly used, such as a store's."""
-    # The system of a machine that was restarted refuses the first probe.
+    # A machine that was restarted rejects the first probe.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
 
 
-# Linux's default of 208 KiB is so small that a stream keeps stopping.
+# With Linux's default of 208 KiB, a stream stalls again and again.
 UNIX_BUFFER_BYTES = 1 << 20
 
 
@@ -67,7 +66,7 @@ def tune(sock: socket.socket) -> None:
         keep_alive(sock, IDLE_S)
 
 
-# Pauses between attempts to connect to a Unix listener whose queue is full, seconds.
+# Seconds between attempts to connect to a Unix listener whose queue is full.
 CROWDED_S = [min(0.5, 0.01 * 2**n) for n in range(60)]
 
 
@@ -87,8 +86,8 @@ async def connected(family: int, where: Any) -> socket.socket:
 
 
 async def _connect_unix(sock: socket.socket, where: Any) -> None:
-    # asyncio takes EAGAIN, which says that the queue is full, for a connection that is
-    # being made, and returns a socket without one.
+    # EAGAIN means that the queue is full. asyncio would take it for a connection in
+    # progress, and return an unconnected socket.
     for pause_s in CROWDED_S:
         try:
             sock.connect(where)
@@ -107,7 +106,7 @@ async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
         loop = asyncio.get_running_loop()
         try:
             info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except UnicodeError as error:  # of a name that cannot be one
+        except UnicodeError as error:  # not a valid host name
             raise OSError(f"{host[:80]!r} is no name of a host: {error}") from error
         return [(family, where) for family, _, _, _, where in info]
     return [((socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port))]

@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own, for which no process waits when it exits."""
+"""Blocking calls in daemon threads, so that no process waits for them when it exits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def settle(
     try:
         loop.call_soon_threadsafe(complete)
     except RuntimeError:
-        pass  # the loop has ended, so nobody waits any more
+        pass  # the loop has stopped, so nothing waits for the future
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Start ``call`` in a thread of its own; cancelling stops the wait only.
+    """Start ``call`` in a thread of its own; cancelling stops only the wait.
 
     Raises:
-        RuntimeError: It raised what is no ``Exception``, such as ``SystemExit``, which
+        RuntimeError: ``call`` raised a ``BaseException`` such as ``SystemExit``, which
             would end the event loop.
     """
     loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             result = call()
         except Exception as error:
             settle(loop, future, error=error)
-        except BaseException as error:  # of a user's code
+        except BaseException as error:  # raised by a user's code
             text = f"it ended its thread by {type(error).__name__}: {error}"
             settle(loop, future, error=RuntimeError(text))
         else:

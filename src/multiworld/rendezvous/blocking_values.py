@@ -1,5 +1,5 @@
-"""Blocking connection to a store's values, for threads without an event loop: c10d
-waits in its C++ threads. One thread at a time uses the connection."""
+"""Blocking connection to a store's values, for c10d, which waits in C++ threads without
+an event loop. One thread at a time uses the connection."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BlockingValues:
             try:
                 outcome = self._outcome(message, waits_s + SLACK_S)
             except BaseException:
-                # The answer may still arrive, and must not pass for that of the next
+                # The reply may still arrive, and must not be taken for that of the next
                 # request.
                 self._sock.close()
                 raise

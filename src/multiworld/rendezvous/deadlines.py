@@ -1,5 +1,5 @@
-"""Deadlines by key, with fast access to the earliest one. Pure. An old entry stays in
-the heap until it is at the top, or until most entries are outdated."""
+"""Deadlines by key, with fast access to the earliest one. Pure. An outdated entry stays
+in the heap until it reaches the top, or until most entries are outdated."""
 
 from __future__ import annotations
 

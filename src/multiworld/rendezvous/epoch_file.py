@@ -1,6 +1,6 @@
 """A file with the highest epoch of every name, for the next start of the store. A
-change appends ``{"world": name, "epoch": number}``. A start drops outdated lines, and
-ignores a torn last one."""
+change appends ``{"world": name, "epoch": number}``. At its start, a store drops
+outdated lines and ignores a torn last line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiworld.errors import ConfigError
 from multiworld.rendezvous.registry import RESERVE
 from multiworld.rendezvous.store_messages import MAX_EPOCH
 
-FORMAT = 1  # the first releases wrote none
+FORMAT = 1  # the first releases wrote no format
 
 
 class EpochFile:
@@ -39,7 +39,7 @@ class EpochFile:
             if not path.exists():
                 self._lock.close()
                 raise
-            # Of a full disk: what is there is longer than it need be.
+            # E.g. disk full: the existing file is valid, only longer than necessary.
         self._file = path.open("a", encoding="utf-8")
 
     def _rewrite(self, path: Path) -> None:
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, int]:
                 break  # torn: the machine lost power during the write
             rule = f"it is not a file that a store wrote (line {number}: {error})"
             raise ConfigError("state", str(path), rule) from error
-        # An earlier release took any epoch that a member claimed to have seen.
+        # An earlier release accepted any epoch that a member claimed to have seen.
         credible = min(epoch, MAX_EPOCH - RESERVE)
         epochs[world] = max(credible, epochs.get(world, 0))
     return epochs

@@ -1,4 +1,4 @@
-"""A manager's way from a claim to an admitted incarnation."""
+"""A manager's sessions with stores, and the claims that lead to admission."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ from multiworld.rendezvous.store_session import (
 logger = logging.getLogger("multiworld.store")
 
 RETURN_S = 2.0  # maximum seconds for one attempt to reconnect to a lost store
-# Seconds between attempts: a restarted store waits only one for earlier members.
+# Maximum seconds between attempts: a restarted store waits 1 s for earlier members.
 MAX_RETRY_S = 0.5
 # Stores inside this process, by name; each closes with its last session.
 _local_services: dict[str, StoreService] = {}
 
-PREFER_S = 5.0  # seconds between looks whether an earlier store is back
+PREFER_S = 5.0  # seconds between checks whether a preferred store is back
 
-SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
+# Seconds to wait beyond the deadline for the store's list of missing ranks.
+SLACK_S = 1.0
 
 
 class Joiner:
@@ -68,7 +69,7 @@ class Joiner:
         self._opening: dict[StoreAddresses, asyncio.Lock] = {}
         self._users: dict[StoreAddresses, int] = {}
         self._returning: dict[StoreAddresses, asyncio.Task[None]] = {}
-        # They look whether earlier stores are back.
+        # Tasks that check whether preferred stores are back.
         self._looking: dict[StoreAddresses, asyncio.Task[None]] = {}
 
     async def enter(
@@ -117,7 +118,7 @@ class Joiner:
         return session
 
     def _prefer_earlier(self, addresses: StoreAddresses, session: StoreSession) -> None:
-        """Go back to an earlier store once it answers: new processes go there."""
+        """Return to an earlier store once it answers: new processes use that one."""
         if not session.address.place[0]:
             return
 
@@ -142,7 +143,7 @@ class Joiner:
         return True
 
     def _lost(self, address: StoreAddresses) -> None:
-        """Reconnect: a store must know the held ranks before it admits anybody."""
+        """Reconnect: a store must know the held ranks before it admits members."""
         if address in self._users and address not in self._returning:
             loop = asyncio.get_running_loop()
             self._returning[address] = loop.create_task(
@@ -162,7 +163,7 @@ class Joiner:
                         world="",
                         deadline=loop.time() + RETURN_S,
                     )
-                # Its certificate may be half renewed.
+                # OSError: its certificate may be in the middle of a renewal.
                 except (errors.MultiWorldError, OSError) as error:
                     logger.info("the store at %s is still down: %s", address, error)
                     wait_s = min(2 * wait_s, MAX_RETRY_S)
@@ -174,7 +175,7 @@ class Joiner:
     def leave(self, address: StoreAddresses) -> None:
         """Release a session; the last user's call closes it and its embedded store."""
         if address not in self._users:
-            return  # the manager is closed
+            return  # the manager has been closed
         self._users[address] -= 1
         if self._users[address] > 0:
             return
@@ -213,7 +214,7 @@ class Joiner:
             return
         (address,) = addresses.stores
         try:
-            # The first of several may be free, though the store listens on another.
+            # The first address may be free although the store listens on another.
             several = await self._has_several(address, deadline)
             if several and await self._is_served(address):
                 return
@@ -221,8 +222,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # In use: the address is served, and ``connect`` checks by what.
-            # Not available: the store is on another host.
+            # In use: something serves the address, and ``connect`` checks what. Not
+            # available: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise errors.StoreUnreachableError(
@@ -236,14 +237,14 @@ class Joiner:
         """Return whether a name has several addresses; wait for one that has none.
 
         Raises:
-            OSError: It had none until the deadline.
+            OSError: The name had no address until the deadline.
         """
         loop = asyncio.get_running_loop()
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
                     return len(await resolve_all(address.host, address.port)) > 1
-            except socket.gaierror:  # it may be published soon
+            except socket.gaierror:  # the name may be published soon
                 if loop.time() + RETRY_S > deadline:
                     raise
             await asyncio.sleep(RETRY_S)
@@ -319,7 +320,7 @@ async def meet(
     *,
     may_host: bool,
 ) -> tuple[StoreSession, Incarnation]:
-    """Claim a rank and wait for admission, also if the session is lost meanwhile."""
+    """Claim a rank and wait for admission, even if the session is lost meanwhile."""
     loop = asyncio.get_running_loop()
     while True:
         sealed = _sealed(member, wanted.world, joiner.security)
@@ -345,7 +346,7 @@ async def meet(
 def _claim(
     wanted: Newcomer | Survivor, member: SealedMember, deadline_s: float
 ) -> Claim | SurvivorClaim:
-    """Return the message; the session sets its number and the store's place."""
+    """Return a claim; the session sets its number and the store's place."""
     kind = Claim if isinstance(wanted, Newcomer) else SurvivorClaim
     return kind(
         **msgspec.structs.asdict(wanted),
@@ -358,7 +359,7 @@ def _claim(
 
 
 def _sealed(member: Member, world: str, security: Security) -> SealedMember:
-    """Add a proof that a holder of the secret made this record for this world."""
+    """Add a proof that a holder of the secret made this member for this world."""
     if not security.secret:
         return SealedMember(member)
     proof = security.proof("member", world, _lasting(member))
@@ -366,7 +367,7 @@ def _sealed(member: Member, world: str, security: Security) -> SealedMember:
 
 
 def _lasting(member: Member) -> dict[str, object]:
-    """Return the fields that a proof covers; the store assigns the rank."""
+    """Return the fields that a proof covers: not the rank, which the store assigns."""
     address = asdict(member.address)
     return {"uid": member.uid, "pid": member.pid, "address": address}
 

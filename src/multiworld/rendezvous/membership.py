@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a listener; without port and Unix name, within its process only."""
+    """Address of a listener; without port and Unix name, valid in its process only."""
 
     host: str
     port: int

@@ -50,7 +50,7 @@ class Reform:
         return bool(self.claims) and not self.missing()
 
     def remove(self, rank: int) -> None:
-        """Remove a claim, with its accusations."""
+        """Remove a claim and its accusations."""
         del self.claims[rank]
 
     def members(self) -> list[ReformClaim]:

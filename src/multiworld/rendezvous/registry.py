@@ -1,8 +1,8 @@
 """Registry of worlds: claims on ranks, admission, epochs. Pure.
 
 A name has at most one *current* incarnation (admitted) and one *forming* (waiting for
-members). Its epoch is settled with the last member: one more than the highest that the
-registry or a member has seen. So epochs never go back, even in an empty registry.
+members). When the last member arrives, the incarnation gets its epoch: higher than any
+that the registry or a member has seen. So epochs never go back.
 
 If a claimed rank is held, the holder is asked. The claim may open the next epoch if the
 holder is silent or its session has ended. Members of a living incarnation keep their
@@ -66,8 +66,8 @@ from multiworld.rendezvous.world_claims import (
 # so an answer takes one round trip and one iteration of its event loop.
 ASK_S = 1.0
 
-# Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: after a false
-# announcement, this many remain for joins.
+# Number of epochs below ``MAX_EPOCH`` that no member can claim to have seen, so that
+# this many remain for joins after a false announcement.
 RESERVE = 1 << 40
 MAX_CLAIMS = 4096  # maximum number of waiting claims of one session
 
@@ -78,7 +78,7 @@ def key_prefix(world: str, epoch: int, nonce: int) -> str:
 
 def next_epoch(highest: int, place: tuple[int, int]) -> int:
     """Return the lowest epoch above ``highest`` in the residue class of ``place``."""
-    # Each store has a class of its own, so that no two assign the same epoch.
+    # Each store has a residue class of its own, so that no two assign the same epoch.
     number, count = place
     return highest + 1 + (number - highest) % count
 
@@ -202,7 +202,7 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid:  # it keeps its rank until the next one is complete
+        if holder.uid == claim.uid:  # a ``grow``, during which it keeps its rank
             return self._admit(world, claim)
         return self._ask(world, current, holder.session, claim, now)
 
@@ -233,7 +233,7 @@ class Registry:
         return [Send(holder, asks)]
 
     def _asked(self, ask: int) -> Question:
-        """Remove a question that is answered, or that nobody will answer."""
+        """Remove a question that was answered or that can no longer be answered."""
         asking = self._asking.pop(ask)
         self._ask_deadlines.drop(ask)
         self._worlds[asking.world].asking.pop(asking.rank, None)
@@ -267,7 +267,7 @@ class Registry:
         world.forming[claim.rank] = claim
         self._wait(claim, rival)
         others = (c for rank, c in world.forming.items() if rank != claim.rank)
-        other = next(others, claim)  # the others agree with each other
+        other = next(others, claim)  # compare with one: the others agree already
         terms = other.size, other.terms, other.place
         if terms != (claim.size, claim.terms, claim.place):
             return self._dissolve(claim.world, mismatch(world.forming))
@@ -305,23 +305,23 @@ class Registry:
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
-        if world.reforming is not None:  # a newer incarnation exists without them
+        if world.reforming is not None:  # they missed the new incarnation
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
         actions += (reply(claim, outcome) for claim in claims)
-        for waiting in world.forming.values():  # the new members do not know of them
+        for waiting in world.forming.values():  # the new members have not been notified
             actions += self._notify(waiting, is_gone=False)
         return actions
 
     def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Send]:
-        """Notify the holders of the living incarnation of a claim that waits."""
+        """Notify the holders of the living incarnation that a claim waits."""
         world = self._worlds.get(claim.world)
         current = None if world is None else world.current
         if current is None or world is None:
             return []
         if any(holder.uid == claim.uid for holder in current.holders.values()):
-            return []  # not a newcomer, but a member in a ``grow``
+            return []  # a member in a ``grow``, not a newcomer
         note = NewcomerWaits(
             claim.world, current.epoch, claim.rank, claim.size, is_gone
         )
@@ -463,7 +463,7 @@ class Registry:
             ):
                 self._drop_holder(current, rank)
                 current.members -= 1
-                # Nobody was in that incarnation: the one before may reform again.
+                # No member stayed in that incarnation: the previous one may reform.
                 if not current.members and current.reforms is not None:
                     self._void[name] = current.reforms
                 note = MemberGaveUp(name, current.epoch, rank)

@@ -44,7 +44,7 @@ class SealedMember(msgspec.Struct, frozen=True):
 
 
 class Newcomer(Message, frozen=True, kw_only=True):
-    """The rank that a member wants."""
+    """The rank that a joining member wants."""
 
     world: Name
     rank: Rank
@@ -98,7 +98,7 @@ class Announce(Message, frozen=True, tag="Announce"):
 
 
 class Leave(Message, frozen=True, tag="Leave"):
-    """Gives up a rank, and reports other ranks that are known to be lost."""
+    """Gives up a rank, and reports other ranks that are lost."""
 
     world: Name
     epoch: Epoch
@@ -118,7 +118,7 @@ class SetValue(Message, frozen=True, tag="SetValue"):
 
 
 class GetValues(Message, frozen=True, tag="GetValues"):
-    """Asks for the values of keys, once all have one."""
+    """Asks for the values of keys; answered once every key has one."""
 
     request: int
     keys: tuple[str, ...]
@@ -139,7 +139,7 @@ class AddAmount(Message, frozen=True, tag="AddAmount"):
 
 
 class CompareSet(Message, frozen=True, tag="CompareSet"):
-    """Sets a key if it has the expected value; the result is its value then."""
+    """Sets a key if it has the expected value; the result is its value afterwards."""
 
     request: int
     key: str

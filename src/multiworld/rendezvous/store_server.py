@@ -18,7 +18,8 @@ from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
-MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # queued for one session, which closes beyond it
+# Maximum number of bytes queued for a session; more closes it.
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG = 1024  # maximum number of connections in the listening socket's queue
 
 
@@ -91,7 +92,7 @@ class StoreServer:
         return None
 
     def take(self, stream: Stream, hello: Hello) -> None:
-        keep_alive(stream)  # a host that vanished must not be a member for ever
+        keep_alive(stream)  # a host that vanished must not stay a member for ever
         key = 0
 
         def deliver(message: messages.StoreMessage) -> None:

@@ -1,5 +1,5 @@
 """The store: the registry and the values, behind sessions. A session is a TCP
-connection (``StoreServer``), or a member of this process (``Joiner``)."""
+connection (``StoreServer``) or a connection inside this process (``Joiner``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StoreService:
         self._loop = asyncio.get_running_loop()
         self._memory = memory
         self._registry = Registry(None if memory is None else memory.epochs())
-        # Claims wait until then: members of older worlds first report their ranks.
+        # Claims wait until then: members of existing worlds first report their ranks.
         self._settled_at = self._loop.time() + settle_s
         self._deferred: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self._values = Values()
@@ -69,7 +69,7 @@ class StoreService:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it serves another event loop, in another thread."""
+        """True if it runs on another event loop, in another thread."""
         return not self.is_on_this_loop() and self._loop.is_running()
 
     def open_session(self, deliver: Deliver) -> int:
@@ -174,7 +174,7 @@ class StoreService:
             return
         try:
             self._memory.remember(world, epoch)
-        except OSError as error:  # no reason to refuse the waiting members
+        except OSError as error:  # the waiting members are admitted anyway
             rare_log.error("cannot store the epochs of worlds", error)
 
     # Values.

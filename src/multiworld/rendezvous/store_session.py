@@ -1,6 +1,6 @@
 """A manager's session with a store, for all its worlds there. It answers whether this
 process still holds a rank. Losing the session harms no ready world: members need it
-only to meet."""
+only to join and to change size."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger("multiworld.store")
 
 RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer yet
 
-# Seconds to acknowledge a claim. Otherwise the store's process is stopped or its host
-# is down, and the session counts as lost.
+# Seconds in which a store must acknowledge a claim. Otherwise its process is stopped or
+# its host is down, and the session counts as lost.
 TAKEN_S = 2.0
-# Seconds for one of several stores, or addresses of one, before the next is tried.
+# Seconds to try one of several stores, or of several addresses of a store.
 CONNECT_S = 2.0
 
 
@@ -46,8 +46,8 @@ class SessionOwner(Protocol):
         """Return each rank that this process holds in worlds of a store."""
 
     def noticed(self, notice: messages.NewcomerWaits | messages.MemberGaveUp) -> None:
-        """Handle a newcomer that waits for a rank, or has stopped waiting; or an
-        admitted member that withdrew its claim."""
+        """Handle a notice: a newcomer waits for a rank or has stopped waiting, or an
+        admitted member has withdrawn its claim."""
 
 
 class SessionLostError(Exception):
@@ -128,7 +128,7 @@ class StoreSession:
                 future.exception()  # mark it as retrieved; the await raises it
 
     def withdraw(self, world: str) -> None:
-        """Withdraw the last claim that was answered, if it was granted."""
+        """Withdraw the last answered claim, if it was granted."""
         request = self._answered.pop(world, None)
         if request is not None:
             self._send(messages.Withdraw(request))
@@ -199,7 +199,7 @@ async def connect(
     while deadline > loop.time():
         for address in addresses.stores:
             remaining = deadline - loop.time()
-            # A single address gets all the time there is.
+            # A single address gets all the remaining time.
             limit_s = CONNECT_S if len(addresses.stores) > 1 else remaining
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
@@ -261,8 +261,8 @@ async def _open(
 
 
 async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
-    """Connect to the first address that takes the connection."""
-    # Callers allow CONNECT_S for all, as for one of several stores.
+    """Connect to the first address that accepts the connection."""
+    # All addresses together get ``CONNECT_S``, the limit of one of several stores.
     limit_s = CONNECT_S / (len(places) + 1)
     failure = OSError("the name has no address")
     for number, (family, where) in enumerate(places, 1):

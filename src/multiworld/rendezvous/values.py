@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Maximum of all keys and values, and of the keys that are waited for, in characters. A
-# member of a c10d group stores some hundred.
+# Maximum number of characters in all keys, values and awaited keys. A member of a c10d
+# group stores a few hundred.
 MAX_HELD = 64 * 1024 * 1024
-COST = 128  # of a text without its characters, approximately
+COST = 128  # approximate characters to count for a text besides its own
 
 Waiter = tuple[int, int]  # session number and request number
 
@@ -29,7 +29,7 @@ class _Waiting:
 
 
 class FullError(Exception):
-    """The store holds as much as it may."""
+    """The store is full."""
 
 
 class Values:
@@ -47,7 +47,7 @@ class Values:
         """Set ``key``; return the answers that this completes.
 
         Raises:
-            FullError: There is no room; nothing was set. As of all other methods.
+            FullError: There is no room; nothing was set. Other methods raise it, too.
         """
         before = self._values.get(key)
         freed = 0 if before is None else _cost((key, before))
@@ -72,7 +72,7 @@ class Values:
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
         """Return the answer if every key has a value; otherwise register the waiter."""
         if waiter in self._waiting:
-            self._forget(waiter)  # it asks again
+            self._forget(waiter)  # it may be asking again
         if self.check(keys):
             return [Answer(waiter, [self._values[key] for key in keys])]
         self._hold(_cost(keys))

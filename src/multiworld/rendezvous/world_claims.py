@@ -28,12 +28,12 @@ class Current:
 
     epoch: int
     holders: dict[int, Holder]
-    reforms: int | None = None  # the broken epoch that its members survived
+    reforms: int | None = None  # the broken epoch that its members survived, if any
     members: int = 0  # those that have not withdrawn their claims
 
 
 class Forming(dict[int, Claimed]):
-    """Claims that wait for the others, by rank, and who waits."""
+    """Waiting claims by rank, with the waiting members' uids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class WorldClaims:
     forming: Forming = field(default_factory=lambda: Forming())
     reforming: Reform | None = None
     asking: dict[int, int] = field(default_factory=dict)  # question by rank
-    sessions: set[SessionKey] = field(default_factory=set)  # those with a rank here
+    sessions: set[SessionKey] = field(default_factory=set)  # sessions with a rank here
 
     @property
     def waits(self) -> bool:
@@ -119,7 +119,7 @@ def taken(claim: Claimed) -> Send:
     return reply(claim, messages.RankTaken())
 
 
-NAMED = 8  # ranks in the text of a mismatch: each of them gets it
+NAMED = 8  # maximum ranks named in the text of a mismatch, which every member receives
 
 
 def mismatch(forming: Mapping[int, Claimed]) -> messages.TermsDiffer:

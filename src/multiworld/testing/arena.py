@@ -18,7 +18,7 @@ _names = itertools.count(1)
 class Arena:
     """Context manager that makes worlds of any size on one backend.
 
-    It closes all worlds, managers and the store at its end. ::
+    At its end, it closes all worlds, managers and the store. ::
 
         async with Arena("direct") as arena:
             left, right = await arena.world(2)

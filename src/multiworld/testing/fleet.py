@@ -1,8 +1,8 @@
 """Real processes that start in about 10 ms, to be killed and stopped.
 
-They are forked from a fork server that has imported torch but has run none of it: after
-any parallel operation there, every child would hang. A child runs an ``async`` function
-of an importable module, and talks to the test through its ``Role``.
+They are forked from a fork server that has imported torch but has run no operation:
+after a parallel operation in the fork server, every child would hang. A child runs an
+``async`` function of an importable module, and talks to the test through its ``Role``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ChildFailedError(AssertionError):
 class _Mail:
     """Messages over a pipe, read by the event loop without a thread.
 
-    Each is its length, 8 bytes, and a pickle. A part of one never blocks the loop.
+    A message is its length in 8 bytes, then a pickle. An incomplete message never
+    blocks the event loop.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -92,7 +93,7 @@ class _Mail:
 
 
 def _end_of(data: bytearray) -> int:
-    """Return where the first message ends; one that has not begun: beyond the data."""
+    """Return where the first message ends; beyond the data if that is unknown."""
     if len(data) < LENGTH.size:
         return LENGTH.size
     (size,) = LENGTH.unpack_from(data)
@@ -102,7 +103,7 @@ def _end_of(data: bytearray) -> int:
 def _unpickled(content: bytes) -> Any:
     try:
         return pickle.loads(content)
-    except Exception:  # such as a module that only the child has
+    except Exception:  # e.g. a class from a module that only the child has
         return "failed", f"its report cannot be read: {traceback.format_exc()}"
 
 

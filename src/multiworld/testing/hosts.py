@@ -9,7 +9,7 @@ host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``::
         hosts[1].cut()          # drops all packets; no process is notified
         hosts[1].restore()
         hosts[1].cut_towards(hosts[0])   # in one direction only
-        hosts[2].remove()       # power failure: no farewell reaches its peers
+        hosts[2].remove()       # power failure: its peers receive nothing more
 
 This needs root and the ``ip`` command; ``unavailable()`` returns what is missing.
 """
@@ -111,10 +111,10 @@ class Host:
     # Faults.
 
     def cut(self) -> None:
-        """Drop all packets from and to this host, without notice to it.
+        """Drop all packets from and to this host, without notifying it.
 
-        The link stays up: a lost carrier would notify the host, and coming up again
-        would take longer, as the kernel checks carriers once a second.
+        The link stays up: a lost carrier would notify the host, and restoring it would
+        take longer, because the kernel checks carriers once a second.
         """
         self._plug("nomaster")
 

@@ -20,9 +20,9 @@ class Leak:
     """Snapshot of the resources that a process has open.
 
     Attributes:
-        threads: Names of threads, by ID and start (jiffies since boot). Native ones
-            without a name of their own, as OpenMP's, have none, and are not reported:
-            they last as long as the thread that computed.
+        threads: Names of threads, by ID and start (jiffies since boot). Native threads
+            without a name of their own (OpenMP's) have an empty name and are not
+            reported: they live as long as the thread that started them.
         descriptors: Targets of open descriptors, by number.
         tasks: Names of the running loop's tasks.
         children: Process IDs of child processes.
@@ -72,7 +72,8 @@ def _threads() -> dict[tuple[int, int], str]:
             stat = Path(f"/proc/self/task/{tid}/stat").read_text()
             name, _, rest = stat.partition("(")[2].rpartition(")")
             started = int(rest.split()[19])  # field 22 of proc_pid_stat(5)
-            own = "" if name == process else f"native {name}"  # threads inherit it
+            # Native threads inherit the process's name.
+            own = "" if name == process else f"native {name}"
             found[tid, started] = names.get(tid, own)
     return found
 
@@ -95,7 +96,7 @@ def _tasks() -> frozenset[str]:
 
 def _children() -> frozenset[int]:
     found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):  # those of each thread
+    for file in Path("/proc/self/task").glob("*/children"):  # one file per thread
         with contextlib.suppress(OSError):  # the thread has ended
             found.update(map(int, file.read_text().split()))
     return frozenset(found)

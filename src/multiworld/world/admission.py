@@ -1,6 +1,6 @@
 """Admission to worlds: joining them and changing their size. The store alone decides.
-From then on the name belongs to the new incarnation, even if it cannot be opened, so
-that members never disagree about which one is current."""
+Once it has admitted an incarnation, the name belongs to that one, even if it cannot be
+opened, so that members never disagree about which incarnation is current."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from multiworld.world.world import Changes, World
 
 Notice = messages.MemberGaveUp | messages.NewcomerWaits
 
-MAX_EARLY = 256  # notices of one world that are kept until this process has entered it
+# Maximum number of notices kept for a world that this process has not yet entered.
+MAX_EARLY = 256
 
-# Seconds from its admission in which a member must have connected, before it is blamed
-# for a join that is late: another one's own deadline may be nearly over by then.
+# A late join blames a member only this many seconds after the admission: the deadline
+# may have been nearly over at the admission.
 CONNECT_S = 2.0
 
 LATE = "it was admitted and did not connect in time"
@@ -56,10 +57,10 @@ class Admission:
         self.joiner = Joiner(self, watchdog.security)
         self._worlds: dict[str, World] = {}
         self._local_members: dict[str, LocalMember] = {}
-        self._met: set[LocalMember] = set()  # those that count as users of a session
+        self._met: set[LocalMember] = set()  # members that count as users of a session
         self._seen: dict[str, int] = {}
         # Notices of incarnations that the store has just admitted this process to: they
-        # come right behind the admission, before its task runs again.
+        # arrive right after the admission, before the joining task runs again.
         self._early: dict[str, list[Notice]] = {}
         self._claiming: Counter[str] = Counter()  # claims in flight, by world
         self._failed: set[str] = set()  # worlds whose next incarnation did not open
@@ -130,7 +131,7 @@ class Admission:
             if local is None:
                 self.joiner.leave(where)
             else:
-                session.withdraw(name)  # so that the others need not wait for its links
+                session.withdraw(name)  # so that the others do not wait for its links
                 local.close_nowait()
                 self.release(local)
             raise
@@ -180,7 +181,7 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            # The missing members had time to connect, as others did: report them lost.
+            # The missing members had time to connect, as others did: report a loss.
             some = 0 < len(local.unlinked) < local.incarnation.size - 1
             if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:
@@ -210,7 +211,7 @@ class Admission:
             try:
                 await self._open(local, deadline)
             except errors.WorldBrokenError as error:
-                # Another member was lost meanwhile: continue without that one too.
+                # Another member was lost during this: continue without that one too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local, error)
                     raise
@@ -243,7 +244,7 @@ class Admission:
         try:
             await claiming
         except BaseException:
-            if admitted.session is not None:  # the others wait for this member there
+            if admitted.session is not None:  # the others wait there for this member
                 admitted.session.withdraw(old.incarnation.world)
             self.joiner.leave(old.request.where)
             raise
@@ -335,7 +336,7 @@ class Admission:
         return self._adopt(grown)
 
     async def _enter_again(self, local: LocalMember, deadline: float) -> None:
-        """Count the next incarnation as a user of the session."""
+        """Enter the session once more, on behalf of the next incarnation."""
         await self.joiner.enter(
             local.request.where,
             may_host=False,
@@ -359,8 +360,8 @@ class Admission:
         return new
 
     def has_failed(self, name: str) -> bool:
-        """Return whether a world's next incarnation, by ``grow`` or ``reform``, has not
-        opened, and this process has not joined it since."""
+        """Return whether ``grow`` or ``reform`` failed to open a world's next
+        incarnation, and this process has not joined the world since."""
         return name in self._failed
 
     def _give_up(self, local: LocalMember, error: BaseException) -> None:

@@ -46,7 +46,7 @@ __all__ = ["World", "WorldManager"]
 
 T = TypeVar("T")
 
-END_S = 10.0  # for operations of other threads to end when a manager closes
+END_S = 10.0  # to wait for other threads' operations when a manager closes
 
 
 class _Loop:
@@ -88,14 +88,14 @@ class _Loop:
         except TimeoutError:
             operation.cancel()
             try:
-                # It may end in spite of that, or have raised this error itself.
+                # The operation may complete anyway, or have raised this error itself.
                 return operation.ended.result()
             except CancelledError:
                 raise TimeoutError(
                     f"{name} did not finish within {timeout_s:g} s and was cancelled; "
                     "give a larger timeout_s"
                 ) from None
-        except BaseException:  # such as KeyboardInterrupt
+        except BaseException:  # e.g. KeyboardInterrupt
             operation.cancel()
             wait([operation.ended])
             raise
@@ -126,7 +126,7 @@ class _Loop:
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
             return
-        # Those of other threads end with the worlds; none may wait for ever.
+        # Cancel other threads' operations, so that none waits for ever.
         for operation in list(self._operations):
             operation.cancel()
         wait([operation.ended for operation in list(self._operations)], END_S)
@@ -142,7 +142,7 @@ class _Operation(Generic[T]):
     """A coroutine that runs as a task of the loop; ``ended`` settles when that ends."""
 
     # Not ``run_coroutine_threadsafe``: cancelling its future drops a result that the
-    # task has already, and does not wait for the task.
+    # task already has, and does not wait for the task.
     def __init__(
         self, step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
     ) -> None:
@@ -156,7 +156,7 @@ class _Operation(Generic[T]):
             self._loop.call_soon_threadsafe(self._cancel)
 
     def give_up(self) -> None:
-        """Fail it: its loop has stopped, and it has not ended when it was cancelled."""
+        """Fail an operation that had not ended when its loop stopped."""
         with contextlib.suppress(InvalidStateError):
             self.ended.set_exception(WorldClosedError("this WorldManager was closed"))
 

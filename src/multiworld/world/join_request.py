@@ -29,7 +29,7 @@ class JoinRequest:
     def terms(self) -> str:
         """Return the options that all members must agree on, in words."""
         terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        # With another order of stores, two of them could give out the same epoch.
+        # With different orders of the stores, two could assign the same epoch.
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
 
@@ -69,7 +69,7 @@ def default_store(environment: Mapping[str, str]) -> str:
             "give store=, or set MULTIWORLD_STORE (or MASTER_ADDR and MASTER_PORT) in "
             "the environment",
         )
-    # torchrun's own store is at that port, so the next port is used under it.
+    # Under torchrun, its own store uses that port, so use the next one.
     is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}:{int(port) + is_taken}"
@@ -90,7 +90,7 @@ def _device_of(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
         if found.type == "cuda" and found.index is None and torch.cuda.is_available():
-            # Communicators belong to one GPU: that of this thread, as for torch.
+            # A communicator belongs to one GPU; use this thread's, as torch does.
             return torch.device("cuda", torch.cuda.current_device())
         return found
     except (RuntimeError, TypeError) as error:

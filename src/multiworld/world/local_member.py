@@ -1,5 +1,5 @@
-"""This process's member of one incarnation: joining, health, the end. It carries out
-what ``lifecycle`` decides, as a ``WorldPort`` and a ``WorldView``."""
+"""This process's member of one incarnation: joining, health, closing. As a
+``WorldPort`` and a ``WorldView``, it carries out what ``lifecycle`` decides."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from multiworld.world.join_request import JoinRequest
 T = TypeVar("T")
 
 # Seconds for the control link to report why a data connection failed. Both end together
-# when a process dies, so it has only to be read.
+# when a process dies, so the report only has to be read.
 LINK_GRACE_S = 1.0
 
-# Seconds that what a lost member sent may take to arrive, if another host sends it: the
-# end of the control link may overtake it.
+# Seconds to wait for the last data of a lost member on another host: the end of the
+# control link may overtake it.
 ENDING_S = 1.0
 
 logger = logging.getLogger("multiworld")
@@ -52,7 +52,7 @@ class ManagerServices:
     closing: set[asyncio.Task[None]]  # they close incarnations in the background
     # Called when an incarnation can carry no more traffic.
     over: Callable[[LocalMember], None] = _nothing
-    # Called when it is closed later than that.
+    # Called when the incarnation is closed after it was already over.
     closed: Callable[[LocalMember], None] = _nothing
 
 
@@ -86,7 +86,7 @@ class LocalMember:
         self._ready_ranks = {self.rank}
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
-        # Losses that wait until what the member sent has arrived, by its rank.
+        # Losses, by rank, whose report waits until the member's last data has arrived.
         self._ending: dict[int, tuple[lifecycle.WasLost, asyncio.TimerHandle]] = {}
         self._is_forked = False
         self.backend_name = request.backend
@@ -252,7 +252,7 @@ class LocalMember:
 
     def close_nowait(self) -> None:
         """Leave politely, without waiting for data that the network has not taken."""
-        if self._is_forked:  # the memory that it shares is the parent's
+        if self._is_forked:  # the shared memory belongs to the parent
             return
         self.report(lifecycle.CloseAsked())
         is_over = self._over.done()
@@ -343,7 +343,7 @@ class LocalMember:
                 self.report(lifecycle.Resumes(rank))
 
     def _report_loss(self, loss: lifecycle.WasLost) -> None:
-        """Report a loss; before that, let arrive what the member's host still sends."""
+        """Report a loss once the member's data still in the network has arrived."""
         rank = loss.rank
         if rank in self._ending:
             return
@@ -372,7 +372,8 @@ class LocalMember:
                     self._publish(event)
                 case lifecycle.FailMember(rank):
                     self._cancel_grace(rank)
-                    self._cancel_grace(None)  # the failed connection may be its own
+                    # The failed connection may be to this member.
+                    self._cancel_grace(None)
                     self.backend.member_left(rank)
                 case lifecycle.EndMember(rank):
                     self.backend.member_ended(rank)
@@ -401,7 +402,7 @@ class LocalMember:
     def _abort(self) -> None:
         try:
             self.backend.abort()
-        except Exception:  # the connections are closed, and the others told
+        except Exception:  # connections must be closed and the others notified
             logger.exception("world %r ends after an error", self._life.world)
 
     def _tell_all(self, message: control.WorldMessage) -> None:
@@ -426,7 +427,7 @@ class LocalMember:
 
     def _grace_over(self, rank: int | None, evidence: str) -> None:
         self._grace.pop(rank, None)
-        if self._ending:  # it is the reason, or was that of the member at the other end
+        if self._ending:  # a loss caused this, here or at the peer
             self._ending_over(next(iter(self._ending)))
             return
         what = "a data connection" if rank is None else f"the connection to rank {rank}"

@@ -211,7 +211,7 @@ class WorldManager:
         except BaseException:
             is_over = joining.done() and not joining.cancelled()
             made = joining.result() if is_over and not joining.exception() else None
-            # It may have joined before the caller, who was cancelled, could know.
+            # The join may have completed before the cancelled caller could know.
             if made is not None and self.worlds.get(name) is made:
                 self.remove_world(name)
             raise
@@ -353,7 +353,7 @@ class WorldManager:
     async def close(self) -> None:
         """Leave every world politely and free all resources.
 
-        Cancellation: All resources are freed all the same, at once.
+        Cancellation: All resources are freed at once.
         """
         if self._is_closed or self._is_forked:
             return
@@ -364,8 +364,8 @@ class WorldManager:
             local_members = self._admission.local_members()
             await asyncio.gather(*(local.close() for local in local_members))
             await asyncio.gather(*self._closing, return_exceptions=True)
-            # These close by themselves after ``close_s`` at the latest. Closing them
-            # now would lose data that the other members have not read.
+            # Lingering connections close by themselves after ``close_s`` at the latest.
+            # Closing them now would lose data that the other members have not read.
             await asyncio.gather(*(lane.wait_closed() for lane in self._lingering))
         finally:
             self._free()
@@ -404,7 +404,7 @@ class WorldManager:
         Args:
             name: The world's name.
 
-        Cancellation: Once closing has begun, the world is closed all the same, at once.
+        Cancellation: Once closing has begun, the world is closed at once.
         """
         if self._is_forked:
             return
@@ -467,8 +467,7 @@ class WorldManager:
         Args:
             world_name: The name; ``WorldExistsError`` (a ``ValueError``) if it is in
                 use.
-            backend: Accepted for compatibility; the one of ``initialize_world`` is
-                used.
+            backend: Accepted for compatibility; ``initialize_world`` sets the backend.
         """
         if world_name in self.worlds or world_name in self._reserved:
             raise errors.WorldExistsError(
@@ -493,7 +492,7 @@ class WorldManager:
                 return
         self.world(world_name)
         local = self._admission.take_out(world_name)
-        local.report(CloseAsked())  # notify the others now, whatever the loop does next
+        local.report(CloseAsked())  # notify the others now, even if the loop stops next
         task = self._loop.create_task(
             self._admission.end(local), name=f"multiworld leave {world_name}"
         )
@@ -503,18 +502,18 @@ class WorldManager:
     # Forks.
 
     def _close_after_fork(self) -> None:
-        """Close all inherited descriptors: the child would hide the parent's death."""
-        self._is_forked = True  # the loop's selector stays as it is
+        """Close all inherited descriptors, which would hide the parent's death."""
+        self._is_forked = True  # the loop's selector is left as it is
         found = self._watchdog.filenos() + self._admission.joiner.filenos()
         for local in self._admission.local_members():
             found += local.filenos()
             local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
-        # Not ``close``: objects that the child has inherited still own the numbers, and
-        # would close what gets them next.
+        # Not ``close``: inherited objects still hold these numbers, and would later
+        # close whatever reuses them.
         try:
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # it can open no more files, so that none gets these numbers
+        except OSError:  # no file can be opened, so none reuses the numbers
             nothing = -1
         for fd in found:
             if fd >= 0:

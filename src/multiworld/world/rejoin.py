@@ -13,10 +13,10 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.manager")
 
 FIRST_S = 0.1
-LAST_S = 5.0  # pauses double up to this: a store that is down is not flooded
+LAST_S = 5.0  # pauses double up to this, to spare a store that is down
 
-# Another attempt may succeed: members and stores come back, and a dead process's rank
-# becomes free. Other errors (a wrong secret, another version) are raised.
+# Errors after which another attempt may succeed: members and stores come back, and a
+# dead process's rank becomes free. Others (a wrong secret, another version) are raised.
 RETRIED = (
     errors.JoinTimeoutError,
     errors.RankTakenError,
@@ -28,7 +28,7 @@ RETRIED = (
 def pause_s(failures: int, chance: float) -> float:
     """Return the seconds to wait after failed attempts: exponential backoff."""
     longest = min(LAST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
-    # "Equal jitter": those that failed together do not retry together.
+    # "Equal jitter": processes that failed together do not retry together.
     return longest * (0.5 + 0.5 * chance)
 
 
@@ -63,7 +63,7 @@ async def keep(
         while True:
             yield world
             await world.wait_incomplete()
-            # The program may have reformed or grown the world meanwhile.
+            # The program may have reformed or grown the world in the meantime.
             newer = newest()
             if newer is None or newer is world or not newer.is_ready:
                 break

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "World", "WorldStatistics"]
 
-MAX_TAG = 2**62 - 1  # larger ones announce messages of native groups
+MAX_TAG = 2**62 - 1  # larger tags announce messages of native groups
 
-VERDICT_S = 1.0  # seconds beyond ``silence_s`` for the cause of a native group's error
+VERDICT_S = 1.0  # seconds beyond ``silence_s`` to wait for the cause of a native error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class World(CollectiveMethods):
 
     @contextlib.asynccontextmanager
     async def named_errors(self) -> AsyncIterator[None]:
-        """Yield to code on ``process_group``, and raise the world's own errors in it.
+        """Yield to code on ``process_group``, and turn its errors into the world's own.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
         backend's ``RuntimeError``, which does not name the lost member. This raises
@@ -202,7 +202,7 @@ class World(CollectiveMethods):
             async with world.named_errors():
                 await asyncio.to_thread(train_step)
 
-        Cancellation: Safe; the code inside decides how it is cancelled itself.
+        Cancellation: Safe; the code inside handles its own cancellation.
         """
         try:
             yield
@@ -214,7 +214,7 @@ class World(CollectiveMethods):
 
     async def _await_device(self) -> None:
         """Wait for the GPU, then raise the world's error if the world is broken."""
-        # A loss ends its kernels early, with wrong results and without an error.
+        # A loss ends the GPU's kernels early, with wrong results but no error.
         device = self._life.device
         if device.type == "cuda":
             await in_thread(lambda: torch.cuda.synchronize(device))
@@ -455,10 +455,11 @@ class World(CollectiveMethods):
             StoreUnreachableError: No store answered.
 
         Cancellation:
-            Before the store admits the next incarnation, withdraws the claim, and this
-            world stays as it is. After that this world is closed. If members of the
-            next incarnation had not connected yet, it is kept as broken and
-            ``manager.world(name).reform()`` recovers it; otherwise it is closed.
+            Before the store admits the next incarnation, the claim is withdrawn and
+            this world stays as it is. After the admission, this world is closed. If
+            some members of the next incarnation had not connected yet, that one is kept
+            as broken and ``manager.world(name).reform()`` recovers it; otherwise it is
+            closed, too.
         """
         return await self._changes.reform(self.name)
 
@@ -497,7 +498,7 @@ class World(CollectiveMethods):
 
         Waits at most ``WorldConfig.close_s`` for sent data to leave. May be repeated.
 
-        Cancellation: The world is closed all the same, at once.
+        Cancellation: The world is closed at once.
         """
         await self._life.close()
 

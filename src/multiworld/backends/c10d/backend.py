@@ -1,6 +1,6 @@
 """The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch. Host tensors,
-bundles and objects take the ``direct`` data path (``WorldConfig.host_p2p``). It also
-announces the dtype and shape of what the native group carries."""
+bundles and objects take the ``direct`` data path (``WorldConfig.host_p2p``). That path
+also announces dtype and shape before the native group carries a tensor."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class C10dBackend:
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
         """Return whether the direct data path carries ``tensor``."""
-        # A receive without a tensor expects one of the world's device.
+        # A receive without a tensor expects one on the world's device.
         is_host_world = self._view.device.type == "cpu"
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             return is_host_world  # the direct path refuses it with a clear error
@@ -221,8 +221,8 @@ class C10dBackend:
             self._direct.on_message(rank, message)
 
     def member_left(self, rank: int) -> None:
-        # Collectives of the group go on: the member has completed its part of them, or
-        # it would have said EndCollectives.
+        # Collectives of the group continue: a member with an unfinished collective
+        # sends EndCollectives before it leaves.
         self._direct.member_left(rank)
 
     def member_ended(self, rank: int) -> None:

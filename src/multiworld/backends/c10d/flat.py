@@ -17,7 +17,7 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
         )
-    # A CPU has an index in a name only.
+    # "cpu:0" and "cpu" are the same device.
     has_index = device.type != "cpu" and device.index is not None
     is_there = (
         tensor.device == device if has_index else tensor.device.type == device.type

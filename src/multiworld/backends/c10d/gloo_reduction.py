@@ -24,7 +24,7 @@ _WIDER = {
     torch.uint32: torch.int64,
 }
 
-# Operations on uint8 that reduce booleans, by the name of the one on bool.
+# The uint8 operation that gives the result of each operation on bool.
 _ON_BOOL = {
     "SUM": ReduceOp.MAX,
     "MAX": ReduceOp.MAX,
@@ -54,12 +54,13 @@ _NATIVE = (
 
 
 def _ordered(flat: Tensor, *, is_max: bool) -> Tensor:
-    """Return integers in the order of floats; NaN wins, which Gloo does not let it."""
+    """Return integers that sort like ``flat``. NaN becomes the extreme, so that it wins
+    as in torch; in Gloo, NaN does not win."""
     wide = flat if flat.dtype is torch.float64 else flat.float()
     integer = torch.int64 if wide.dtype is torch.float64 else torch.int32
     limits = torch.iinfo(integer)
     bits = wide.view(integer)
-    # The bits of negative floats grow with their size.
+    # The bits of negative floats, as integers, sort in reverse.
     order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
     order[wide.isnan()] = limits.max if is_max else limits.min
     return order
@@ -82,7 +83,7 @@ class Reduction:
         self.native_op: Any = getattr(ReduceOp, name)
         self._wider: torch.dtype | None = None
         self._is_complex = like.dtype.is_complex
-        # On booleans, all but one are minima and maxima.
+        # On booleans, every operation but BXOR is a minimum or a maximum.
         is_bitwise = name in (["BXOR"] if like.dtype is torch.bool else _BITWISE)
         if library == "nccl" and is_bitwise:
             raise UnsupportedOperationError(
@@ -114,7 +115,7 @@ class Reduction:
     def prepare(self, flat: Tensor) -> list[Tensor]:
         """Return ``flat`` and the tensor that Gloo reduces in its place.
 
-        They may share memory: ``flat`` is what the result is written to.
+        They may share memory. The result is written to ``flat``.
         """
         if self._is_ordered:
             return [flat, _ordered(flat, is_max=self._name == "MAX")]

@@ -63,7 +63,7 @@ class GroupCollectives:
         self._matching = functools.partial(
             require_matching, size=self._size, check=self._checked
         )
-        # Those that the group has.
+        # The collectives that the native group has.
         self._natives: dict[Collective, Callable[[Call], Native]] = {
             collectives.BROADCAST: self._broadcast,
             collectives.ALL_REDUCE: self._all_reduce,
@@ -93,14 +93,14 @@ class GroupCollectives:
         try:
             async with self._turn:
                 await steps
-        except asyncio.CancelledError:  # others cannot know how far it took part
+        except asyncio.CancelledError:  # the others cannot know how far it got
             name = call.collective.name
             reason = f"rank {self._rank} cancelled {name} before it was complete"
             self._view.report(Failed(reason))
             raise
         except MultiWorldError:
             raise
-        except Exception as error:  # such as no memory: the others would wait for it
+        except Exception as error:  # e.g. out of memory: the others would hang
             reason = f"rank {self._rank} failed in {call.collective.name}: {error}"
             self._view.report(Failed(reason))
             raise
@@ -198,7 +198,8 @@ class GroupCollectives:
         def prepare() -> list[Tensor]:
             flat = flat_of(out)
             if any(reached_by(parts, [out])):
-                flat = torch.empty_like(flat)  # Gloo writes it before it has sent all
+                # Gloo writes to ``flat`` before it has sent all of its input.
+                flat = torch.empty_like(flat)
             return [flat, *map(flat_of, parts)]
 
         def start(pg: Any, work: list[Tensor]) -> Any:
@@ -241,7 +242,7 @@ class GroupCollectives:
 
         def finish(work: list[Tensor]) -> None:
             for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
-                if out.numel():  # ``view`` of no bytes may not be aligned
+                if out.numel():  # an empty part may be unaligned for ``view``
                     overwrite(out.detach(), part.view(out.dtype).view(out.shape))
 
         return Native(
@@ -271,7 +272,7 @@ class GroupCollectives:
         try:
             await self._run_numbered(number, call, native)
         except MemberLeftError:
-            raise  # the others may wait for this member, too, once it leaves
+            raise  # once this member leaves, the others may wait for it, too
         except Exception:
             self._runner.unfinished.discard(number)
             raise
@@ -289,7 +290,7 @@ class GroupCollectives:
                 number, lambda group: native.start(group, work)
             )
         except MemberLeftError as error:
-            # Who has completed it would wait for this member in the next one.
+            # Members that completed this one would wait for this member in the next.
             self._direct.collectives.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part

@@ -17,8 +17,8 @@ from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
-# Gloo's own limit while members connect; it waits five times as long for a member that
-# was admitted and then died.
+# Gloo's connect timeout. Gloo waits five times as long for an admitted member that
+# died.
 CONNECT_S = 2.0
 
 
@@ -76,7 +76,8 @@ class Group:
         if name == "nccl":
             return nccl.make_nccl(store, rank, size, self.device, timeout_s)
         if name == "gloo":
-            # Its own device has its own listener, by which ``sockets`` finds it.
+            # A device of its own has a listener of its own, by which ``sockets`` finds
+            # the group's connections.
             return torch_names.new_gloo(
                 store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
             )
@@ -109,7 +110,7 @@ class Group:
         if self._connections is not None:
             self._connections.cut()
         elif self.name == "nccl" and self.native is not None:
-            # Together with all groups that break in this turn of the loop: see nccl.
+            # Abort all groups that break in this loop iteration at once: see nccl.
             self._is_aborted = True
             nccl.aborter.add(self.native)
             self._call_soon(nccl.aborter.abort_all)
@@ -136,5 +137,5 @@ class Group:
             if done is not None:
                 done()
 
-        # No daemon: a group that outlives the interpreter aborts the process.
+        # Not a daemon thread: a group that outlives the interpreter aborts the process.
         threading.Thread(target=free, name="multiworld-drop-group").start()

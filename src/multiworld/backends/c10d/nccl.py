@@ -17,8 +17,8 @@ from torch.distributed import Store
 
 from multiworld.backends import torch_names
 
-# Read when torch constructs a group: no handler that aborts the process, no monitor
-# that kills it if that handler hangs, no dumps.
+# torch reads these when it constructs a group. They disable the handler that aborts the
+# process, the monitor that kills it if the handler hangs, and dumps.
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -31,7 +31,7 @@ _environment_lock = threading.Lock()
 
 @contextlib.contextmanager
 def quiet_environment() -> Iterator[None]:
-    """Set ``QUIET`` inside the block only: groups of the program keep the watchdog."""
+    """Set ``QUIET`` inside the block only: the program's groups keep the watchdog."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in QUIET}
         os.environ.update(QUIET)
@@ -54,8 +54,8 @@ def make_nccl(
     options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
         group = torch_names.nccl_class()(store, rank, size, options)
-    # Without the lock of the environment: it waits for the other members, which may
-    # be connecting another world with this process.
+    # Connect without ``_environment_lock``: connecting waits for the other members,
+    # which may be connecting another world with this process.
     with torch.cuda.device(device):
         group.eager_connect_single_device(device)
     return group
@@ -64,7 +64,7 @@ def make_nccl(
 def wait_for(work: Any, device: torch.device) -> None:
     """Block until a work has completed on its device, or its group is aborted."""
     with torch.cuda.device(device):
-        work.wait()  # only makes this thread's stream wait for the work
+        work.wait()  # makes only this thread's CUDA stream wait for the work
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         done.synchronize()
@@ -76,8 +76,8 @@ class Aborter:
     def __init__(self) -> None:
         # An abort waits until the device frees memory, perhaps for kernels of other
         # communicators. If those spin for the same dead peer (its loss breaks all its
-        # worlds in one turn of the loop), both wait forever. Healthy worlds on the
-        # device are not aborted: their kernels finish.
+        # worlds in one loop iteration), both wait forever. Healthy worlds on the device
+        # are not aborted: their kernels finish.
         self._lock = threading.Lock()
         self._due: list[Any] = []
 

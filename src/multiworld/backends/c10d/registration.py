@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from multiworld.backends import torch_names
 
-# Above every rank of a default group, within 32 bits. No id is used twice: DeviceMesh
-# compares meshes by ids alone, and would send on another world's group. Only this
-# process's own id is its rank in the default group: a mesh finds its position by it.
+# First of the made-up global ranks: above every rank of a default group, within 32
+# bits. None is used twice: DeviceMesh compares meshes by global ranks alone, and would
+# send on another world's group. This process keeps its rank in the default group, by
+# which a mesh finds its own position.
 FIRST_ID = 1 << 20
 
 _ids = itertools.count(FIRST_ID)

@@ -1,8 +1,8 @@
 """Sockets of one Gloo world: finding them and shutting them down.
 
 ``ProcessGroupGloo.abort()`` releases no waiter; shutting down duplicates of its sockets
-does, on both sides. They are found by the members' listeners, which Gloo publishes in
-the store. The listener is never touched, because that aborts the process.
+does, on both sides. The addresses of the members' listeners, which Gloo publishes in
+the store, identify them. The listener is never shut down: that would abort the process.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Connections:
 
     def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
         self._own, self._peers = own, peers  # the members' listeners
-        # Gloo connects eagerly and never again, so these stay the same. Each is checked
-        # before every use: it may have been closed and reused.
+        # Gloo makes all connections at the start and none later, so the list is
+        # complete. Each is checked before every use: its number may be reused.
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
         for _, sock in self._open():
             persist(sock)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that still are connections of this world."""
+        """Return the descriptors that are still connections of this world."""
         return [fd for fd, _ in self._open()]
 
     def cut(self) -> None:
@@ -79,7 +79,7 @@ class Connections:
                 return None
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
-            return None  # closed meanwhile
+            return None  # closed in the meantime
         try:
             if self._is_ours(sock):
                 return sock

@@ -1,5 +1,5 @@
-"""The multiworld store as a ``Store`` of c10d, which waits inside its calls. Closing
-the connection ends a wait with an error, which the group's constructor raises."""
+"""The multiworld store as a c10d ``Store``, whose calls block. Closing the connection
+fails a blocked call, and the group's constructor raises that error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiworld.config import MAX_WAIT_S
 from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.blocking_values import BlockingValues
 
-# Called with each key and value that passes, in either direction.
+# Called with each key and value that is read or written.
 Recorder = Callable[[str, bytes], None]
 
 

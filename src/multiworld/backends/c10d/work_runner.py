@@ -1,6 +1,6 @@
-"""Works of a native group, awaited without blocking the event loop. A collective
-completes a future; each send or receive blocks a thread. All waiters are released when
-the world ends."""
+"""Operations (``Work``) of a native group, awaited without blocking the event loop. A
+collective completes a future; each send or receive blocks a thread. All waiters are
+released when the world closes or breaks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LEFT_GRACE_S = 1.0  # for the collectives that a member completed before it left
 
 
 class WorkRunner:
-    """Runs the works of one world's native group."""
+    """Runs the operations of one world's native group."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self.name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
-        # Those of _waiting that are collectives, with their numbers.
+        # The collectives in ``_waiting``, with their numbers.
         self._collectives: dict[asyncio.Future[Any], int] = {}
         # Numbers of the collectives that were called and have not succeeded.
         self.unfinished: set[int] = set()
-        self._abandoned: tuple[int, int] | None = None  # rank, and number of the first
+        self._abandoned: tuple[int, int] | None = None  # rank; its first number
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None  # None before it is made and after it is freed
 
@@ -46,8 +46,8 @@ class WorkRunner:
                 _fail(future, self._view.broken_error())
 
     def abandoned(self, rank: int, number: int) -> None:
-        """Fail collective ``number`` and later ones: a member leaves within it."""
-        # Only its neighbours in the algorithm would notice.
+        """Fail collective ``number``, during which a member leaves, and later ones."""
+        # Gloo fails only at the ranks that exchange data with that member.
         if self._abandoned is None or number < self._abandoned[1]:
             self._abandoned = rank, number
         waiting = [future for future, n in self._collectives.items() if n >= number]
@@ -87,7 +87,7 @@ class WorkRunner:
         except (NotImplementedError, RuntimeError):
             await self._in_thread(work.wait)  # this backend's ``Work`` has no future
             return
-        # If cancelled, the native work goes on: the caller must break the world.
+        # Cancelling does not stop the native work, so the caller must break the world.
         self._collectives[future] = number
         try:
             await self._until(future)
@@ -112,7 +112,7 @@ class WorkRunner:
                 "host tensors, or convert the tensor"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
-        await self._view.wait_incomplete()  # the verdict on a lost connection
+        await self._view.wait_incomplete()  # until the failure detector has decided
         if self._view.left and not self._view.is_broken:
             # The member left during the collective.
             raise self._view.left_error(min(self._view.left)) from error

@@ -27,19 +27,19 @@ STAGE_BYTES = 128 * 1024
 # Bytes to read beyond a large payload: the next header, but too little of the next
 # payload for much of it to be copied twice.
 AHEAD_BYTES = wire.SIZE + 8 * 8
-MAX_ELEMENTS = 2**63 - 1  # torch counts in 64 bits; empty dimensions are left out
+MAX_ELEMENTS = 2**63 - 1  # torch's limit; the product leaves out empty dimensions
 LARGE_BYTES = 32 * 1024  # payload size from which a copy costs more than a system call
 
 _NOTHING = memoryview(b"")
-# Staging buffers that no lane uses now: a lane has one only while it holds unparsed
-# bytes, so that a thousand idle worlds need none.
+# Staging buffers that no lane uses now: a lane keeps one only while it has unparsed
+# bytes, so that idle worlds need none.
 _IDLE: list[memoryview] = []
 MAX_IDLE = 16  # maximum number of idle staging buffers in a process
 
 
 def _idle_stage() -> memoryview:
     try:
-        return _IDLE.pop()  # no check first: another thread's loop may take the last
+        return _IDLE.pop()  # checking first would race with other threads' loops
     except IndexError:
         return memoryview(bytearray(STAGE_BYTES))
 
@@ -72,8 +72,9 @@ class Inbound:
         self._sum = 0
         self._pending: tuple[Header, Description] | None = None
         self.is_finished = False
-        # A message without a posted receive is held at its header: programs usually ask
-        # for it within a turn or two, and it is then copied only once, without a queue.
+        # A message without a posted receive is held at its header: programs usually
+        # post the receive within an iteration or two of the loop, and the message is
+        # then copied only once.
         self.is_held = False
 
     @property
@@ -273,7 +274,7 @@ class Inbound:
         return self._begin(header, description)
 
     def _let_peek(self, count: int, description: Description) -> bool:
-        """Pass on a message that is here completely, where it lies."""
+        """Pass a complete message to ``peek`` in place; return False if impossible."""
         begin, end = self._start, self._start + count
         if count != description.size or end > self._end:
             return False
@@ -357,7 +358,7 @@ class Inbound:
         count = header.payload
         self._header, self._missing, self._sum = header, count, 0
         if header.flags == wire.LAST and count <= self._end - self._start:
-            # The fast path of nearly every small message: it has arrived completely.
+            # Fast path for completely arrived messages, as most small ones are.
             begin, start = arrival.received, self._start
             arrival.memory[begin : begin + count] = self._stage[start : start + count]
             self._start += count
@@ -412,7 +413,7 @@ class Inbound:
 
     def _free_block(self, header: Header, arrival: Arrival) -> None:
         """Free the block of a message that was copied or withdrawn."""
-        if header.flags & wire.LENT and not arrival.is_lent:  # else its tensor frees it
+        if header.flags & wire.LENT and not arrival.is_lent:  # a lent tensor frees it
             self._block(header, 0).free()
 
 
@@ -420,6 +421,6 @@ def _merge(arrival: Arrival, begin: int, payload: memoryview) -> None:
     assert arrival.merge is not None
     try:
         arrival.merge(begin, payload)
-    except Exception as error:  # the lane could not go on behind this part
+    except Exception as error:  # the lane cannot skip this part
         raise HeaderError(f"a payload cannot be reduced: {error}") from error
     arrival.is_merged = True

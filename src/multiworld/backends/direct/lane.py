@@ -1,7 +1,8 @@
 """A lane: one connection that carries the messages of two members.
 
-Its reader stays registered, so that an end is noticed even if nobody waits. A failed
-lane makes no verdict: operations wait until the control link has named the lost member.
+Its reader stays registered, so that a closed connection is noticed even if no operation
+waits. A failed lane declares no member lost: operations wait until the control link has
+named the lost member.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from multiworld.config import WorldConfig
 from multiworld.net.streams import Stream
 
 TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
-TURN_BYTES = FRAGMENT_BYTES  # bytes that a lane may move before that
+# Bytes that a lane may move before the loop's other tasks run.
+TURN_BYTES = FRAGMENT_BYTES
 
 # Bytes copied to shared memory that count as one written to the socket, so that a lane
 # yields after filling the whole ring: well under a millisecond.
@@ -106,9 +108,8 @@ class Lane:
         self._messages += 1
         self._bytes += description.size
         message = self._start(description, memory, owner)
-        if message is None:  # the kernel or the ring has all of it
-            # Only after the message has its place in the queue, so that concurrent
-            # sends stay in call order.
+        if message is None:  # all of it is in the kernel or the ring
+            # Yield only after queueing the message, to keep sends in call order.
             if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
                 await self.give_way()
             return
@@ -271,15 +272,15 @@ class Lane:
         except (BlockingIOError, InterruptedError):
             self._inbound.release_stage()
         except (OSError, HeaderError):
-            return  # it ends here, or is corrupt: nothing more can be read
+            return  # the end, or a corrupt frame: nothing more can be read
 
     def _let_go(self) -> None:
-        """Put messages that wait for a receive, or for room, into the mailbox."""
+        """Put messages that wait for a receive or for room into the mailbox."""
         while self._inbound.is_stalled and not self._is_leaving:
             self._inbound.retry()
 
     def _drain(self) -> None:
-        self._inbound.free_memory()  # a member that is leaving may wait for it
+        self._inbound.free_memory()  # a leaving member may wait for free slots
         if not self._socket.drain(TURN_BYTES):
             self._end("connection closed by peer")
 
@@ -297,7 +298,7 @@ class Lane:
         return self._socket.is_reading
 
     def _hold(self) -> None:
-        """Wait a few turns of the loop for a receive that takes this message."""
+        """Wait a few loop iterations for a receive that takes this message."""
         if not self._is_holding:
             self._is_holding = True
             self._loop.call_soon(self._hold_on, HOLD_TURNS)
@@ -377,7 +378,7 @@ class Lane:
             self._outbound.put_fin()
             self._flush()
         if self._socket.is_open and not self._is_dead:
-            self._inbound.free_memory()  # the peer may wait for nothing else
+            self._inbound.free_memory()  # the peer may be waiting only for this
             self._socket.read_on()
 
     async def wait_drained(self) -> None:
@@ -388,7 +389,7 @@ class Lane:
         ):
             if self._drained is None or self._drained.done():
                 self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)  # several may wait
+            await asyncio.shield(self._drained)  # there may be several waiters
 
     def finish_close(self, linger_s: float) -> bool:
         is_needed = not self._socket.is_local and self._outbound.is_idle

@@ -1,5 +1,6 @@
 """The shared memory of a lane: a ring to send through, and the peer's window. The
-socket carries a ring's descriptor once, then headers, and bells for free slots."""
+socket carries a ring's descriptor once, then headers, and a bell for each freed slot
+that the sender waits for."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from multiworld.backends.direct.lending import Block, Borrowed, Lender
 from multiworld.backends.direct.outbound import Outbound
 from multiworld.backends.header import HeaderError
 
-# Seconds between looks for a free slot while the bell cannot be heard: the first, and
-# the most that they double to.
+# Seconds between polls for a free slot while reading pauses and no bell can arrive: the
+# first interval, and the maximum that it doubles to.
 LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
-# Descriptors whose frames have not been parsed. A read takes one, and leaves at most
-# the frame of the one before incomplete.
+# Maximum number of descriptors whose frames have not been parsed. A read takes one, and
+# at most the frame of the previous one is incomplete.
 MAX_DESCRIPTORS = 8
 
 
@@ -40,7 +41,7 @@ class LaneMemory:
     ) -> None:
         self._connection, self._outbound = connection, outbound
         self._flush, self._may_send = flush, may_send
-        # The peer's shared memory is accepted whatever this side's own setting is.
+        # Accept the peer's shared memory even if this side's own is disabled.
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
         self._descriptors: deque[int] = deque()  # arrived, and not mapped yet
@@ -89,7 +90,7 @@ class LaneMemory:
         return True
 
     def look_later(self) -> None:
-        """Look for a free slot again: the bell is not heard while reading pauses."""
+        """Poll for a free slot: no bell can arrive while reading pauses."""
         if self._looking is None:
             self._looking = self._loop.call_later(self._look_s, self._look)
 
@@ -101,7 +102,7 @@ class LaneMemory:
         frames = self._outbound.frames
         self._look_s = min(2 * self._look_s, LOOK_MAX_S)
         self._flush()
-        if self._outbound.frames != frames:  # the receiver frees slots
+        if self._outbound.frames != frames:  # the receiver does free slots
             self._look_s = LOOK_S
             if self._looking is not None:
                 self._stop_looking()
@@ -122,7 +123,7 @@ class LaneMemory:
         count, rights, flags, _ = sock.recvmsg_into(  # type: ignore[call-arg]
             buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        if flags & socket.MSG_CTRUNC:  # the next descriptor would be taken for it
+        if flags & socket.MSG_CTRUNC:  # else the next descriptor would take its place
             raise OSError(
                 "a descriptor was lost, because this process has reached its limit of "
                 "open files; raise the limit with `ulimit -n`"

@@ -11,7 +11,7 @@ from multiworld.net.streams import Stream
 
 
 class LaneSocket:
-    """A non-blocking connection, read and written when the loop calls back."""
+    """A non-blocking connection; the event loop calls back when it is ready."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class LaneSocket:
         self.sock = sock
         self._on_readable, self._on_writable = on_readable, on_writable
         self._poll = poll
-        # Under TLS, bytes can be there that the loop does not see.
+        # Under TLS, there may be decrypted bytes that the loop does not know of.
         self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self._fd = sock.fileno()
         self._is_tcp = isinstance(sock, socket.socket) and sock.family != socket.AF_UNIX
@@ -43,7 +43,7 @@ class LaneSocket:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            # The reader finds the end of the connection, behind what the member sent.
+            # The reader will find the end of the connection, after all sent data.
             self.is_mute = True
             return 0
 
@@ -69,15 +69,15 @@ class LaneSocket:
             self._loop.remove_writer(self._fd)
 
     def poll_again(self) -> None:
-        """Call ``poll`` soon if TLS holds bytes that were read already."""
+        """Call ``poll`` soon if TLS holds bytes that it has already read."""
         if self._pending is not None and self.is_reading and self._pending():
             self._loop.call_soon(self._poll)
 
     def wake_at(self, wanted: int) -> None:
-        """Call ``on_readable`` for a good part of a payload, not for each packet."""
+        """Call ``on_readable`` for many packets of a payload at once, not for each."""
         if not self._is_tcp or wanted == self._low_water or not self.is_open:
             return
-        # The rest of a frame always comes, or the connection ends.
+        # Safe: the rest of a frame always arrives, or the connection ends.
         self._low_water = wanted
         with contextlib.suppress(OSError):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted))

@@ -1,8 +1,9 @@
 """Memory that a sender lends: the receiver's tensor lies in it, without a copy.
 
 A block is a ``memfd`` that both processes map. The receiver marks it as free once
-nothing shares the tensor's memory. The kernel frees it with the last process, so that a
-tensor outlives its sender. Without a free block, the ring of ``shared_memory`` is used.
+nothing shares the tensor's memory. The kernel frees the block when the last process
+unmaps it, so a tensor outlives its sender. Without a free block, the ring of
+``shared_memory`` is used.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from multiworld.backends.direct.memory_maps import (
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 from multiworld.backends.header import HeaderError
 
-# A larger message does not stay in the cache as a whole, as it does piece by piece in
-# the ring. To read it from memory again costs what the second copy would.
+# Maximum: a larger message does not fit into the cache, while its pieces in the ring
+# do. Reading it back from memory would cost as much as the second copy.
 MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
 STEP_BYTES = 256 * 1024  # unit of the sizes of blocks, so that similar messages fit
-MARK_BYTES = mmap.PAGESIZE  # marks behind the message, 1 while the receiver has it
-MAX_BLOCKS = 8  # maximum number of a lane's blocks: few stay in the cache
+MARK_BYTES = mmap.PAGESIZE  # after the message; a mark is 1 while in use
+MAX_BLOCKS = 8  # maximum of a lane: only a few blocks fit into the cache
 LANE_BYTES = 32 * 1024 * 1024  # maximum in the blocks of a lane
 PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
 
-# The first bytes of the mark: the receiver's, and those of its forks.
+# Number of marks, one byte each: the receiver's, then those of its forks.
 MARKS = 64
 NO_MARKS = bytes(MARKS)
 
 
 class _Total:
-    """The bytes in the blocks of all lanes of this process. A fork begins with another
-    one, so that its copies of the lanes do not count."""
+    """The bytes in the blocks of all lanes of this process. A forked child starts with
+    a new one, so that its copies of the lanes do not count."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -72,14 +73,14 @@ class Mapping:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        # Populated at once: a fault for each page would cost more than the copy.
+        # Populated at once: a page fault for each page would cost more than the copy.
         self.address = map_shared(fd, size, is_populated=True)
-        # Not ``__del__``: in the midst of it a fork would still find the mapping.
+        # Not ``__del__``: a fork while that runs would still find the mapping.
         weakref.finalize(self, unmap, self.address, size).atexit = False
         self.memory = view_at(self.address, size)  # valid as long as this object
 
     def keep_copy(self, mark: int) -> None:
-        """Put a private copy in the place of the shared memory, and clear a mark."""
+        """Replace the shared memory by a private copy in place; clear a mark."""
         content = bytes(self.memory)
         self.memory[mark] = 0
         if map_private(self.address, self.size):
@@ -102,8 +103,8 @@ def _live() -> list[Mapping]:
 
 
 class _Forks:
-    """A forked child takes a copy of the tensors that lie in lent memory: the parent
-    frees that, and its sender reuses it. Until then the block has a second mark."""
+    """Copies the tensors in lent memory for a forked child, because the sender reuses a
+    block that the parent has freed. Until it has copied, the child has its own mark."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -111,8 +112,8 @@ class _Forks:
 
     @property
     def _slot(self) -> int:
-        """Which mark is this fork's: another thread may fork before the child is done.
-        One that dies before leaves its mark, and the block is not used again."""
+        """Index of this fork's mark: another thread may fork before the child is done.
+        A child that dies earlier leaves its mark, and the block is not used again."""
         return 1 + self._count % (MARKS - 1)
 
     def _pin(self) -> None:
@@ -122,7 +123,7 @@ class _Forks:
 
     def _copy(self) -> None:
         global _total
-        _total.forget_lock()  # another thread of the parent may have held it
+        _total.forget_lock()  # the fork may have copied it locked
         _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)
@@ -165,7 +166,7 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end, mapped while a tensor lies in it; closes ``fd`` always."""
+    """The receiver's end, mapped while a tensor lies in it; it always closes ``fd``."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:
@@ -180,7 +181,7 @@ class Borrowed(_Mapped):
             os.close(fd)
 
     def tensor(self, description: Description) -> Tensor:
-        """Return the tensor of a message in it; the block is free once that is gone."""
+        """Return the message's tensor; the block is free once the tensor is gone."""
         # A ctypes array allows weak references; the finalizer keeps the mapping.
         lease = (ctypes.c_ubyte * self.size).from_address(self._mapping.address)
         weakref.finalize(lease, _free, self._mapping, self.size).atexit = False
@@ -192,7 +193,7 @@ class Borrowed(_Mapped):
         return self._mapping.memory[begin : begin + count]
 
     def free(self) -> None:
-        """Free the block: the message was copied."""
+        """Free the block, because the message has been copied."""
         _free(self._mapping, self.size)
 
 
@@ -238,14 +239,14 @@ class Lender:
 
     def _fitting(self, size: int) -> Block | None:
         """Return the first free block that is not much too large."""
-        # Always the first: the blocks in use are few then, and stay in the cache.
+        # Always the first: then few blocks are in use, and they stay in the cache.
         for block in self._blocks.values():
             if size <= block.size < 2 * max(size, STEP_BYTES) and block.is_free:
                 return block
         return None
 
     def _place(self, size: int) -> int | None:
-        """Return the number for a new block, or None; free blocks make room for it."""
+        """Return a number for a new block, dropping free ones for room, or None."""
         wanted = _rounded(size)
         while True:
             room = min(LANE_BYTES - self._bytes, PROCESS_BYTES - lent_bytes())

@@ -2,7 +2,7 @@
 
 Each direction of a lane has a ring of slots in a ``memfd``. The sender fills a slot,
 sets its mark, and sends the header over the socket; the receiver copies the payload out
-and clears the mark. The kernel frees the memory with the last process.
+and clears the mark. The kernel frees the memory when the last process unmaps it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from multiworld.backends.direct.memory_maps import shared_view
 from multiworld.backends.header import HeaderError
 
-# Twice a frame on the socket: copies are as fast and need half as many frames. A
-# multiple of every dtype's size, so that a slot holds whole elements.
+# Twice the payload of a socket frame: copies are as fast, with half as many frames. It
+# is a multiple of every dtype's size, so that a slot holds whole elements.
 SLOT_BYTES = 512 * 1024
 MAX_SLOTS = 64  # maximum number of slots in a ring
 _WAITING = MAX_SLOTS  # offset of a byte behind the marks; 1 while the sender waits
@@ -102,7 +102,7 @@ class Ring(_Mapped):
     @property
     def _free(self) -> int:
         """Number of the first free slot, or -1."""
-        # Always the first: the slots in use are few then, and stay in the cache.
+        # Always the first: then few slots are in use, and they stay in the cache.
         return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
@@ -150,7 +150,7 @@ class Window(_Mapped):
         """Mark a slot free; return True if the caller must ring the bell."""
         memory = self._memory
         memory[slot] = 0
-        # A bell for every slot would wake the sender for every slot.
+        # Ringing for every slot would wake the sender for every slot.
         if (
             not memory[_WAITING]
             or 2 * bytes(memory[: self.slots]).count(0) < self.slots

@@ -15,7 +15,7 @@ class BackgroundLoad(Protocol):
         """Send requests until ``end`` is called."""
 
     def end(self) -> None:
-        """Send nothing new; ``run`` returns when every answer is there."""
+        """Send nothing new; ``run`` returns when every answer has arrived."""
 
 
 @asynccontextmanager
@@ -23,7 +23,7 @@ async def under_load(
     load: BackgroundLoad, *beside: Coroutine[Any, Any, None]
 ) -> AsyncIterator[None]:
     """Run a load during the block, and wait for its last answer afterwards."""
-    # ``beside`` runs until the load has ended, such as a screen.
+    # ``beside``, such as a screen, runs until the load has ended.
     running = asyncio.ensure_future(load.run())
     tasks = [asyncio.ensure_future(each) for each in beside]
     try:

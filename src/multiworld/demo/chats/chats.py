@@ -1,4 +1,4 @@
-"""Chats that stream at once, and when each of their tokens came."""
+"""Chats that stream at the same time, and the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Chat:
     question: str
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # of the answer
-    # When each token came, since the start; the first is that of the question.
+    # Arrival of each token, in seconds since the start, after the time of the question.
     times: list[float] = field(default_factory=list)
     text: str = ""  # of the answer so far
     finish: str = ""  # why it ended; empty while it streams
@@ -51,7 +51,7 @@ class Chat:
 
 
 class Chats:
-    """Several chats at once; each that ends is followed by the next."""
+    """Several chats at once; when one ends, the next starts."""
 
     def __init__(self, url: str, model: str, at_once: int, tokens: int) -> None:
         self._url, self._model, self._tokens = url, model, tokens
@@ -60,13 +60,13 @@ class Chats:
         self._is_ending = False
         self.all: list[Chat] = []
         self.slots: list[Chat | None] = [None] * at_once
-        self.began_at = asyncio.get_running_loop().time()  # 0 of ``Chat.times``
+        self.began_at = asyncio.get_running_loop().time()  # origin of ``Chat.times``
 
     def end(self) -> None:
         self._is_ending = True
 
     async def run(self) -> None:
-        """Chat until ``end``; cancelling gives the chats up."""
+        """Chat until ``end``; cancelling aborts the chats."""
         timeout = aiohttp.ClientTimeout(total=LIMIT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             slots = (self._slot(session, slot) for slot in range(self._at_once))

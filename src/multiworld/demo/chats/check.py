@@ -1,6 +1,6 @@
-"""Comparison of the chats with the undisturbed model, which computes them in
-transformers' own forward pass, with other rounding, and in one stage with the same
-kernels, whose exact tokens ``deterministic: true`` promises."""
+"""Comparison of the chats with undisturbed runs: transformers' own forward pass, which
+rounds differently, and one stage with the same kernels, whose exact tokens
+``deterministic: true`` promises."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.stage import Generation
 
-# Difference between the logit of a token and the largest: kernels for one row and for
-# many round differently.
+# Accepted difference between a token's logit and the largest one: kernels for one row
+# and for many rows round differently.
 TOLERANCE = 0.01
 
 
@@ -28,12 +28,12 @@ class Verdict:
     """The outcome of the comparison."""
 
     wrong: int  # tokens that the undisturbed model would not choose
-    equal: int  # chats whose every token is that of an undisturbed run
-    broken: tuple[str, ...]  # chats that were cut, and why
+    equal: int  # chats whose tokens all equal those of an undisturbed run
+    broken: tuple[str, ...]  # chats that were cut off, and why
 
 
 def check(folder: Path, chats: Sequence[Chat], tell: Callable[[int], None]) -> Verdict:
-    """Compare every token with what the model chooses after those before it."""
+    """Compare every token with the model's choice given the preceding tokens."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -73,7 +73,7 @@ class Undisturbed:
         rows = Rows(chat.number, 0, len(ids))
         wanted = torch.arange(len(chat.prompt) - 1, len(ids))
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # as the stages have
+        torch.set_num_threads(1)  # like the demo's stages
         try:
             with torch.inference_mode():
                 attention = self._engine.cache.step([rows])
@@ -86,7 +86,7 @@ class Undisturbed:
 
 
 def _gaps(model: Any, chat: Chat) -> torch.Tensor:
-    """Return how much less likely each token is than the most likely one, in logits."""
+    """Return how far each token's logit is below the largest one."""
     ids = torch.tensor([chat.prompt + chat.tokens])
     with torch.inference_mode():
         logits = model(ids).logits[0, len(chat.prompt) - 1 : -1]

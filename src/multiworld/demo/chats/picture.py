@@ -11,8 +11,8 @@ from multiworld.demo.chats.story import ReplicaCounts, Scene
 
 # Colors of chats, tenants and stages, in order.
 COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
-SHADE = "#f58231"  # color behind the time that an event took
-CUT = "#e6194b"  # color of a chat that was cut
+SHADE = "#f58231"  # background color for the duration of an event
+CUT = "#e6194b"  # color of a chat that was cut off
 
 
 def draw(

@@ -49,7 +49,7 @@ def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
         raise
     what = "comparing every token with the undisturbed model …"
     if not console.is_terminal:
-        console.print(what)  # a status shows nothing then
+        console.print(what)  # a status line shows nothing without a terminal
     with console.status(what) as status:
         verdict = check(
             folder,

@@ -18,7 +18,7 @@ from multiworld.demo.chats.story import Scene, Story
 REFRESH_S = 0.2  # seconds between refreshes of the live view
 PLAIN_S = 5.0  # seconds between lines of progress where there is no terminal
 LINES = 5  # lines about events in the live view
-SHOWN = 110  # characters of an answer, the last ones
+SHOWN = 110  # maximum of the last characters of an answer
 # Colors of a replica's phases; all others are red.
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 

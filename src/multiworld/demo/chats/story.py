@@ -25,17 +25,17 @@ T = TypeVar("T")
 END_S = 30.0  # seconds for the service to shut down
 POLL_S = 0.05  # seconds between requests to the controller
 STILL_S = 60.0  # seconds without any change after which a wait fails
-TELL_S = 10.0  # seconds between two lines about what is waited for
+TELL_S = 10.0  # seconds between two lines that say what the demo waits for
 
 
 class Clock(Protocol):
-    """Anything with a start, such as a load."""
+    """Anything with a start time, such as a load."""
 
     began_at: float
 
 
 class DemoFailedError(ServeError):
-    """The service did not do what the demo shows."""
+    """The service did not behave as the demo expects."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ async def until(
     progress: Callable[[], Hashable],
     tell: Callable[[], None],  # every ``TELL_S``
 ) -> T:
-    """Call ``probe`` until it returns something, as long as there is progress."""
+    """Call ``probe`` until it returns a value; time out without progress."""
     seen = progress()
     changed_at = told_at = time.monotonic()
     while (found := await probe()) is None:
@@ -93,7 +93,7 @@ class Story:
             name: [stage["name"] for stage in described["stages"]]
             for name, described in yaml.safe_load(spec.read_text())["models"].items()
         }
-        # Replicas are counted under these: the stages of the spec.
+        # Labels under which replicas are counted: the stages of the spec.
         self.labels = [stage for stages in self._stages.values() for stage in stages]
         self._process: asyncio.subprocess.Process | None = None
         self._service: Service | None = None
@@ -104,7 +104,7 @@ class Story:
 
     @property
     def status(self) -> answers.StatusAnswer:
-        """Latest status of the service, which has been started."""
+        """Latest status of the service, which must have been started."""
         assert self._status is not None
         return self._status
 
@@ -181,7 +181,7 @@ class Story:
 
     async def watch(self, load: Clock) -> None:
         """Record the number of ready replicas until cancelled."""
-        self._load = load  # its start is time 0
+        self._load = load  # its start is the origin of all times
         while True:
             try:
                 self._status = await self.ask("GET", "/status", answers.StatusAnswer)

@@ -24,7 +24,7 @@ WORLDS = WORKERS[SURVIVOR] + WORKERS[VICTIM]
 STEP_S = 0.001  # seconds between two round trips in a world
 REPORT_S = 2.0  # seconds between two lines of progress
 MIN_PAUSE_S = 0.25  # pause of the surviving world that is always accepted
-PAUSE_FACTOR = 5  # longest accepted pause, in those before the kill
+PAUSE_FACTOR = 5  # maximum accepted pause, as a multiple of those before the kill
 LIMIT_S = 25.0  # seconds to start workers, and to notice and replace the lost one
 END_S = 5.0  # seconds for workers to exit
 
@@ -46,7 +46,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def judge(self) -> None:
-        """Add every guarantee that did not hold to ``failures``."""
+        """Append to ``failures`` every guarantee that did not hold."""
         checks = [
             (not self.wrong, f"{self.wrong} answers were wrong"),
             (all(self.round_trips.values()), "there was no traffic in a world"),
@@ -132,7 +132,8 @@ class Leader:
             *(self._store, self._backend, *names),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the leader only, which kills it
+            # Ctrl-C reaches only the leader, which kills the worker.
+            start_new_session=True,
         )
         self._tell(
             f"started worker {worker} for {' and '.join(names)} (process {process.pid})"

@@ -23,7 +23,7 @@ from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 
-IMPORT_S = 20.0  # for the code that an update names
+IMPORT_S = 20.0  # to import the code that an update names
 
 
 class Scale(AdminRequest):
@@ -136,7 +136,8 @@ async def _import_code(spec: AppSpec, known: Specs) -> None:
 
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
-    arrivals, updated = itertools.count(1), [0]  # numbers of updates; the last applied
+    # Numbers of updates; number of the last applied one.
+    arrivals, updated = itertools.count(1), [0]
 
     def check_running() -> None:
         if ended.is_set():
@@ -172,7 +173,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             updated[0] = number
             desired = controller.fleet.desired.models
         await controller.confirmed()
-        # Nothing is desired while the service waits for its machines.
+        # The desired state is empty while the service waits for its machines.
         models = desired or spec.models
         versions = {name: model.version for name, model in models.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]

@@ -181,7 +181,8 @@ def _audited_body(body: bytes) -> dict[str, object]:
 def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
-    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # hide the secret of a pasted key
+    # Hides the secret of a pasted key.
+    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"
     return value

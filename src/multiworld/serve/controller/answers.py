@@ -33,11 +33,11 @@ class Updated(msgspec.Struct, frozen=True):
 
     versions: dict[str, str]
     since: int  # number of the last event before it, to follow its events
-    ready_s: float  # within which the new versions must become ready
+    ready_s: float  # time limit for the new versions to become ready
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """A process is being replaced; then it drains."""
+    """A replacement for a process starts; then the process drains."""
 
     name: str
 
@@ -155,10 +155,10 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     failing: tuple[FailingStage, ...]
     processes: tuple[ProcessShown, ...]
     dtypes: dict[str, str] = {}
-    # What each version consists of, as a hash, by model and version.
+    # Hash of each version's content, by model and version.
     identities: dict[str, dict[str, str]] = {}
-    # Two untagged types: the kind of process decides which one a report has.
-    # Reports by process that answered; omitted unless requested.
+    # Two untagged types: the kind of process decides which type its report has. Reports
+    # by process that answered; omitted unless requested.
     reports: dict[str, Raw] | UnsetType = UNSET
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ def _who() -> str:
 
 
 def running() -> list[Path]:
-    """Return the folders of services that run, or whose controller starts them."""
+    """Return the folders of services that run or are being started."""
     folders = sorted(path for path in state_root().glob("*/") if path.is_dir())
     return [
         path

@@ -77,12 +77,12 @@ rare_log = RareLog(logger)
 TICK_S = 0.25  # between checks of deadlines and of memory
 FACTS_S = 10.0  # for a cluster's machines to report their bfloat16 speed
 COLLECT_TICKS = 20  # ticks between collections of the counts of all processes
-RECORDED_S = 5.0  # for the disk, before an operation is confirmed
-LAST_USAGE_S = 3.0  # for a gateway to report its usage, after its last answer
+RECORDED_S = 5.0  # to write the record before an operation is confirmed
+LAST_USAGE_S = 3.0  # for a gateway to report its usage after its last answer
 END_S = 10.0  # for workers to exit on shutdown
 OPERATIONS_SHOWN = 10  # by ``status``
-EXIT_S = 0.25  # for the launcher to tell how a process ended whose connection did
-ENDED = "its process ended"  # begin of the reason of such a loss
+EXIT_S = 0.25  # after a connection ends, for the launcher's exit code
+ENDED = "its process ended"  # prefix of the reason of such a loss
 
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
@@ -91,9 +91,9 @@ STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
 class Controller:
     """The controller of one service.
 
-    ``old`` is the record of an earlier controller whose processes may live; ``ended``,
-    of one that has none left: its numbers and its sizes are continued, and all else is
-    as if the service started for the first time.
+    ``old`` is the record of an earlier controller whose processes may still run.
+    ``ended`` is the record of one without running processes: this controller continues
+    its numbers and sizes, and otherwise starts the service afresh.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Controller:
         if old is None:
             try:
                 registry.forget_meters()
-            except ServeError as error:  # of a full disk; numbers of meters are random
+            except ServeError as error:  # disk full; meter numbers are random
                 logger.warning("%s", error)
         self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
@@ -163,7 +163,8 @@ class Controller:
             self.history,
         )
         self._launching: set[asyncio.Task[None]] = set()
-        self._killed: set[str] = set()  # by this controller; their exits are not known
+        # Killed by this controller, exit not yet reported.
+        self._killed: set[str] = set()
         self._memory_kills = MemoryKills()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -179,7 +180,7 @@ class Controller:
     def start(self, old: Record | None) -> None:
         adopted = [] if old is None else self._adopt(old)
         if old is not None and adopted:
-            # As a record has it: JSON knows fewer types than YAML.
+            # Compare as the record stores it: JSON has fewer types than YAML.
             app = AppSpec.model_validate_json(self.app.model_dump_json())
             check_update(old.app, app, old.specs)
         self._is_started = True
@@ -202,7 +203,7 @@ class Controller:
         self._ticker = self._loop.create_task(self._tick())
 
     def _first_state(self) -> DesiredState:
-        """Return what is wanted at first; raise PlacementError if it does not fit."""
+        """Return the first desired state; raise PlacementError if it does not fit."""
         desired = desired_state_of(self.app)
         if self._ended is not None:
             sizes = sizes_before(self._ended, self.app)
@@ -211,7 +212,7 @@ class Controller:
                 self.placement.admit(found)
                 return found
             except PlacementError:
-                pass  # there is less room than there was
+                pass  # there is less room than before
         self.placement.admit(desired)
         return desired
 
@@ -221,7 +222,8 @@ class Controller:
         for name, versions in old.specs.items():
             for version, spec in versions.items():
                 if (name, version) not in wanted:
-                    # Not validated: a copy for a tenant needs its model beside it.
+                    # Not validated: a dedicated copy (``model@tenant``) is valid only
+                    # next to its model.
                     app = self.app.model_copy(update={"models": {name: spec}})
                     sizes = old.sizes.get(name, {})
                     replicas = sizes.get(version, old.replicas.get(name, ()))
@@ -268,7 +270,8 @@ class Controller:
     async def decide_dtypes(self) -> None:
         """Choose the dtype of each model before memory is booked.
 
-        The machines of a cluster tell late how fast bfloat16 is there, and which GPUs.
+        A cluster's machines report their bfloat16 speed and their GPUs late, so this
+        waits up to ``FACTS_S`` for them.
         """
         models = self.app.models.values()
         is_asked = any(
@@ -296,8 +299,8 @@ class Controller:
     async def identify(self, app: AppSpec) -> AppSpec:
         """Return a spec whose models have the identity of their version.
 
-        One that a process uses, or is to use, keeps its identity. Raises SpecError for
-        files that cannot be read.
+        A version that a process uses, or is to use, keeps its identity. Raises
+        SpecError for files that cannot be read.
         """
         return await self._identify(app, self._used_versions())
 
@@ -332,7 +335,7 @@ class Controller:
         return found
 
     async def find_changes(self, app: AppSpec) -> dict[str, str]:
-        """Return what has changed of models whose version has not, by model."""
+        """Return, by model, a file that has changed although the version has not."""
         models = app.models.items()
         specs = {name: spec for name, spec in models if spec.identity is not None}
 
@@ -347,7 +350,7 @@ class Controller:
         return found
 
     async def identify_first(self, old: Record | None) -> None:
-        """Make the identities of the spec's versions; warn of those that changed."""
+        """Compute the identities of the spec's versions; warn about changed files."""
         specs = self._versions.specs
         used = {(name, version) for name in specs for version in specs[name]}
         self.app = await self._identify(self.app, used)
@@ -373,7 +376,7 @@ class Controller:
                 self._spawn(self._collect())
 
     async def _collect(self) -> None:
-        """Collect the counts of all processes, to lose few with any of them."""
+        """Collect the counts of all processes, so that a lost process loses few."""
         await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
 
@@ -396,7 +399,7 @@ class Controller:
     async def shutdown(self, old: Record | None = None) -> None:
         """Shut down, gateways first; if cancelled, a new controller adopts the rest.
 
-        ``old`` is the record of processes that were not adopted yet.
+        ``old`` is the record of processes that have not been adopted yet.
         """
         self._is_ending = True
         await self.scaler.close()
@@ -492,9 +495,9 @@ class Controller:
             self._carry_out(action)
         self._changed.set()
         if isinstance(event, events.Applied) and not found:
-            return  # the record has nothing of it
+            return  # the record does not contain it
         if not isinstance(event, events.Adopted):
-            self._save()  # the record is incomplete until every process is adopted
+            self._save()  # before that, the record would be incomplete
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -580,7 +583,7 @@ class Controller:
             self.happened(events.ProcessGone(name, why))
 
     def _stalled_s(self) -> float:
-        """Return the seconds for which a process may hold the GIL: twice a batch."""
+        """Return the seconds for which a process may hold the GIL: two batches."""
         stages = (s for model in self.app.models.values() for s in model.stages)
         longest_s = max((stage.compute_s or 0.0 for stage in stages), default=0.0)
         return 2 * max(HUNG_S, longest_s)
@@ -601,14 +604,14 @@ class Controller:
         elif code:
             self.history.say(
                 "exited", f"{name}: {why}", name
-            )  # its loss was handled before
+            )  # its loss has already been handled
 
     def lost(self, name: str, error: MemberLostError) -> None:
-        # In a world of the controller and one process, every one is rank 1.
+        # Each control world has two members; the process is rank 1.
         reason = error.reason.removeprefix("rank 1 was lost: ")
         why = f"{reason}; {error.evidence}"
         if reason.startswith(ENDED):
-            # How it ended is known in a moment, and says more; see ``exited``.
+            # The exit code, which says more, arrives in a moment; see ``exited``.
             self._loop.call_later(EXIT_S, self._gone_unless_told, name, why)
         else:
             self._gone(name, why)
@@ -630,7 +633,7 @@ class Controller:
         self.happened(events.ProcessGone(name, why, cause=cause))
 
     def _is_new(self, process: Process) -> bool:
-        """Return whether a process starts, or its version is not active yet."""
+        """Return whether a process is starting, or its version is not active yet."""
         if process.phase in STARTING:
             return True
         is_active = self.fleet.active.get(process.model) == process.version
@@ -665,7 +668,7 @@ class Controller:
         table = messages.TableChanged(self.fleet.table)
         if not _is_gateway(name):
             return [table]
-        # Not a version that was rolled back: its factory may end the gateway.
+        # Omit a version that was rolled back, whose factory may crash the gateway.
         used = self._used_versions()
         specs = {
             model: {v: spec for v, spec in versions.items() if (model, v) in used}
@@ -717,7 +720,7 @@ class Controller:
     # The record.
 
     async def recorded(self) -> None:
-        """Wait at most ``RECORDED_S`` until the latest change is on disk."""
+        """Wait until the latest change is on disk, at most ``RECORDED_S``."""
         await self._record.settled(RECORDED_S)
 
     async def confirmed(self) -> None:

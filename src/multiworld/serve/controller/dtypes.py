@@ -14,19 +14,19 @@ from multiworld.serve.machines.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
 
-SLOW = 1.2  # maximum cost of a bfloat16 matmul, in float32 ones, to use bfloat16
+SLOW = 1.2  # maximum cost of a bfloat16 matmul, relative to float32, to use bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A spec whose models name their dtype; `why` explains each model's, in words."""
+    """A spec whose models name their dtype; `why` explains each choice in words."""
 
     app: AppSpec
     why: dict[str, str]
 
 
 def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
-    """Choose the dtype of each model that names none; `known` versions keep theirs."""
+    """Choose the dtype of each model that names none, but not of `known` versions."""
     models, why = {}, {}
     for name, spec in app.models.items():
         models[name] = spec
@@ -66,7 +66,7 @@ def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
     """Return the slowest machine in bfloat16; None if all are fast enough."""
     pairs = zip(needs_of(spec), spec.stages, strict=True)
     needs = [need for need, stage in pairs if stage.device == "cpu"]
-    # Unmeasured ones count as fast.
+    # Unmeasured machines count as fast.
     usable = [n for n in nodes if any(need.allows(n.name) for need in needs)]
     found = max(usable, key=lambda n: n.bfloat16 or 0.0, default=None)
     return None if found is None or (found.bfloat16 or 0.0) <= SLOW else found

@@ -9,21 +9,22 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
 from multiworld.serve.wire import control_messages as messages
 
-ASK_S = 1.0  # for a process; then its last known counts are used
+ASK_S = 1.0  # for a process's report; without it, the last one is used
 
 Label = tuple[str, tuple[str, ...]]
 
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
 
-REMEMBERED = 64  # exited processes whose last report may come late: counts kept apart
+# Maximum of exited processes with separate counts: a last report may come late.
+REMEMBERED = 64
 
 
 class Totals:
     """Sums of counts that processes report since their start; they never fall."""
 
     def __init__(self) -> None:
-        # Names are never reused. Counts stay after the process has exited.
+        # By process, also exited ones; names are never reused.
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 

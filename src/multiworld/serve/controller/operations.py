@@ -30,7 +30,8 @@ from multiworld.serve.wire.control_messages import (
     Order,
 )
 
-REPLICAS_A_CORE = 4  # over all machines; above that, scaling needs a confirmation
+# Average replicas per core over all machines; more need a confirmation.
+REPLICAS_A_CORE = 4
 
 
 class ConfirmationNeededError(ServeError):
@@ -76,7 +77,7 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Set a stage's number of replicas; far above the cores only if confirmed."""
+        """Set a stage's replicas; numbers far above the cores need a confirmation."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
@@ -107,8 +108,8 @@ class Operations:
         stage: str,
         replicas: int,
     ) -> None:
-        """Scale the version that serves during an update, if its spec and the room
-        beside the new version let it."""
+        """During an update, also scale the active version, if its spec allows it and
+        there is room beside the new version."""
         known = self._fleet.version(model, version)
         old = self._versions.specs.get(model, {}).get(version)
         if known is None or old is None:
@@ -121,7 +122,7 @@ class Operations:
                 specs = self._versions.specs
                 both = asks_of(desired, specs) + asks_of(alone, specs)
                 self._placement.bookings.admit(both)
-        except ServeError:  # it has no such stage, may not have as many, or no room
+        except ServeError:  # no such stage, not in its range, or no room
             return
         self._fleet.remember(model, alone.models[model])
 
@@ -144,7 +145,7 @@ class Operations:
         app = resolved.app
         desired_state.check_update(owner.app, app, self._versions.specs)
         check_policies(app)
-        self._check_sources(app)  # also what has been imported for it
+        self._check_sources(app)  # including modules just imported for the policies
         desired = self._fleet.desired
         sizes = {
             name: Sizes(m.replicas, self._versions.get(name, m.version))
@@ -161,10 +162,10 @@ class Operations:
             specs = self._versions.specs
             if self._placement.fits(desired):
                 asks = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
-            else:  # the update may cure that, or concern another model
+            else:  # the update may fix that or concern another model
                 asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
-        except Exception as error:  # also of a user's placement policy
+        except Exception as error:  # also from a user's placement policy
             owner.app = old_app
             self._versions.restore(before)
             if not isinstance(error, PlacementError):
@@ -194,7 +195,7 @@ class Operations:
     def _check_sources(self, app: AppSpec) -> None:
         """Refuse new versions whose code was imported before it was changed.
 
-        A version that was rolled back is new if it is wanted again.
+        A version that was rolled back counts as new if it is requested again.
         """
         desired = self._fleet.desired.models
         for name, model in app.models.items():
@@ -226,7 +227,7 @@ class Operations:
         self._history.say("chaos", text, name)
         if action == "cut":
             self._owner.send(name, InjectPartition(seconds))
-        elif action == "stop" and running.node:  # perhaps another machine
+        elif action == "stop" and running.node:  # perhaps on another machine
             self._owner.send(name, InjectHang())
         else:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP

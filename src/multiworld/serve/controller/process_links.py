@@ -46,11 +46,11 @@ class ProcessLinkOwner(Protocol):
         """Handle the loss of a process."""
 
     def unheard(self, name: str, error: StaleEpochError) -> None:
-        """Handle a process that lives, but does not hear this one."""
+        """Handle a process that is alive but has declared this one lost."""
 
 
 class ProcessLinks:
-    """The control worlds of a service; `silence_s` without a heartbeat means lost."""
+    """The control worlds of a service; `silence_s` without a heartbeat is a loss."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Seconds without a sign from a process's event loop until it counts as lost:
-        # code that holds the GIL may hang, and then no thread of the process looks.
+        # Seconds without a sign from a process's event loop until it counts as lost: if
+        # code that holds the GIL hangs, no thread of the process can detect that.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
@@ -68,7 +68,8 @@ class ProcessLinks:
         self._config = world_config(silence_s, JOIN_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
-        # Of processes that do not hear this one, by name: until they are given up.
+        # Timers, by name, after which a process that declared this one lost is given
+        # up.
         self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[messages.Report]] = {}
@@ -165,7 +166,7 @@ class ProcessLinks:
                 except (WorldBrokenError, WorldClosedError) as error:
                     logger.debug("%s: %s", name, error)
                     if isinstance(error, StaleEpochError):
-                        # It has declared this process lost, and may never be back.
+                        # The process has declared this one lost, and may never rejoin.
                         self._unheard[name] = self._loop.call_later(
                             2 * self._config.silence_s, self._give_up, name, error
                         )
@@ -176,7 +177,7 @@ class ProcessLinks:
                 await asyncio.shield(self._manager.leave(world_name))
 
     def _keep(self, name: str) -> None:
-        """Give a process up no more: it hears this one again, or was closed."""
+        """Cancel giving a process up, because it has rejoined or was closed."""
         if (timer := self._unheard.pop(name, None)) is not None:
             timer.cancel()
 

@@ -1,4 +1,4 @@
-"""``multiworld`` as the first process of a container: reaping what others leave."""
+"""``multiworld`` as the first process of a container, which must reap orphans."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FORWARDED = (
 def leave_process_one() -> None:
     """Continue in a child if this is process 1, which then only reaps and forwards.
 
-    Whatever loses its parent becomes a child of process 1, which must wait for it, or
-    it remains as a zombie. Call it before there are threads.
+    A process that loses its parent becomes a child of process 1, and remains a zombie
+    unless process 1 waits for it. Call this before there are threads.
     """
     if os.getpid() != 1:
         return

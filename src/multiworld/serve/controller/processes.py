@@ -18,7 +18,7 @@ from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
 
-KEPT_LOGS = 200  # of processes that ended last
+KEPT_LOGS = 200  # logs of the processes that exited last
 LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # of a gateway or a replica
 
 
@@ -47,7 +47,7 @@ class Processes:
         self._remove_old_logs()
         self._note_log(name)
         try:
-            # If cancelled, it may still start; a later controller ends it.
+            # If cancelled, the process may still start; a later controller stops it.
             return await self._launcher.launch(
                 name, args, self.log_of(name), location, need
             )
@@ -58,8 +58,8 @@ class Processes:
             self._starting.discard(name)
 
     def _note_log(self, name: str) -> None:
-        """Leave out what a process of an earlier service with this name has logged."""
-        with contextlib.suppress(OSError):  # it has none yet
+        """Note where the log ends, to ignore an earlier process of this name."""
+        with contextlib.suppress(OSError):  # there is no log yet
             self._log_ends[name] = self.log_of(name).stat().st_size
             if len(self._log_ends) > KEPT_LOGS:
                 del self._log_ends[next(iter(self._log_ends))]
@@ -73,7 +73,7 @@ class Processes:
         ]
         ended.sort(key=_changed_at)
         for path in ended[:-KEPT_LOGS]:
-            with contextlib.suppress(OSError):  # the next start tries again
+            with contextlib.suppress(OSError):  # the next launch tries again
                 path.unlink()
 
     def adopt(
@@ -149,7 +149,7 @@ def end_words(
     """Return how a process ended, for people.
 
     Args:
-        code: Its exit code, negative for a signal; None if it is not known.
+        code: Its exit code, negative for a signal; None if it is unknown.
         is_ours: Whether the controller has killed it.
         ran_out_of_memory: Whether the kernel has killed a process for lack of memory
             since it was last asked.

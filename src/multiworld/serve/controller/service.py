@@ -74,7 +74,7 @@ PROGRESS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-ADMIN_LOOK_S = 0.02  # between looks whether the server of commands has started
+ADMIN_LOOK_S = 0.02  # between checks whether the admin server has started
 
 
 async def run_service(
@@ -88,9 +88,9 @@ async def run_service(
 
     ``waiting`` is a fork server for the first processes.
 
-    SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends the
-    controller only: the next one adopts the processes. If the service cannot start, the
-    processes started are stopped.
+    SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends only the
+    controller: the next one adopts the processes. If the service cannot start, its
+    processes are stopped.
     """
     folder.make()
     folder.lock()
@@ -103,12 +103,12 @@ async def run_service(
 
 
 def _suppressed(show: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that fails neither on a full disk nor on a closed pipe."""
+    """Return a function that ignores a full disk and a closed pipe."""
 
     def call(*args: Any) -> None:
         try:
             show(*args)
-        except (OSError, SystemExit) as error:  # rich exits if nobody reads the pipe
+        except (OSError, SystemExit) as error:  # rich exits if the pipe is closed
             logger.error("progress cannot be shown: %s", error)
 
     return call
@@ -136,7 +136,7 @@ async def _run(
     startup.end("to build the models")
     env = {
         "MULTIWORLD_SECRET": folder.secret(),
-        "MULTIWORLD_SECRET_FILE": "",  # its content is the secret above
+        "MULTIWORLD_SECRET_FILE": "",  # the secret above is its content
         "HF_HUB_OFFLINE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
@@ -169,19 +169,19 @@ async def _run(
 
 
 async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
-    """End a store that no process uses, or let the next controller know of it."""
+    """Stop a store that no process uses, or record it for the next controller."""
     try:
         kept = folder.load()
         if kept is None:
             await end_store(store)
-        elif kept.store != store:  # it has taken the place of the one before
+        elif kept.store != store:  # it has replaced the recorded store
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
         logger.error("the store may still occupy its port: %s", error)
 
 
 def _may_live(record: Record) -> bool:
-    """Return whether processes of a record may live; on a cluster they always may."""
+    """Return whether a record's processes may still run; always on a cluster."""
     if record.app.launcher != "local":
         return True
     return any(began_at(p.pid) == p.began for p in record.processes)
@@ -195,21 +195,21 @@ def _living_store(record: Record | None) -> StoreRecord | None:
 
 
 def _host_of(record: Record | None) -> str:
-    """Return the address to listen at that a service had; empty: it may change."""
+    """Return the address that a service must keep; empty: it may change."""
     if record is None or not (_may_live(record) or _living_store(record)):
         return ""
     try:
         _check_free(record.app.host, 0)
     except OSError:
-        return ""  # this machine has another address now
+        return ""  # this machine no longer has that address
     return record.app.host
 
 
 class Before(NamedTuple):
-    """The record of the controller before: of one of the two kinds, or of none."""
+    """The previous controller's record; at most one of the two fields is set."""
 
-    old: Record | None  # processes of it may live
-    ended: Record | None  # none is left
+    old: Record | None  # its processes may still run
+    ended: Record | None  # none of its processes is left
 
 
 class Preload(NamedTuple):
@@ -324,7 +324,7 @@ async def _mind_store(
 async def _is_prepared(
     controller: Controller, old: Record | None, ended: asyncio.Event
 ) -> bool:
-    """Wait until the service can start; return False if it is ended before."""
+    """Wait until the service can start; return False if it is shut down first."""
 
     async def prepare() -> None:
         if old is None:
@@ -360,7 +360,7 @@ async def _launcher(
     *,
     is_new: bool,
 ) -> Launcher:
-    """Return the launcher of the spec; it finds the controller in ``holder``."""
+    """Return the spec's launcher, whose callbacks find the controller in ``holder``."""
 
     def exited(name: str, code: int | None) -> None:
         holder[0].exited(name, code)
@@ -423,7 +423,7 @@ def _check_tls(app: AppSpec) -> None:
 
 
 def _has_gateway(old: Record) -> bool:
-    """Return whether a gateway of an earlier controller runs, and holds the port."""
+    """Return whether an earlier controller's gateway runs and holds the port."""
     gateways = (p for p in old.processes if not p.model)
     return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
 
@@ -438,7 +438,7 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
             except OSError:
                 if app.gateway.port:
                     raise
-                port = 0  # another service has taken the one that was free before
+                port = 0  # another service has taken the earlier port
         reserved = listen(app.gateway, port)
     except OSError as error:
         raise ServeError(

@@ -1,4 +1,4 @@
-"""The state of a service, as admin responses and as its record."""
+"""The state of a service, as admin responses and as a record."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.wire.control_messages import ModelsChanged, Reports
 
 LAST_WORDS = 300  # maximum characters shown of a last log line
-LOG_END = 4096  # bytes of a log that are looked at for it
+LOG_END = 4096  # bytes of a log to search for its last line
 
-# What ``entry.main`` puts before a message; equal failures are to look equal.
+# Log prefix of ``entry.main``, which is removed so that equal failures look equal.
 LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
 
 
@@ -238,7 +238,7 @@ def url_of(gateway: GatewaySpec, port: int) -> str:
 
 
 def models_order(specs: Specs) -> ModelsChanged:
-    """List every version that may answer, for gateways."""
+    """Return the order for gateways that lists every version that may answer."""
     return ModelsChanged(
         {
             name: {v: spec.model_dump_json() for v, spec in versions.items()}
@@ -248,7 +248,7 @@ def models_order(specs: Specs) -> ModelsChanged:
 
 
 def last_words(log: Path, begin: int = 0) -> str:
-    """Return the last line of a log after ``begin`` bytes; empty without one."""
+    """Return the last line of a log after the first ``begin`` bytes, or ""."""
     try:
         with open(log, "rb") as file:
             file.seek(max(begin, os.fstat(file.fileno()).st_size - LOG_END))

@@ -25,9 +25,9 @@ from multiworld.serve.controller.status import last_words
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store
 START_S = 30.0  # for the store to start
-ANSWER_S = 1.5  # for its answer
-CHECK_S = 1.0  # between checks of whether it runs and answers
-HUNG_AFTER_CHECKS = 3  # unanswered in a row: then it counts as hung, and is replaced
+ANSWER_S = 1.5  # for the store's answer to a check
+CHECK_S = 1.0  # between checks whether the store runs and answers
+HUNG_AFTER_CHECKS = 3  # consecutive unanswered checks: it hangs and is replaced
 END_S = 5.0  # for its exit after SIGTERM
 LOOK_S = 0.02  # between checks of whether it has exited
 
@@ -50,7 +50,7 @@ async def start_store(
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"
     with open(log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
-        # If cancelled, it survives unrecorded until the service's processes are gone.
+        # If cancelled, it survives unrecorded until the service's processes exit.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -62,8 +62,8 @@ async def start_store(
     assert process.stdout is not None
     began = began_at(process.pid) or 0
     try:
-        # Until it is recorded: it would keep the port and the state from its successor.
-        with contextlib.suppress(OSError):  # of a full disk: it runs all the same
+        # Remember an unrecorded store: it would block its successor's port and state.
+        with contextlib.suppress(OSError):  # disk full: start it anyway
             started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
             line = await process.stdout.readline()
@@ -82,7 +82,7 @@ async def start_store(
 
 
 async def _end_unrecorded(started: Path) -> None:
-    """Kill the store that a controller started and died before it recorded it."""
+    """Kill a store whose controller died before recording it."""
     try:
         pid, began = json.loads(started.read_text())  # noqa: ASYNC240 - a line
     except (FileNotFoundError, ValueError, TypeError):
@@ -116,7 +116,7 @@ async def check_secret(store: StoreRecord, security: Security) -> None:
             "service with `multiworld shutdown` first"
         ) from error
     except (OSError, TimeoutError, RendezvousError):
-        pass  # it is lost, or hangs
+        pass  # the store is lost or hangs
 
 
 def kill_store(store: StoreRecord) -> None:

@@ -56,7 +56,7 @@ class TenantManager:
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, tuple[str, int, int]] = {}
-        # If cancelled, an operation may be stored without being in effect; repeat it.
+        # A cancelled operation may be stored but not in effect; repeat it.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
@@ -124,7 +124,7 @@ class TenantManager:
             await self._note_exhausted(tenant)
 
     async def _note_exhausted(self, tenant: Tenant) -> None:
-        """Record once each time that a tenant has exhausted a budget."""
+        """Log that a tenant has exhausted a budget, once for each time."""
         used = self._ledger.used(tenant.name, time.time())
         limit = budgets.exhausted(tenant, used)
         before = self._exhausted.pop(tenant.name, None)
@@ -193,7 +193,7 @@ class TenantManager:
                 raise ServeError(f"tenant {name!r} exists already")
             text, key = _fresh(valid_s)
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
-            await self._save(tenant)  # if cancelled here, its key is lost: rotate it
+            await self._save(tenant)  # if cancelled here, the key is lost: rotate it
         return tenant, text
 
     async def change(self, name: str, said: Mapping[str, object]) -> Tenant:
@@ -221,7 +221,7 @@ class TenantManager:
     async def revoke(self, name: str, key_id: str | None) -> Tenant:
         async with self._lock:
             tenant = self._known(name)
-            if key_id is not None:  # may also be a whole key
+            if key_id is not None:  # ``key_id`` may also be a whole key
                 key_id = parse_key(key_id)[0] or key_id
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
@@ -252,5 +252,5 @@ def _fresh(valid_s: float | None) -> tuple[str, Key]:
 def _checked(tenant: Tenant, said: Mapping[str, object]) -> Tenant:
     try:
         return tenant_from_json({**tenant.to_json(), **said})
-    except ValidationError as error:  # normally the admin interface rejects it before
+    except ValidationError as error:  # the admin interface normally rejects it earlier
         raise ServeError(f"tenant {tenant.name!r}: {error}") from error

@@ -38,7 +38,7 @@ class Versions:
         }
 
     def stage_name(self, model: str, version: str, stage: int) -> str:
-        """Return a stage as commands take it: by its name, or else its number."""
+        """Return a stage as commands accept it: its name, or else its number."""
         spec = self.specs.get(model, {}).get(version)
         if spec is None or stage >= len(spec.stages):
             return str(stage)

@@ -16,10 +16,10 @@ from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
 from multiworld.serve.machines.open_files import raise_limit
 
-# Without an answer, or without a part of one, a request fails.
+# A request fails after this long without an answer, or without a further part of it.
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=60.0, sock_read=60.0)
 
-# Returns whether the answer (parsed JSON) to the request with that number is right.
+# Returns whether the answer (parsed JSON) to the request with this number is right.
 Check = Callable[[int, Any], bool]
 
 
@@ -90,7 +90,7 @@ class Load:
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
-        raise_limit()  # of open files: each request has a connection
+        raise_limit()  # on open files: each request has a connection
         connector = aiohttp.TCPConnector(limit=0, ssl=self._target.tls)
         tasks: set[asyncio.Task[None]] = set()
         async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Sample:
     due_s: float  # since the run started
-    latency_s: float  # since it was *due*: a late generator must not hide a wait
+    latency_s: float  # since it was *due*, so that a late generator hides no wait
     status: int  # HTTP status; 0 if there was no answer (see ``error``)
     is_right: bool | None = None  # result of the check; None if not checked
     error: str = ""

@@ -26,11 +26,11 @@ class Node:
     cpus: float
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    address: str = ""  # for people
+    address: str = ""  # shown to people
     key: str = ""  # the launcher's name for it
-    price: float = 0.0  # per hour, if any of it is used; 0 if it is there anyway
+    price: float = 0.0  # per hour while any of it is used; 0 if it is paid for anyway
     bandwidth: float | None = None  # bytes per second sent to others; None: no limit
-    # Time of a matmul in bfloat16, in float32 ones; None: not measured.
+    # Time of a matmul in bfloat16 relative to float32; None: not measured.
     bfloat16: float | None = None
 
 
@@ -78,7 +78,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
                 gpus=model.engine_gpus if on_gpu else 0,
                 gpu=int(index) if index else None,
                 gpu_memory_bytes=round(gpu_memory_mb * MIB) * stage.ranks,
-                # An engine takes nearly all memory that it is not told to leave.
+                # An engine takes nearly all GPU memory unless told a limit.
                 whole_gpus=on_gpu and model.engine is not None and not gpu_memory_mb,
                 nodes=frozenset(stage.nodes),
                 ranks=stage.ranks,
@@ -88,7 +88,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
 
 
 def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
-    """Return the MiB of a replica for KV blocks, cached prefixes and its log."""
+    """Return a replica's MiB for KV blocks, cached prefixes and activation log."""
     spec = model.generation
     if spec is None or model.engine is not None:
         return 0.0

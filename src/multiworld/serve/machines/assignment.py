@@ -1,7 +1,7 @@
 """Assignment: chooses the machine of the next replica. Pure.
 
 The criteria, in this order: the plan of the solvers; fewest replicas of the same post,
-so that a lost machine takes few of them; most free resources.
+so that the loss of a machine affects few; most free resources.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Free:
     memory_bytes: int
     # Free memory of each GPU, by its index.
     gpu_memory_bytes: dict[int, int] = field(default_factory=dict)
-    used_gpus: frozenset[int] = frozenset()  # that a replica runs on
-    whole_gpus: frozenset[int] = frozenset()  # those of them that are a replica's alone
+    used_gpus: frozenset[int] = frozenset()  # GPUs that a replica runs on
+    whole_gpus: frozenset[int] = frozenset()  # GPUs that one replica has alone
 
 
 class Bookings:

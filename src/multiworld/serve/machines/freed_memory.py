@@ -1,4 +1,4 @@
-"""Memory that was freed, and that the allocator has kept."""
+"""Freed memory that the allocator has kept."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import ctypes
 def give_back() -> None:
     """Return freed memory to the system; takes some milliseconds, without the GIL.
 
-    glibc keeps what a thread frees for that thread: tokenizers that several threads
-    load, one after the other, would take memory once for each thread.
+    glibc keeps freed memory for the thread that freed it. Without this, loading
+    tokenizers in several threads in turn would take the memory once per thread.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

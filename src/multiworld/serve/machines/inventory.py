@@ -66,7 +66,7 @@ def _gpu(pynvml: Any, index: int, name: str) -> Gpu | None:
             handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         model = pynvml.nvmlDeviceGetName(handle)
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except Exception as error:  # for example, it has fallen off the bus
+    except Exception as error:  # e.g. it has fallen off the bus
         logger.warning("GPU %s is not usable: %s", name, error)
         return None
     kind = model.decode() if isinstance(model, bytes) else str(model)

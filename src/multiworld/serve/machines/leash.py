@@ -1,4 +1,4 @@
-"""A leash: the kernel kills a process as soon as nobody holds its leash.
+"""A leash: the kernel kills a process as soon as no process holds its leash.
 
 The leash is a pipe: its wearer has the read end, its holders have the write end. When
 the last holder exits, for whatever reason, the kernel sends the wearer the signal of
@@ -22,18 +22,18 @@ class Leash:
     def __init__(self) -> None:
         self._ends: tuple[int, ...] = os.pipe()
         folder = f"/proc/{os.getpid()}/fd"
-        # A process of the same user can open these, to wear it or hold it, too.
+        # Another process of this user can open these to wear or hold the leash.
         self.worn_at, self.held_at = (f"{folder}/{end}" for end in self._ends)
 
     def let_go(self) -> None:
-        """Stop holding it; its wearer is killed, unless another process holds it."""
+        """Release the leash; its wearer is killed unless another process holds it."""
         for end in self._ends:
             os.close(end)
         self._ends = ()
 
 
 def hold_leash(path: str) -> int:
-    """Hold another process's leash (``held_at``); closing the result lets go."""
+    """Hold the leash at a ``held_at`` until the returned descriptor is closed."""
     return os.open(path, os.O_WRONLY)
 
 
@@ -43,8 +43,8 @@ def open_leash(path: str) -> int:
 
 
 def wear_leash(reader: int, wearer: int | None = None) -> None:
-    """Make the kernel kill the wearer once nobody holds the leash."""
-    # ``wearer`` may be a process group, as a negative number.
+    """Make the kernel kill ``wearer`` (a process ID, or a negated process group ID; by
+    default this process) once no process holds the leash."""
     wearer = os.getpid() if wearer is None else wearer
     fcntl.fcntl(reader, fcntl.F_SETOWN, wearer)
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
@@ -52,7 +52,7 @@ def wear_leash(reader: int, wearer: int | None = None) -> None:
     fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
     poll = select.poll()
     poll.register(reader, 0)  # a hang-up is always reported
-    if poll.poll(0):  # nobody holds it any more
+    if poll.poll(0):  # no process holds the leash any more
         os.kill(wearer, signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ TICKS = os.sysconf("SC_CLK_TCK")  # per second, the unit of CPU times in ``/proc
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds since the start, and memory as ``memory_of`` counts it."""
+    """CPU seconds since the process started, and memory as in ``memory_of``."""
 
     cpu_s: float
     memory_bytes: int
@@ -33,7 +33,7 @@ def memory_of(pid: int) -> int:
 
 
 def outgrows(pid: int, limit: int) -> int | None:
-    """Return the bytes of a process and its descendants, if above ``limit``."""
+    """Return the bytes of a process and its descendants if above ``limit``."""
     family = family_of(pid)
     if sum(map(_resident, family)) <= limit:
         return None
@@ -56,7 +56,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def _fields(path: str, *names: str) -> int | None:
-    """Return the sum of some lines of a file like ``Name:  12 kB``, in bytes."""
+    """Return the sum, in bytes, of named lines in a file like ``Name: 12 kB``."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:
@@ -86,15 +86,15 @@ def _cpu_s(pid: int) -> float:
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for lack of memory, anywhere on
-    this host: a limit may be that of a container."""
+    """Counts the processes that the kernel has killed for lack of memory anywhere on
+    this host, because the exceeded limit may be a container's."""
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         self._count = count or _memory_kills
         self._known = self._count()
 
     def grew(self) -> bool:
-        """Return whether there are more than at the last call."""
+        """Return whether the count has grown since the last call."""
         before, self._known = self._known, self._count()
         return self._known > before
 

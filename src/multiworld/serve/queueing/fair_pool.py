@@ -1,4 +1,4 @@
-"""Threads that run slow calls of all tenants, in fair order."""
+"""Threads that run slow calls in fair order among tenants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FairPool:
         self._numbers = itertools.count()
 
     def submit(self, share: Share, cost: float, call: Callable[[], T]) -> Future[T]:
-        """Run a call once it is the tenant's turn, unless its future is cancelled."""
+        """Run a call when the fair order selects it, unless its future is cancelled."""
         made: Future[T] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -33,7 +33,7 @@ class FairPool:
         return made
 
     def _forget(self, number: int) -> None:
-        """Leave a call out that was cancelled while it waited."""
+        """Drop a call that was cancelled while it waited."""
         with self._lock:
             if self._calls.pop(number, None) is not None:
                 self._queue.drop(number)
@@ -42,7 +42,7 @@ class FairPool:
         with self._lock:
             number = self._queue.next()
             if number is None:
-                return  # it was cancelled
+                return  # the call was cancelled
             self._queue.take(number)
             made, call = self._calls.pop(number)
         if not made.set_running_or_notify_cancel():

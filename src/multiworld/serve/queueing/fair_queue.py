@@ -4,8 +4,8 @@ Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). A tenant's finish
 a virtual time that advances by cost / weight with every piece of its work that is
 served. The next piece comes from the tenant with the earliest start tag: its finish
 tag, but not before the current virtual time, the start tag of the piece served last. So
-a tenant with a long queue gets its share and no more, a tenant that seldom sends work
-is served next, and others may use what a tenant leaves unused.
+a tenant with a long queue gets only its share, work of a tenant that seldom sends any
+is served next, and unused shares go to the other tenants.
 
 Unlike in the paper, a tenant is charged when its work is served, not when it arrives:
 withdrawn work costs nothing.
@@ -24,20 +24,21 @@ import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
-PRUNE_AT = 1024  # finish tags; then those not after the virtual time are dropped
+# Number of finish tags at which those not after the virtual time are dropped.
+PRUNE_AT = 1024
 MIN_COST = 1.0  # otherwise work without rows would be free
-SPARE = 64  # outdated entries of the heaps, besides as many as there are tenants
+SPARE = 64  # outdated heap entries to allow beyond the number of tenants
 
 
 class Share(NamedTuple):
     """Tenant of a piece of work, and its weight."""
 
-    tenant: str = ""  # "": without a key
+    tenant: str = ""  # "" for clients without a key
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    priority: int = 0  # work of a higher one is always served first
+    priority: int = 0  # work of a higher priority is always served first
 
 
-DEFAULT_SHARE = Share()  # of clients without a key
+DEFAULT_SHARE = Share()  # for clients without a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +49,36 @@ class _Piece:
 
 
 class _Head(NamedTuple):
-    """First waiting piece of a tenant; the least of several is served first."""
+    """First waiting piece of a tenant; the smallest head is served first."""
 
-    rank: int  # its priority, negated
+    rank: int  # the tenant's priority, negated
     finish: float  # finish tag of the tenant
     number: int  # of the piece
-    since: int  # number of tenants that began to wait before
+    since: int  # how many tenants began to wait before this one
     tenant: str
 
 
 class _Schedule:
-    """The virtual time, the finish tags, and which of the waiting tenants is next.
+    """Virtual times, finish tags, and the order of the waiting tenants.
 
-    Each priority has its own: a tenant of a higher one would make all others due.
+    Each priority has a virtual time of its own: with a common one, a tenant of a higher
+    priority would make all others due.
     """
 
     def __init__(self) -> None:
         self._virtual_times: dict[int, float] = {}  # by rank
         self._finish_tags: dict[tuple[int, str], float] = {}
         self._prune_at = PRUNE_AT
-        # Entries of a heap that are not the head of their tenant any more are dropped
-        # when they come first. ``_due``: the finish tag has passed, so that the start
-        # tag is the virtual time, and the pieces' numbers alone give the order.
+        # Heap entries that are no longer the head of their tenant are dropped when they
+        # reach the top. ``_due`` holds the heads whose finish tag has passed: their
+        # start tag is the virtual time, so only the pieces' numbers order them.
         self._heads: dict[str, _Head] = {}
         self._later: list[_Head] = []
         self._due: list[tuple[int, int, int, _Head]] = []
         self._arrived = 0
 
     def copy(self) -> _Schedule:
-        """Return a schedule in the same state, which changes by itself."""
+        """Return an independent copy."""
         made = copy.copy(self)
         made._finish_tags, made._heads = self._finish_tags.copy(), self._heads.copy()
         made._virtual_times = self._virtual_times.copy()
@@ -123,7 +125,7 @@ class _Schedule:
             self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
     def first(self) -> str | None:
-        """Return the tenant that is served next; None if none waits."""
+        """Return the tenant to serve next; None if none waits."""
         heads, later, due = self._heads, self._later, self._due
         while later:
             head = later[0]
@@ -141,7 +143,7 @@ class _Schedule:
 
 
 class FairQueue(Generic[K]):
-    """Queue of work of all tenants, in fair order."""
+    """Queue of all tenants' work, in fair order."""
 
     def __init__(self) -> None:
         self._schedule = _Schedule()
@@ -161,7 +163,7 @@ class FairQueue(Generic[K]):
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
         queue = self._queues.setdefault(share.tenant, [])
-        # The (unique) numbers give the order of a tenant's work.
+        # The unique numbers order a tenant's work.
         bisect.insort(queue, (number, key))
         if queue[0][0] == number:
             self._put_head(self._schedule, share.tenant, queue[0][1])
@@ -194,7 +196,7 @@ class FairQueue(Generic[K]):
         return None if tenant is None else self._queues[tenant][0][1]
 
     def take(self, key: K) -> None:
-        """Remove a piece of work that is served, and charge its tenant."""
+        """Remove a piece of work to serve it, and charge its tenant."""
         piece = self._pieces[key]
         self._charge(self._schedule, piece)
         self.drop(key)
@@ -212,7 +214,7 @@ class FairQueue(Generic[K]):
             for queue in self._queues.values():
                 yield from (key for _, key in queue)
             return
-        self._schedule.first()  # what is due is noted once, not in each copy
+        self._schedule.first()  # move due heads once, not in each copy
         schedule, positions = self._schedule.copy(), dict.fromkeys(self._queues, 0)
         while (tenant := schedule.first()) is not None:
             queue, position = self._queues[tenant], positions[tenant]

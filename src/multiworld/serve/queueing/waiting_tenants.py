@@ -1,4 +1,4 @@
-"""Waiting work of a model by tenant, and the tenants that may add no more. Pure."""
+"""Waiting requests of a model by tenant, and each tenant's limit. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from multiworld.serve.queueing.fair_queue import Share
 
 
 class WaitingTenants:
-    """One tenant may fill a queue up to its limit. Others then share as much room again
-    by weight, at least one request each."""
+    """Numbers of waiting requests. One tenant may fill a queue up to its limit; the
+    others then share as much room again by weight, at least one request each."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -35,7 +35,7 @@ class WaitingTenants:
         if self.count + count <= limit:
             return False
         own = self._by_tenant[share.tenant]
-        is_more = own + count > 1  # than the one request that everybody may have
+        is_more = own + count > 1  # than the one request that every tenant may have
         if own == self.count or (is_more and self.count + count > 2 * limit):
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())

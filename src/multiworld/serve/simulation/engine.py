@@ -1,9 +1,9 @@
 """Discrete-event simulation of a served model: queues, batches, replicas.
 
-It follows the rules of the real parts: a bounded queue at the router, windows to the
-next stage, the less loaded of two random replicas, batches of what arrived during the
-previous one. Replicas are ready after ``start_s``, and drained before they exit. They
-do not slow each other down: each has the cores that it was measured with.
+It follows the rules of the service: a bounded queue at the gateway, windows to the next
+stage, the less loaded of two random replicas, batches of the requests that arrived
+during the previous batch. Replicas are ready after ``start_s``, and drained before they
+exit. They do not slow each other down: each has the cores that it was measured with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from multiworld.serve.controller.scaling.snapshot import (
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.text.engine_limits import EngineLimits
 
-# Calls a function at a time of the simulation, with that time.
+# Schedules a function to be called at a simulated time, with that time.
 At = Callable[[float, Callable[[float], None]], None]
 
 
@@ -45,10 +45,10 @@ class Arrival:
 class StageModel(StageNow):
     """One stage of a simulated model, as it starts."""
 
-    # Seconds of a batch, for its work (its rows, if each request takes 1).
+    # Seconds that a batch takes, by its work (its rows, if each request has work 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
-    max_wait_s: float = 0.0  # of the oldest request of a batch, for others
+    max_wait_s: float = 0.0  # that a batch's oldest request waits for others
     window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
 
@@ -60,8 +60,8 @@ class PipelineModel:
     name: str
     stages: tuple[StageModel, ...]
     policy: Policy
-    text: TextObjectives | None = None  # if it generates text
-    limits: EngineLimits | None = None  # of its stage 0 replicas
+    text: TextObjectives | None = None  # None: it does not generate text
+    limits: EngineLimits | None = None  # of stage 0 replicas that generate text
     max_model_len: int | None = None
     objective_s: float | None = None
     objective_share: float = 0.99
@@ -123,8 +123,8 @@ class SimulationResult:
 
     model: str
     objective_s: float | None
-    # Arrival and latency in seconds; for generated text, that of the first token. The
-    # latency is -1 if the request was refused or passed its deadline.
+    # Arrival and latency in seconds; for generated text, the latency of the first
+    # token. The latency is -1 if the request was refused or passed its deadline.
     requests: list[tuple[float, float]]
     attained: int
     refused: int
@@ -305,7 +305,7 @@ class Pipeline:
 
     def _end(self, replica: Replica, seconds: float, now: float) -> None:
         done, replica.running = replica.running, []
-        counts = self._counts[replica.stage]  # at the end, as replicas do
+        counts = self._counts[replica.stage]  # counted at the end, as replicas do
         counts[0] += len(done)
         counts[1] += 1
         counts[2] += seconds

@@ -20,7 +20,7 @@ from multiworld.serve.spec.profiles import ModelProfile, item_s_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.text.limits import limits_by
 
-Curve = Mapping[int, float]  # of a batch, by its rows
+Curve = Mapping[int, float]  # seconds of a batch, by its rows
 
 
 def seconds_of(curve: Curve) -> Callable[[float], float]:
@@ -100,7 +100,7 @@ def pipeline_of(
     )
 
 
-# For text without a deadline: longer than any stream.
+# Deadline for text generation without one: longer than any stream.
 NO_DEADLINE_S = 3600.0
 
 
@@ -135,7 +135,7 @@ def costs_of(model: PipelineModel) -> list[StageCost]:
 
 
 class Machines(Room):
-    """Room on a limited set of machines; ``needs`` holds each stage's, by model."""
+    """Room on a limited set of machines; ``needs`` are the stages' needs by model."""
 
     def __init__(self, ledger: Bookings, needs: Mapping[str, tuple[Need, ...]]) -> None:
         self._ledger, self._needs = ledger, needs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
-FLAP_S = 60.0  # within which scaling one way and back counts as a flap
+FLAP_S = 60.0  # seconds within which scaling one way and back counts as a flap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class Score:
     policy: str
     model: str
     requests: int
-    attained: float  # share of all requests within the objective, or else answered
+    # Share of requests within the objective; without one, share answered.
+    attained: float
     goodput: float  # requests per second answered within the objective
     replica_s: float  # summed over all stages
     mean_replicas: float

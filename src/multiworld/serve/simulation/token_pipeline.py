@@ -2,8 +2,8 @@
 
 Each replica of stage 0 has the real scheduler; steps pass through the stages, each for
 the time that was measured for its tokens. A sequence is pinned to the least loaded
-replica of each stage. It moves if its replica drains or another one is new: the new
-replica first computes its tokens.
+replica of each stage. It moves off a draining replica, or onto a new one; the target
+first recomputes its tokens.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TokenPipeline(Pipeline):
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
         longest = min(self._limits.longest, self._model.max_model_len or math.inf)
         if sequence.prompt + sequence.answer > longest:
-            # A mistake of the client, which no policy sees.
+            # The client's mistake, which policies do not see.
             sequence.is_refused = True
             self._too_long += 1
             return
@@ -243,7 +243,7 @@ class TokenPipeline(Pipeline):
                 self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
     def _restart(self, sequence: SimulatedSequence) -> None:
-        """Place a sequence that has no token yet elsewhere, from its start."""
+        """Place a sequence without a token elsewhere, to compute it from its start."""
         number = sequence.key[:2]
         self._leave(sequence)
         sequence.key = (*number, sequence.key[2] + 1)
@@ -321,7 +321,7 @@ class TokenPipeline(Pipeline):
         now: float,
     ) -> None:
         replica.is_busy = False
-        self._rows[replica.stage] += rows  # at the end, as replicas do
+        self._rows[replica.stage] += rows  # counted at the end, as replicas do
         self._counts[replica.stage][1] += 1
         self._counts[replica.stage][2] += seconds
         if isinstance(work, Preparation):

@@ -22,19 +22,19 @@ CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
 # Titles of columns with the number of output tokens.
 GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")
 
-# Time of an output token, as a multiple of the time of a prompt token. Prompt tokens
-# are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: a
-# prompt of 1,500 tokens takes as long as about 40 to 80 output tokens.)
+# Time of an output token, as a multiple of the time of a prompt token, because prompt
+# tokens are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5 and 6:
+# a prompt of 1,500 tokens takes as long as about 40 to 80 output tokens.)
 TOKEN_WEIGHT = 20.0
 
 LONGEST_S = 1e8  # of a trace: three years
-MAX_REQUESTS = 10_000_000  # of a generated one; they are kept in memory
+MAX_REQUESTS = 10_000_000  # of a generated trace; all are kept in memory
 
-_FINER = re.compile(r"(\.\d{6})\d+")  # than microseconds, which a date has at most
+_FINER = re.compile(r"(\.\d{6})\d+")  # finer than the microseconds of a datetime
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
-    """Read a CSV file; ``by_tokens``: work follows from tokens, else it is 1."""
+    """Read a CSV file; ``by_tokens``: derive work from tokens, else it is 1."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             found = _read(csv.reader(file), path, by_tokens)
@@ -132,13 +132,14 @@ def _from_zero(found: list[Arrival]) -> list[Arrival]:
     return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
-MIN_CV, MAX_CV = 0.01, 100.0  # of variation: from a clock to hours between bursts
+# Coefficient of variation: regular to hours between bursts.
+MIN_CV, MAX_CV = 0.01, 100.0
 
 
 def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
     """Return arrivals with gamma-distributed gaps, as AlpaServe (OSDI 2023) does."""
     draw = random.Random(seed)
-    # A coefficient of variation of 1 is a Poisson process, more is burstier.
+    # A coefficient of variation of 1 gives a Poisson process; a larger one is burstier.
     shape = 1.0 / (cv * cv)
     found: list[float] = []
     at = 0.0
@@ -155,7 +156,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
     begin = 0.0
     for number, part in enumerate(text.split("+")):
         kind, _, rest = part.partition(":")
-        # Tokens are means of an exponential distribution.
+        # The numbers of tokens are means of exponential distributions.
         given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0, "prompt": 0.0, "answer": 0.0}
         try:
             for item in rest.split(","):

@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MAX_UNCONFIRMED  # batch numbers by gateway, which resends fewer than that
+KEPT = 4 * MAX_UNCONFIRMED  # batch numbers kept by gateway, which resends fewer
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -70,7 +70,7 @@ class TenantDatabase:
             raise _unusable(path, error) from error
 
     def _check_format(self) -> int:
-        """Return the format of the file; raise ServeError if it is not known."""
+        """Return the format of the file; raise ServeError if it is unknown."""
         found: int
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found > FORMAT:
@@ -218,7 +218,7 @@ class TenantDatabase:
         ]
 
 
-# Errors of the disk, not of the file.
+# SQLite errors about the disk, not about the file's content.
 OF_DISK = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,

@@ -15,7 +15,7 @@ from multiworld.serve.queueing.fair_queue import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Record of an API key, without the key. Times are since the epoch."""
+    """Record of an API key, without the key itself. Times are since the epoch."""
 
     id: str  # not secret
     digest: str  # SHA-256 of the whole key in hexadecimal
@@ -28,16 +28,17 @@ class Tenant:
     """A client of the service, with its permissions and limits. None: no limit."""
 
     name: str
-    models: tuple[str, ...] = ("*",)  # that it may use; ``*`` and ``?`` are wildcards
+    # Models that it may use, with wildcards ``*`` and ``?``.
+    models: tuple[str, ...] = ("*",)
     rpm_limit: int | None = None  # requests in any 60 seconds
     max_parallel_requests: int | None = None
-    bytes_per_s: float | None = None  # of requests and answers, on average
+    bytes_per_s: float | None = None  # in requests and answers, on average
     tpm_limit: int | None = None  # prompt and output tokens per minute, on average
     # Prompt and output tokens; days and months are UTC's.
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     weight: float = 1.0
-    priority: int = 0  # a higher one always runs first
+    priority: int = 0  # higher priorities always run first
     is_operator: bool = False  # may read the metrics, which cover all tenants
     is_suspended: bool = False  # its keys are refused for now
     keys: tuple[Key, ...] = ()
@@ -63,9 +64,9 @@ def tenant_from_json(data: Any) -> Tenant:
     return _TENANT.validate_python(data)
 
 
-ANONYMOUS = Tenant(name="")  # of clients without a key, where none is needed
+ANONYMOUS = Tenant(name="")  # for clients without a key, if none is needed
 
-# Digest compared for an unknown key id, so that the check takes the same time.
+# Compared for an unknown key id, so that the check takes the same time.
 NO_DIGEST = "0" * 64
 
 
@@ -94,8 +95,8 @@ class TenantDirectory:
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
         """Return the tenant of a key; None if the key is unknown or not valid."""
-        # The time reveals neither whether the id exists nor how much of the digest
-        # matches.
+        # The time that this takes reveals neither whether the id exists nor how much of
+        # the digest matches.
         key, name = self._keys.get(key_id, (None, ""))
         is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
         if key is None or not is_valid:

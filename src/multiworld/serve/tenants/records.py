@@ -33,6 +33,6 @@ class AuditEntry(msgspec.Struct, frozen=True):
     at: float
     who: str
     act: str  # method and path of the request
-    # The body of the request as it arrived, even if no route knows it.
+    # The body of the request as it arrived, even if no route accepts it.
     what: dict[str, Any]
     outcome: str  # "begun", "done", "failed" or "refused (STATUS)"

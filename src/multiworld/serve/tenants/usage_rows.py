@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-MINUTE_S = 60  # that one row covers
-MAX_UNCONFIRMED = 16  # batches of a gateway; at this number it makes no new one
+MINUTE_S = 60  # seconds that one row covers
+MAX_UNCONFIRMED = 16  # unconfirmed batches at which a gateway makes no new one
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class UsageTotals:
     requests: int = 0  # admitted, and ended
     answered: int = 0  # with status 200
     failed: int = 0
-    refused: int = 0  # by a limit, a quarantine or for lack of permission
+    refused: int = 0  # by a limit, a quarantine or missing permission
     rows: int = 0  # of answered requests
     bytes_in: int = 0
     bytes_out: int = 0

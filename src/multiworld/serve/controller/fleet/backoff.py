@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-FREE_FAILURES = 2  # A single fault is repaired at once, a crash loop is not
+FREE_FAILURES = 2  # crashes repaired at once; more count as a crash loop
 
 FIRST_S = 0.5
-LAST_S = 30.0  # it doubles in between
+LAST_S = 30.0  # the backoff doubles up to this
 
 # Maximum backoff, in seconds, after the crash of a ready process: the cause may be
 # external, and requests wait for the replacement.
 LAST_READY_S = 2.0
 
-# Seconds of readiness after which a replacement starts at once, however many crashes
-# preceded. A start takes about a second, so a stage that keeps crashing is still ready
-# most of the time; and if it has no other replica, requests wait for it.
+# Seconds of readiness after which a crashed process is replaced at once, even in a
+# crash loop. A start takes about a second, so such a stage is still ready most of the
+# time; and if it has no other replica, requests wait for it.
 BRIEF_S = 3.0
 
-STABLE_S = 10.0  # of readiness; a crash after that is no longer part of a loop
+STABLE_S = 10.0  # seconds of readiness that end a crash loop
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Crashes:
     failures: int = 0
     not_before: float = 0.0  # monotonic time of the next replacement, at the earliest
     cause: str = ""
-    same: int = 0  # of the latest, with the same cause
+    same: int = 0  # consecutive latest ones with the same cause
 
 
 class CrashBackoff:

@@ -21,9 +21,9 @@ rare_log = RareLog(logger)
 
 KEPT = 200  # decisions in memory
 KEPT_SNAPSHOTS = 20  # in memory; they may have thousands of samples
-WAITING = 100  # decisions that wait for the disk; later ones are not written
-FORMAT = 1  # of a line; lines of releases before formats have none, and are the same
-FILE_BYTES = 8 * 2**20  # beyond which the file is rotated; one old file is kept
+WAITING = 100  # maximum of decisions waiting for the disk; more are not written
+FORMAT = 1  # of a line; older releases wrote the same lines without it
+FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class _Lines:
             decided = self._waiting.get()
             try:
                 self._append(_line_of(decided))
-            except Exception as error:  # of the disk, or of a policy's facts
+            except Exception as error:  # the disk, or a policy's unencodable facts
                 rare_log.error("cannot write the decision log", error)
             self._waiting.task_done()
 
@@ -115,7 +115,7 @@ class DecisionLog:
         self._write(decided)
 
     def set_reason(self, kind: str, about: str, what: str) -> None:
-        """Set the latest reason, whether or not the decision changes something."""
+        """Set the latest reason, whether or not the decision changes anything."""
         self._reasons[kind, about] = Assessment(kind, about, time.time(), what)
 
     def last(self, count: int) -> list[LoggedDecision]:
@@ -132,7 +132,7 @@ class DecisionLog:
         self._lines.put(decided)
 
     def settle(self, limit_s: float) -> None:
-        """Wait until the file has all decisions."""
+        """Wait until all decisions are in the file."""
         if self._lines is not None:
             self._lines.settle(limit_s)
 

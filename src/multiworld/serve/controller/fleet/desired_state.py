@@ -26,7 +26,8 @@ def desired_state_of(
 ) -> DesiredState:
     """Return the desired state of a spec; scaled stages keep their size if in range.
 
-    A fixed number is the start: a stage keeps its size until that number changes.
+    A fixed number is only the initial size: a stage that was scaled keeps its size
+    until that number changes.
     """
     models = {}
     for name, model in app.models.items():
@@ -82,9 +83,9 @@ def with_new_versions_started(
 ) -> DesiredState:
     """Return ``desired`` with at least one replica of each stage of new versions.
 
-    ``old``: versions before, by model.
+    ``old``: the previous versions, by model.
     """
-    # Without, a new version would be active before a probe has passed through it.
+    # Otherwise a new version would be active before a probe has passed through it.
     models = dict(desired.models)
     for name, model in desired.models.items():
         if old.get(name, model.version) != model.version:
@@ -169,7 +170,7 @@ def check_update(
 
 
 def version_fields(spec: ModelSpec) -> Any:
-    """Return the fields that define a version: none for scaling and placement."""
+    """Return the fields that define a version: all but scaling and placement."""
     stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
     found = spec.model_dump(exclude={"stages", *SCALING_FIELDS})
     for name in SCALING_TEXT_FIELDS if spec.generation is not None else ():
@@ -177,7 +178,7 @@ def version_fields(spec: ModelSpec) -> Any:
     return found, stages
 
 
-# Fields of a model that affect scaling and placement, but no result.
+# Fields of a model that affect scaling and placement but not results.
 SCALING_FIELDS = {
     "identity",
     "deadline_s",

@@ -58,7 +58,7 @@ class ProcessGone:
 
     name: str
     why: str
-    cause: str = ""  # its own words about a crash; equal crashes have equal causes
+    cause: str = ""  # the process's own message; equal crashes have equal causes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The controller was stopped; it has not seen what happened in that time."""
+    """The controller was paused for some time, and missed what happened."""
 
     seconds: float
 

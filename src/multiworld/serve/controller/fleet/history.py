@@ -35,7 +35,7 @@ BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher"
 
 
 class History:
-    """The last events of a service, and counts by kind, model and stage of all."""
+    """The last events of a service, and counts of all by kind, model and stage."""
 
     def __init__(self) -> None:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)

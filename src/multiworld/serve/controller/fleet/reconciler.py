@@ -48,12 +48,14 @@ class Reconciler:
     def __init__(
         self,
         *,
-        # For a process to become ready; also between two of a new version.
+        # Maximum time for a process to become ready, and between two replicas of a new
+        # version that become ready.
         ready_s: float = 120.0,
-        drain_s: float = 60.0,  # for a draining process to finish its work
+        drain_s: float = 60.0,  # maximum for a draining process to finish its work
         first: int = 1,
         number: int = 0,
-        active: dict[str, str] | None = None,  # versions, by an earlier controller
+        # Versions activated by an earlier controller.
+        active: dict[str, str] | None = None,
         starts_at_once: int = 64,
     ) -> None:
         self.starts_at_once = starts_at_once
@@ -68,7 +70,7 @@ class Reconciler:
         self._versions: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
         self.unplaced: dict[StageKey, str] = {}  # missing resources
-        # From launch to readiness, of the last start.
+        # Time from launch to readiness in the last start.
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
         self.losses: Counter[StageKey] = Counter()  # since the controller started
@@ -77,7 +79,7 @@ class Reconciler:
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
         if isinstance(event, events.Applied):
-            # Every process sends one for each table: only what drains waits for them.
+            # Every process sends one per table; only draining processes wait for them.
             if event.name in self.processes:
                 self.processes[event.name].applied = event.number
             finished: list[Action] = list(self._finish())
@@ -96,7 +98,7 @@ class Reconciler:
             case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
             case events.Adopted(process):
-                # Who sends to it may not have heard that it drains.
+                # Its senders may not have heard that it drains.
                 process.drain_number = self.table.number + 1
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
@@ -124,7 +126,8 @@ class Reconciler:
             case events.DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
             case events.ModelNeeded(model) if model in self._updates:
-                # The autoscaler leaves updates alone, and the old version is active.
+                # The autoscaler skips models that are being updated, so start the old
+                # version, which is still active, here.
                 key = model, self.active[model]
                 if (old := self._versions.get(key)) is not None:
                     counts = tuple(max(1, count) for count in old.replicas)
@@ -156,7 +159,7 @@ class Reconciler:
 
     @property
     def sizes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Numbers of replicas of all versions that are desired or run."""
+        """Numbers of replicas of all versions that are desired or still run."""
         return {key: model.replicas for key, model in self._versions.items()}
 
     def version(self, name: str, version: str) -> DesiredModel | None:
@@ -214,7 +217,7 @@ class Reconciler:
             self._updates[process.model] = version, now
 
     def _updates_wait(self, keys: set[StageKey], now: float) -> None:
-        """Restart the deadlines of updates that wait for the starts of others."""
+        """Restart the deadlines of updates whose starts wait for other starts."""
         for key in keys - self.unplaced.keys():
             model, version, _ = key
             if self._updates.get(model, ("", 0.0))[0] != version:
@@ -260,7 +263,7 @@ class Reconciler:
             text = f"{what} cannot be placed: {why}"
             yield LogEvent("unplaced", text)
         for other in self._processes_of(key):
-            if other.is_drain_requested:  # nothing could replace it
+            if other.is_drain_requested:  # no replacement can start
                 other.is_drain_requested = False
                 yield LogEvent(
                     "kept", f"{other.name} stays: there is no room for its replacement"
@@ -291,8 +294,8 @@ class Reconciler:
                 yield from self._roll_back(name, model.version)
 
     def _note_waits(self, now: float) -> None:
-        """Leave the time in which a replica waits for others out of its start: for
-        other stages, or for a gateway to probe it."""
+        """Exclude from a replica's start the time in which it waits for other stages,
+        or for a gateway to probe it."""
         has_gateway = any(self._probers())
         if not has_gateway:
             updates = self._updates.items()
@@ -311,7 +314,7 @@ class Reconciler:
             process.waited_at = now if is_waiting else None
 
     def _postpone(self, seconds: float, now: float) -> None:
-        """Move all deadlines, but none that began after the pause."""
+        """Extend all deadlines by a pause, at most to their full time from now."""
         for process in self.processes.values():
             if process.waited_at is None:
                 process.since = min(now, process.since + seconds)
@@ -402,11 +405,11 @@ class Reconciler:
             and not p.is_gateway
         ]
         chosen = next_starts(shortages, self.starts_at_once - len(starting))
-        # A slow start may be a hung one: what is urgent is not to wait for it.
+        # A slow start may hang, so urgent starts must not wait for it.
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
         every = len(starting) + sum(bool(key[0]) for key in chosen)
-        # They may be slow because there are many: at most twice as many start then.
+        # But starts may be slow because there are many, so allow at most twice as many.
         limit = self.starts_at_once
         room = min(every - fast, limit - fast, 2 * limit - every)
         chosen += urgent_starts(shortages, chosen, max(0, room))
@@ -415,7 +418,7 @@ class Reconciler:
             yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return the ready replicas of a stage, of any version; at least one."""
+        """Return a stage's ready replicas of any version; ServeError if none."""
         names = [
             p.name
             for p in self.processes.values()
@@ -455,7 +458,7 @@ class Reconciler:
                     p.phase is ProcessPhase.READY
                     for p in self._processes_of((name, model.version, s))
                 )
-                >= max(1, count)  # it has not answered a probe before
+                >= max(1, count)  # a probe must have passed every stage
                 for s, count in enumerate(model.replicas)
             ):
                 self.active[name] = model.version
@@ -470,7 +473,7 @@ class Reconciler:
                 yield from self._drain(process, now)
 
     def _identified(self, process: Process, fingerprint: str) -> Iterator[Action]:
-        """Record a replica's hardware fingerprint; log if others differ."""
+        """Record a replica's hardware fingerprint; log it if other replicas' differ."""
         process.fingerprint = fingerprint
         others = {
             p.fingerprint
@@ -509,7 +512,7 @@ class Reconciler:
             yield Announce(self.table)
 
     def _refused(self) -> set[tuple[str, str]]:
-        """Return the active versions that lack a replica since their files changed."""
+        """Return the active versions whose changed files keep a stage from starting."""
         ready = {_key_of(p) for p in self.processes.values() if not p.is_starting}
         keys = (
             (name, version, stage)
@@ -553,13 +556,13 @@ class Reconciler:
         ]
 
     def _probe_s(self, process: Process) -> float:
-        """Return the limit of a replica's next probe: twice the last, to a deadline."""
+        """Return the limit of a replica's next probe; it doubles up to the deadline."""
         known = self._versions.get((process.model, process.version))
         longest_s = max(PROBE_S, known.deadline_s if known else 0.0)
         return min(longest_s, PROBE_S * 2.0**process.probe.failures)
 
     def _pass_unprobed(self, now: float) -> Iterator[Action]:
-        """Let replicas be ready whose probe would need a stage that is at zero."""
+        """Mark replicas ready that cannot be probed: another stage is at zero."""
         for process in list(self.processes.values()):
             key = process.model, process.version
             known = self._versions.get(key)
@@ -599,12 +602,12 @@ class Reconciler:
             senders += self._processes_of(
                 (process.model, process.version, process.stage - 1)
             )
-            # A process that starts gets the latest table when it joins.
+            # A starting process gets the latest table when it joins.
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders if s.is_there
             )
-            # If a whole stage drains, earlier stages that also drain still send it
-            # their work. Earlier stages that stay take back what they cannot send.
+            # If a whole stage drains, earlier stages that drain, too, still send it
+            # their work. Earlier stages that stay take back work that they cannot send.
             is_last_of_stage = not any(
                 not p.is_going for p in self._processes_of(_key_of(process))
             )
@@ -622,15 +625,15 @@ class Reconciler:
 
 LOADED_PHASES = (ProcessPhase.LOADED, ProcessPhase.READY, ProcessPhase.DRAINING)
 
-PLACEMENT_RETRY_S = 1.0  # before placing it again; a new machine ends the wait
+PLACEMENT_RETRY_S = 1.0  # before placing a replica again; a new machine ends the wait
 PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s
 
 # Consecutive failed probes after which a replica is replaced.
 PROBE_FAILURES = 5
 
 PROBE_S = 10.0  # for the first probe of a replica
-PROBE_GRACE_S = 5.0  # without an outcome; then a probe counts as lost and is repeated
-# Consecutive failures of one cause after which a stage's first start is given up.
+PROBE_GRACE_S = 5.0  # beyond a probe's limit, until it counts as lost and is repeated
+# Consecutive failures with one cause after which a stage's first start is given up.
 FIRST_START_FAILURES = 4
 # Consecutive crashes of one stage after which a new version is rolled back.
 ROLL_BACK_FAILURES = 3

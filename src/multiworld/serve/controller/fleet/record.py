@@ -25,7 +25,7 @@ from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.engine.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1
+FORMAT = 1  # of ``record.json``; older releases wrote none, which counts as 1
 MAX_SOCKET_PATH = 107  # bytes, on Linux
 
 
@@ -40,8 +40,8 @@ class ProcessRecord(BaseModel):
     stage: int
     phase: str
     pid: int
-    began: int  # start in the kernel's ticks, guards against a reused ``pid``
-    node: str = ""  # empty beside the controller
+    began: int  # start in the kernel's ticks; detects a reused ``pid``
+    node: str = ""  # empty on the controller's machine
     gpus: tuple[int, ...] = ()
     is_drain_requested: bool = False
     fingerprint: str = ""
@@ -67,18 +67,18 @@ class Record(BaseModel):
     active: dict[str, str]
     store: StoreRecord | None = None
     port: int = 0
-    number: int = 0  # of the last routing table
+    number: int = 0  # number of the last routing table
     next_number: int = 1  # in the name of the next process
     replicas: dict[str, list[int]] = {}  # of the desired versions
-    # Of all versions, by model and version; empty in older releases.
+    # Replicas of all versions, by model and version; empty in older releases.
     sizes: dict[str, dict[str, list[int]]] = {}
     processes: list[ProcessRecord] = []
 
 
 def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
-    """Return the sizes that models had under the controller before.
+    """Return the sizes that models had under the previous controller.
 
-    They are those of the same version, or else of the one that was active.
+    The sizes are those of the same version, or else of the active one.
     """
     found = {}
     for name, model in app.models.items():
@@ -190,7 +190,7 @@ class StateFolder:
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
-        with contextlib.suppress(OSError):  # of a full disk; it is for messages only
+        with contextlib.suppress(OSError):  # disk full; the file is only for messages
             os.truncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
@@ -203,11 +203,11 @@ class StateFolder:
             return ""
 
     def is_controlled(self) -> bool:
-        """Return whether a controller runs, without taking its lock even briefly."""
+        """Return whether a controller runs; never takes its lock, even briefly."""
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
-        except OSError:  # there is none, or it is another user's
+        except OSError:  # no such file, or another user's
             return False
         kind: int = struct.unpack_from("h", found)[0]
         return kind != fcntl.F_UNLCK
@@ -290,7 +290,7 @@ class RecordKeeper:
         self._newest: Record | None = None
         self._saved: Record | None = None
         self._writing: asyncio.Task[None] | None = None
-        # Number of records kept, and of the last one that was written or failed.
+        # Number of ``keep`` calls; number of the last one written or failed.
         self._kept = self._tried = 0
         self._tried_one = asyncio.Event()
 
@@ -306,8 +306,7 @@ class RecordKeeper:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def settled(self, limit_s: float) -> None:
-        """Wait at most ``limit_s`` until what is the newest record now is written, or
-        could not be."""
+        """Wait at most ``limit_s`` until the newest record is written or failed."""
         wanted = self._kept
         try:
             async with asyncio.timeout(limit_s):

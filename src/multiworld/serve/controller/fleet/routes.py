@@ -1,4 +1,4 @@
-"""The routing table that follows from the state of the fleet. Pure."""
+"""The routing table, computed from the state of the fleet. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiworld.serve.controller.fleet.state import (
 )
 from multiworld.serve.wire.routing_table import Replica, Route, RoutingTable
 
-# Desired state, by model and version, of all versions that are desired or still run.
+# Desired state of all versions that are desired or still run, by model and version.
 Versions = Mapping[tuple[str, str], DesiredModel]
 
 

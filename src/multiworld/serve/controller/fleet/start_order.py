@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiworld.serve.machines.amounts import Node
 
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
-# Seconds after which a start counts as slow: no urgent start waits for it.
+# Seconds after which a start counts as slow, so that urgent starts do not wait for it.
 SLOW_START_S = 10.0
-PER_CORE = 2  # starts per core; one spends half of its time waiting for others
+PER_CORE = 2  # starts per core: a start waits for half of its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Shortage:
 
     @property
     def urgent(self) -> int:
-        """The number of starts that are to wait for no slow one."""
+        """Number of starts that must not wait for slow ones."""
         first = int(self.missing == self.count > 0)
         return min(self.missing, max(self.lost, first))
 
@@ -50,8 +50,8 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
 def urgent_starts(
     shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
-    """Return starts that are not chosen, the most needed first: in place of lost
-    replicas, and of the first one of a stage."""
+    """Return urgent starts beyond ``chosen``, the most needed first: replacements of
+    lost replicas, and first replicas of stages."""
     taken = Counter(chosen)
     found = sorted(
         (_urgency(shortage, nth), shortage.key)
@@ -75,7 +75,7 @@ def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
 
 
 def starts_at_once(nodes: Iterable[Node]) -> int:
-    """Return the maximum of concurrent starts; one address is one machine."""
+    """Return the maximum number of concurrent starts; one address is one machine."""
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)

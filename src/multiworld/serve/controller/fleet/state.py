@@ -13,7 +13,7 @@ class DesiredModel:
     version: str
     replicas: tuple[int, ...]
     max_queued_requests: int = 512
-    max_ongoing_requests: int = 32  # from one gateway to one replica of stage 0
+    max_ongoing_requests: int = 32  # per gateway and replica of stage 0
     deadline_s: float = 30.0
     objective_s: float | None = None
     on_demand: tuple[int, ...] = ()  # stages that scale to zero
@@ -21,7 +21,7 @@ class DesiredModel:
     ttft_s: float | None = None  # objective for the first token
     tpot_s: float | None = None  # objective for each further token
     start_s: float | None = None  # for a replica to become ready; None: the service's
-    has_deadline: bool = True  # by default; text has none
+    has_deadline: bool = True  # False for text without ``deadline_s``
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Process:
     version: str = ""
     stage: int = 0
     phase: ProcessPhase = ProcessPhase.LAUNCHING
-    # Monotonic time of launch, readiness or start of draining, the last of them.
+    # Monotonic time of launch, readiness or start of draining, whichever came last.
     since: float = 0.0
-    waited_at: float | None = None  # it is loaded, but a stage beside it is not
-    waited_s: float = 0.0  # so long, which ``since`` does not count
+    waited_at: float | None = None  # since when it is loaded but another stage is not
+    waited_s: float = 0.0  # total of such waits, which ``since`` excludes
     applied: int = 0  # number of the last routing table that it has applied
     # Number of the first routing table without this process as a target; senders that
     # have applied it send nothing more.

@@ -21,8 +21,8 @@ class RunningProcess:
 
     name: str
     pid: int
-    began: int  # start in the kernel's ticks: tells a reused ``pid``
-    node: str = ""  # empty beside the controller
+    began: int  # start in the kernel's ticks; detects a reused ``pid``
+    node: str = ""  # empty on the controller's machine
 
 
 # Callback with the name of a process that has exited, and its exit code if known.
@@ -35,10 +35,10 @@ class LauncherContext:
 
     app: AppSpec
     preload: Sequence[str]
-    waiting: WaitingServer | None = None  # for the first processes
+    waiting: WaitingServer | None = None  # fork server for the first processes
     env: dict[str, str]  # added to the environment of every process
     logs: Path  # folder for the launcher's own output
-    node: Node  # the controller's, with the resources that the service may use
+    node: Node  # the controller's machine, with the resources for the service
     on_exit: OnExit
     on_nodes: Callable[[], None]  # called after machines or ``trouble`` have changed
     is_new: bool  # no process of this service runs yet
@@ -68,8 +68,7 @@ class Launcher(Protocol):
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the bytes of memory that a process uses, if more than ``limit``.
 
-        None also if this process cannot see it; every replica checks its own memory,
-        too.
+        Also None if the controller cannot see it; replicas also check their own memory.
         """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:

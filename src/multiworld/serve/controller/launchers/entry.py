@@ -15,13 +15,13 @@ from multiworld.serve.replica.batches.rank_group import LEADER, fork_ranks
 from multiworld.serve.replica.process import run_follower, run_worker
 from multiworld.serve.wire.process_args import ProcessArgs
 
-# Makes the kernel, out of memory, kill a replica before a gateway or the store.
+# Makes the kernel's OOM killer kill replicas before gateways and the store.
 OOM_SCORE = 500
 
 
 def main(text: str) -> int:
     """Run the process described by ``ProcessArgs`` as JSON; return its exit code."""
-    # Forced: the process that this one is forked from has configured it for people.
+    # Forced, because the parent of this fork has configured logging for people.
     logging.basicConfig(
         level=min(logging.INFO, logging.getLogger().level),
         force=True,
@@ -32,10 +32,10 @@ def main(text: str) -> int:
     rank = args.rank
     setproctitle(f"multiworld {args.name}" + (f" rank {rank}" if rank else ""))
     if args.alive and Path(args.alive).exists():
-        # Held until this process exits; the store exits when no process holds it.
+        # Held until this process exits. The store exits when no process holds it.
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if args.role == "gateway":
-        # Not at the top, because replicas need no web server.
+        # Imported here, because replicas need no web server.
         from multiworld.serve.gateway.process import run_gateway
 
         return asyncio.run(run_gateway(args))

@@ -33,7 +33,7 @@ from multiworld.serve.engine.models.imported_sources import note_preloaded
 from multiworld.serve.machines.leash import open_leash, wear_leash
 from multiworld.serve.machines.open_files import raise_limit
 
-# Looks at threads that may be gone soon, and seconds between them.
+# Number of checks whether an ending thread is gone, and seconds between them.
 GONE_LOOKS, GONE_S = 20, 0.01
 
 
@@ -71,10 +71,10 @@ class ForkServer:
         try:
             self._control.sendall(protocol.LineCodec.encode(news))
         except OSError:
-            pass  # the next read sees that the socket is closed
+            pass  # the next read notices that the socket is closed
 
     def _launch(self, order: protocol.Launch) -> bool:
-        """Fork a process; return whether this process can fork others."""
+        """Fork a process; return whether this process can fork further ones."""
         name = order.name
         threads = count_threads()
         if threads != 1 and has_more_threads(1):
@@ -88,7 +88,7 @@ class ForkServer:
             return not self._has_modules
         leash = None
         try:
-            # Before the answer, because the sender may let go after it.
+            # Opened before the answer, after which the sender may let go.
             leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:
@@ -135,7 +135,7 @@ class ForkServer:
 
 
 def _redirect(path: str) -> None:
-    """Read nothing, and write to a log unless ``path`` is empty."""
+    """Redirect stdin to /dev/null, and the output to the log ``path`` unless empty."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -167,8 +167,7 @@ def count_threads() -> int:
 
 
 def has_more_threads(before: int) -> bool:
-    """Return whether threads have been added that stay: one that was joined is there
-    for a moment."""
+    """Return whether there are lasting new threads; joined ones vanish with delay."""
     for _ in range(GONE_LOOKS):
         if count_threads() <= before:
             return False
@@ -184,7 +183,7 @@ class WaitingServer(NamedTuple):
 
 
 def fork_waiting() -> WaitingServer | None:
-    """Fork a fork server from this process; None if that has several threads."""
+    """Fork a fork server from this process; return None if it has several threads."""
     if count_threads() != 1:
         return None
     ours, theirs = socket.socketpair()
@@ -208,9 +207,9 @@ def fork_waiting() -> WaitingServer | None:
 
 
 def _close_inherited() -> None:
-    """Close what the controller's starter left open, such as a lock of its own.
+    """Close inherited descriptors, such as a lock of the controller's parent.
 
-    The processes of a service outlive the controller. ``subprocess`` closes it, too.
+    The processes of a service outlive the controller. ``subprocess`` closes them, too.
     """
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -218,7 +217,7 @@ def _close_inherited() -> None:
             if number > 2 and os.get_inheritable(number):
                 os.close(number)
         except OSError:
-            pass  # that of the listed folder
+            pass  # the descriptor of the listing itself
 
 
 def _begin(control: socket.socket) -> None:
@@ -242,7 +241,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)  # a module's thread would hold up the end of the interpreter
+        os._exit(0)  # a module's thread would delay the interpreter's exit
 
 
 def _serve(control: socket.socket, modules: Sequence[str]) -> None:

@@ -24,13 +24,15 @@ logger = logging.getLogger("multiworld.serve")
 
 FORK_SERVER = "multiworld.serve.controller.launchers.fork_server"
 
-WARM_S = 120.0  # for the fork server to import its modules
+WARM_S = 120.0  # maximum for the fork server to import its modules
 
-# Before the start of a fork server is repeated; doubles each time.
+# Seconds before retrying to start a fork server: the first pause, which doubles each
+# time, and the maximum.
 RETRY_S, RETRY_MAX_S = 1.0, 30.0
 
 
-# A forked process must not inherit a thread, nor CUDA in use.
+# Environment of fork servers: a forked process must inherit neither a thread nor an
+# initialized CUDA.
 FORKED = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow; transformers loads it
@@ -98,7 +100,7 @@ class Forks:
                 self._forget(module)
 
     def _forget(self, module: str) -> None:
-        """Leave a module and those after it, which may import it, to the processes."""
+        """Stop preloading a module and those after it, which may import it."""
         kept = self._preload.index(module) if module in self._preload else 0
         logger.warning(
             "a thread of %s keeps the fork server from forking: processes import %s "

@@ -29,12 +29,12 @@ M = TypeVar("M")
 
 END_S = 5.0  # for a helper process to exit before it is killed
 PING_S = 1.0  # between pings
-MISSED_LIMIT = 5  # unanswered pings: then it counts as hung
+MISSED_LIMIT = 5  # unanswered pings after which it counts as hung
 LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
 
 
 class ForkedChild:
-    """A child of ``os.fork``; it is reaped when it exits, as those of asyncio are."""
+    """A child of ``os.fork``; it is reaped on exit, like asyncio's subprocesses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -51,12 +51,12 @@ class ForkedChild:
         self._exited.set()
 
     def kill(self) -> None:
-        """Kill it; do nothing if it has exited."""
+        """Kill the child; do nothing if it has exited."""
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait until it has exited."""
+        """Wait until the child has exited."""
         await self._exited.wait()
 
 
@@ -72,10 +72,10 @@ class HelperProcess(Generic[M]):
         log: Path | None,
         codec: LineCodec[M],
         on_news: Callable[[M], None],  # every message after the first
-        on_end: Callable[[], None],  # it has closed its socket
+        on_end: Callable[[], None],  # the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
-        # A hung process is killed; False: others would be lost with it.
+        # True: kill a hung process. False: others would be lost with it.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec
@@ -97,10 +97,10 @@ class HelperProcess(Generic[M]):
         words: list[str],
         env: dict[str, str],
         limit_s: float,
-        waiting: WaitingServer | None = None,  # a process to be used, if it is there
+        waiting: WaitingServer | None = None,  # a forked process to use instead
     ) -> M:
         """Start the process; return its first message, due within ``limit_s``."""
-        # If cancelled, it runs until its socket is closed, by ``close`` or ``start``.
+        # If cancelled, the process runs until ``close`` or ``start`` closes its socket.
         try:
             if waiting is None:
                 ours = await self._spawn(words, env)
@@ -109,7 +109,7 @@ class HelperProcess(Generic[M]):
         except OSError as error:
             raise LaunchError(f"{self._module} did not start: {error}") from error
         if self._writer is not None:
-            self._writer.close()  # of the process before
+            self._writer.close()  # of the previous process
         if self._socket is not None:
             self._socket.close()
         self._socket = ours.dup()
@@ -117,7 +117,7 @@ class HelperProcess(Generic[M]):
         try:
             async with asyncio.timeout(limit_s):
                 line = await reader.readline()
-        except OSError:  # late, or it has exited
+        except OSError:  # too late, or the process has exited
             line = b""
         if not line:
             await self.close(limit_s=0.0)
@@ -171,13 +171,13 @@ class HelperProcess(Generic[M]):
                 if self._is_replaceable:
                     process.kill()
                     return
-            # Counts, not seconds: this process may have been suspended.
+            # Count pings, not seconds, because this process may have been suspended.
             self._unanswered += 1
             self._send_ping()
             await asyncio.sleep(PING_S)
 
     def _send_ping(self) -> None:
-        """Send a ping past the stream, where an error would drop unread messages."""
+        """Send a ping past the stream, whose errors would drop unread messages."""
         if self._writer is None or self._socket is None or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() == 0:

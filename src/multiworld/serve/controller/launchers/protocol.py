@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-VERSION = 1  # of these messages; the helpers are of the controller's release
+VERSION = 1  # of these messages; helpers have the controller's release
 
 M = TypeVar("M")
 
@@ -25,7 +25,7 @@ class Launch(Line, frozen=True, tag="Launch"):
     args: str  # ``ProcessArgs`` as JSON
     log: str  # file for its output; empty: the fork server's output
     env: dict[str, str]
-    leash: str = ""  # path of the leash that it wears; empty for none
+    leash: str = ""  # path of the leash to wear; empty for none
 
 
 class Launched(Line, frozen=True, tag="Launched"):
@@ -49,7 +49,7 @@ class Exited(Line, frozen=True, tag="Exited"):
 
 
 class Ping(Line, frozen=True, tag="Ping"):
-    """Asks whether the helper process still works."""
+    """Checks whether the helper process still responds."""
 
     number: int
 
@@ -64,11 +64,11 @@ class Pong(Line, frozen=True, tag="Pong"):
 
 
 class Begin(Line, frozen=True, tag="Begin"):
-    """First order to a fork server that was forked itself: what it needs."""
+    """First order to a forked fork server: its arguments."""
 
     modules: tuple[str, ...]
     env: dict[str, str]
-    log: str  # file for its output; empty: its starter's output
+    log: str  # file for its output; empty: the output of the process that started it
 
 
 class Warm(Line, frozen=True, tag="Warm"):
@@ -81,7 +81,7 @@ class Warm(Line, frozen=True, tag="Warm"):
 class Threaded(Line, frozen=True, tag="Threaded"):
     """The fork server cannot fork: a module has started a thread. It exits."""
 
-    module: str  # empty: one of all
+    module: str  # empty: unknown which
 
 
 ForkOrder = Launch | Ping
@@ -95,7 +95,7 @@ class WarmNodes(Line, frozen=True, tag="WarmNodes"):
     """Keep a fork server on every machine (controller → bridge); precedes launches."""
 
     preload: tuple[str, ...]
-    folder: str  # in which the service was started; modules may be imported from it
+    folder: str  # working directory of the service, from which modules may be imported
     logs: str  # for the output of fork servers, if it exists on the machine
 
 
@@ -116,7 +116,7 @@ class AdoptActor(Line, frozen=True, tag="AdoptActor"):
 
     name: str
     ranks: int
-    must_be_known: bool  # if the head does not know it, it counts as exited
+    must_be_known: bool  # it counts as exited if the head does not know it
 
 
 class KillActor(Line, frozen=True, tag="KillActor"):
@@ -148,14 +148,14 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ClusterReady(Line, frozen=True, tag="ClusterReady"):
-    """First line of the bridge: it is connected."""
+    """First line of the bridge, once it is connected."""
 
     nodes: tuple[ClusterNode, ...]
     version: int = VERSION
 
 
 class ClusterNodes(Line, frozen=True, tag="ClusterNodes"):
-    """A response of the head; `is_same` if the machines equal those of the last one."""
+    """A response of the head; `is_same` if the machines have not changed."""
 
     nodes: tuple[ClusterNode, ...]
     is_same: bool
@@ -173,7 +173,7 @@ class LineCodec(Generic[M]):
         return _ENCODER.encode(message) + b"\n"
 
     def decode(self, line: bytes) -> M:
-        """Return the message in a line; ``ValueError`` if it has another form."""
+        """Return the message in a line; ``ValueError`` if it is not valid."""
         return self._decoder.decode(line)
 
 

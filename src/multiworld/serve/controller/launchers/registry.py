@@ -1,5 +1,5 @@
-"""Launchers by name, or by the import path of their factory (``launcher:
-package.module:make``), an ``async def make(context) -> Launcher``."""
+"""Launchers by name, or by the import path of their factory: ``launcher:
+package.module:make`` names an ``async def make(context) -> Launcher``."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ class PlacementManager:
     def nodes(self) -> tuple[Node, ...]:
         return self._launcher.nodes()
 
-    # Before anything is started.
+    # Before the first start.
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
         """Raise ``PlacementError`` if the machines lack room for all models.
 
-        If they lack room for what is desired already, ``model`` may take what is left.
+        If the current desired state does not fit either, only ``model`` must fit.
         """
         try:
             self.bookings.admit(asks_of(wanted, self._specs))
@@ -130,7 +130,7 @@ class PlacementManager:
             inputs = functools.partial(snapshot_of, planned)
             self._journal.record("placement", "", text, facts_of(planned), inputs)
         if self._launcher.trouble():
-            return  # a replica that leaves its machine could not start elsewhere
+            return  # a moved replica could not start elsewhere
         ready = [
             p.name
             for p in self._fleet.processes.values()
@@ -168,7 +168,7 @@ class PlacementManager:
                     self.outgrown(name, used, limit)
 
     def outgrown(self, name: str, used: int, limit: int) -> None:
-        """Kill a replica that uses more memory than it booked, both in bytes."""
+        """Kill a replica that uses more memory (in bytes) than it booked."""
         text = f"it used {mib(used)} of memory; memory_mb books {mib(limit)}"
         self._history.say("outgrown", f"{name}: {text}", name)
         self._happened(events.ProcessGone(name, text))

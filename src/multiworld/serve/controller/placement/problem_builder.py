@@ -1,5 +1,5 @@
-"""Placement problems, built from a service and its machines, and plans read back: how
-many replicas of which stage go on which machine. Pure."""
+"""Conversion of a service and its machines to placement problems, and of solutions to
+plans: how many replicas of which stage go on which machine. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from multiworld.serve.spec.schema import (
     StageSpec,
 )
 
-NOMINAL = 1e-3  # rows per second of a model without a declared demand: almost none
-CPU = "cpu"  # kind of device that stands for the cores of a machine
+NOMINAL = 1e-3  # demand (rows/s) of a model that declares none: almost zero
+CPU = "cpu"  # kind of the device that represents a machine's cores
 
 # Cost per hour of the fullest device (``Problem.balance``), below the cost of a move:
 # new replicas go to emptier machines, running ones stay.
@@ -55,7 +55,7 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return a spec's replicas; a demand lets the solver choose within ranges."""
+    """Return a spec's replicas; with a demand, the solver chooses within the ranges."""
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -82,8 +82,7 @@ def problem_of(
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
-    # Without models scaled to zero, and without replicas of several GPUs: they go where
-    # there is room.
+    # Omit models scaled to zero and multi-GPU replicas: they go where there is room.
     asked = [ask for ask in asks if _is_planned(ask)]
     planned = {ask.name for ask in asked}
     whole = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=0)
@@ -156,7 +155,7 @@ def _stage(
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         min_replicas=counts[0],
         max_replicas=counts[1],
-        # If none of its machines exists, the error text shows the spec's names.
+        # If none of its machines exists, keep the spec's names for the error text.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.gpus else float(stage.threads * stage.ranks),
         cores=0.0 if need.gpus else need.cpus,
@@ -204,7 +203,7 @@ class StageOutlook:
     stage: int
     where: dict[str, int]
     busy: float  # share of the time that its busiest replica computes
-    able: float  # rows per second, if nothing else limited its replicas
+    able: float  # rows/s that its replicas could compute if nothing else limited them
 
 
 def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:

@@ -21,8 +21,8 @@ from multiworld.serve.machines.assignment import Plan
 
 logger = logging.getLogger("multiworld.serve")
 
-LIMIT_S = 2.0  # for the solvers; meanwhile replicas are placed one by one
-DEBOUNCE_S = 0.2  # for further changes before planning
+LIMIT_S = 2.0  # for the solvers; until then, replicas are placed one by one
+DEBOUNCE_S = 0.2  # to wait for further changes before planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PlanReady:
 
 
 def facts_of(planned: PlanReady) -> dict[str, Any]:
-    """Return the numbers behind a plan, as plain data."""
+    """Return the numbers that explain a plan, as plain data."""
     placement = planned.placement
     bound = placement.bound
     return {
@@ -110,7 +110,7 @@ class Replanner:
                 self._on_plan(planned)
 
     async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
-        """Plan at once; return None if there is only one machine."""
+        """Return a plan made now, or None if there is only one machine."""
         if len(snapshot.nodes) < 2:
             return None
         return await asyncio.to_thread(_plan, snapshot)

@@ -15,8 +15,8 @@ from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 
-# Post, its title for people, its number of replicas, and the need of each. A post
-# identifies the replicas of one stage of one version of a model.
+# Post, its title for people, its number of replicas, and each replica's need. A post is
+# one stage of one version of a model.
 PlaceRequest = tuple[object, str, int, Need]
 
 
@@ -54,7 +54,7 @@ class ReplicaBookings:
             raise PlacementError(text) from error
 
     def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
-        """Return the bookings with all requests beside the running replicas.
+        """Return the bookings of all requests next to the running replicas.
 
         Raises:
             PlacementError: Not all of them fit.
@@ -81,7 +81,7 @@ class ReplicaBookings:
     def runs(
         self, versions: Mapping[str, str], names: Iterable[str]
     ) -> list[PlacedReplica]:
-        """Return the locations of those replicas that run the given versions."""
+        """Return the locations of the named replicas that run the given versions."""
         found = []
         bookings = [self.ledger.bookings.get(name) for name in names]
         for booking in filter(None, bookings):
@@ -92,9 +92,9 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
-        """Return which of the replicas the plan places elsewhere, where there is room.
+        """Return the replicas that the plan places elsewhere and that fit there.
 
-        A plan knows neither the replicas of unplanned models nor cores beside GPUs.
+        A plan ignores the replicas of unplanned models and cores next to GPUs.
         """
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}

@@ -1,6 +1,6 @@
-"""Autoscaler: applies the decisions of each model's policy, which decides from samples
-of the reports of all processes. A request to a model that was scaled to zero causes a
-decision at once."""
+"""Autoscaler: applies the decisions of each model's policy. Policies decide from
+samples, which are built from the reports of all processes. A request to a model that
+was scaled to zero causes a decision at once."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from multiworld.serve.wire.control_messages import Reports
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.5  # between checks for new models and for models that are due
-REPORT_S = 0.5  # for a process's report; a late one counts with its last
-POLICY_S = 10.0  # for a policy to decide; a later decision does not count
-TOGETHER_S = 0.25  # for policies whose decisions are carried out by weight
+REPORT_S = 0.5  # for a process's report; else its previous report counts
+POLICY_S = 10.0  # for a policy to decide; a later decision is ignored
+TOGETHER_S = 0.25  # to wait for other policies, to carry out decisions by weight
 START_S = 1.0  # assumed to start a replica, until one has been measured
 
 
 def largest_that_fits(
     before: Sequence[int], after: Sequence[int], fits: Callable[[Sequence[int]], bool]
 ) -> list[int]:
-    """Scale down as decided, and scale up evenly while there is room."""
+    """Return ``after``, with increases reduced evenly to what fits."""
     counts = [min(one, other) for one, other in zip(before, after, strict=True)]
     growing = [k for k, count in enumerate(after) if count > counts[k]]
 
@@ -108,7 +108,7 @@ class _Model:
             self._policy = import_factory(spec.scaling)
 
     async def decide(self, snapshot: Snapshot) -> Decision:
-        """Let the policy decide, in a thread: it may compute or wait for long."""
+        """Run the policy in a thread, because it may compute or block for long."""
         if self._deciding is not None and not self._deciding.done():
             raise ServeError("its last call has not returned")
         self._deciding = asyncio.ensure_future(
@@ -122,14 +122,14 @@ class _Model:
 
 
 def _forget(deciding: asyncio.Future[Decision]) -> None:
-    """Read the error of a policy that failed when nobody waited any more."""
+    """Retrieve the error of a policy that failed after its time limit."""
     if not deciding.cancelled():
         deciding.exception()
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A policy that decides about a model, and what it decides about."""
+    """A policy's pending decision about a model, and its input."""
 
     known: _Model
     wanted: DesiredModel
@@ -153,7 +153,7 @@ class Autoscaler:
         self._unusable: dict[str, ModelSpec] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        # By model: policies that are still deciding.
+        # Policies that are still deciding, by model.
         self._slow: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -201,7 +201,7 @@ class Autoscaler:
         ]
         if not due:
             return
-        for name in due:  # before the await, during which ``wake`` may make one due
+        for name in due:  # before the await, during which ``wake`` may make a model due
             self._models[name].due_at = now + self._models[name].interval_s
         reports = await self._owner.reports(REPORT_S)
         order = sorted(due, key=lambda n: -self._models[n].spec.weight)
@@ -209,7 +209,7 @@ class Autoscaler:
         await self._carry_out_all(asked)
 
     async def _carry_out_all(self, asked: Sequence[_Asked]) -> None:
-        """Carry out decisions, those of the heaviest models first; a late one alone."""
+        """Carry out decisions, the heaviest models first; a late decision alone."""
         try:
             if asked:
                 deciding = [each.deciding for each in asked]
@@ -290,7 +290,7 @@ class Autoscaler:
         decision = within(decision, snapshot.stages)
         is_same = self._fleet.desired.models.get(name) is wanted
         if not is_same or self._fleet.active.get(name) != wanted.version:
-            return  # it was scaled, updated or removed meanwhile
+            return  # it has been scaled, updated or removed since
         decision = self._hold_starting(name, wanted, decision)
         known.memory = decision.memory
         self._journal.set_reason("scaling", name, decision.why)
@@ -352,7 +352,7 @@ class Autoscaler:
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]
     ) -> tuple[DesiredState, str]:
-        """Return the part of a policy's decision that fits, and what is lacking."""
+        """Return the part of a policy's decision that fits, and what is short."""
         wanted = self._with(name, after)
         try:
             self._owner.admit(wanted, name)

@@ -1,8 +1,8 @@
 """Burst reserve: replicas kept for bursts that end before a new replica is ready. Pure.
 
 Starting replicas when a burst starts is too late if a start takes longer than a request
-may wait. Only replicas that already run help, and they cost. The reserve is therefore
-empty until SLO attainment falls short without it.
+may wait. Only replicas that already run help, and they have a cost. The reserve is
+therefore empty until SLO attainment falls short without it.
 
 Its size comes from fluid queues. For each candidate number of replicas, a fluid queue
 runs beside the real one: requests flow in, the replicas drain it, and it counts the
@@ -19,12 +19,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-SIGMAS = 2.0  # standard deviations above the allowed late requests: activates it
+SIGMAS = 2.0  # standard deviations above the allowed late requests that activate it
 MIN_LATE_BURSTS = 2  # separate bursts with late answers that activate it
 
-# Minimum share of the allowed wait that a request late for lack of replicas has waited.
-# Limits how many such requests the total waiting time can explain; well below 1 because
-# samples miss part of the waiting.
+# Minimum share of the allowed wait that a request must have waited to be late for lack
+# of replicas. It limits how many such requests the total waiting time can explain. Well
+# below 1, because samples miss part of the waiting.
 MIN_WAIT_SHARE = 0.25
 
 EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
@@ -61,7 +61,7 @@ class Counts:
     arrived: float = 0.0
     missed: float = 0.0  # refused ones included
     refused: float = 0.0
-    waited: float = 0.0  # in allowed waits
+    waited: float = 0.0  # total, as a multiple of the allowed wait
     late_bursts: int = 0
 
 
@@ -169,7 +169,7 @@ def reserved_replicas(
         ),
         default=math.inf,
     )
-    # No stage is kept wider than the bottleneck can become.
+    # Reserve no stage beyond the load that the bottleneck can carry at its maximum.
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
         for count, s in zip(enough, item_s, strict=True)
@@ -300,7 +300,8 @@ def _advance(
             )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        queue = min(queue, rate * record.deadline_s)  # the others were abandoned
+        # Requests beyond this have been abandoned.
+        queue = min(queue, rate * record.deadline_s)
     return FleetFacts(replicas, queue, late, fleet.previous)
 
 

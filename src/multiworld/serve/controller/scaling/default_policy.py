@@ -35,7 +35,8 @@ from multiworld.serve.controller.scaling.scaling_plans import (
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.controller.scaling.stabilization import PendingChange
 
-PLAN_TOLERANCE = 0.2  # relative change of a service time that recomputes the plans
+# Relative change of a service time above which the plans are recomputed.
+PLAN_TOLERANCE = 0.2
 
 # Horizon of the burst reserve, in largest ``downscale_delay_s``; long enough for
 # several bursts to recur. Chosen on traces; see docs/serve/scaling-report.md.
@@ -139,7 +140,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
 def _times_of(
     snapshot: Snapshot, period_s: float, old: Sequence[Times | None]
 ) -> tuple[Times | None, ...]:
-    """Return the service times by stage; ``old`` ones stay until there are new."""
+    """Return the service times by stage; ``old`` ones stay until there are new ones."""
     first = sample_at(snapshot.samples, snapshot.now - period_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / period_s)
@@ -166,7 +167,7 @@ def smoothed(before: Times, now: Times, step: float) -> Times:
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
     if is_slower and now[2] < SIMILAR_ROWS * rows:
-        # The remembered rows fade, or slower requests would never count.
+        # Let the remembered rows fade, or slower requests would never count.
         return (
             item_s,
             batch_s + step * (now[1] - batch_s),

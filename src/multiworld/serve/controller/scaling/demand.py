@@ -12,7 +12,7 @@ from multiworld.serve.controller.scaling.snapshot import Sample
 
 SIGMAS = 3.0  # standard deviations of a Poisson process that a burst must exceed
 BURST_SHARE = 6  # divisor of the look-back period that gives the burst window
-MIN_INTERVALS = 3  # per rate: the very first requests may or may not be a burst
+MIN_INTERVALS = 3  # sampling intervals per rate: the first requests need not be a burst
 TREND_PERIODS = 2.0  # look-back periods over which a trend is fitted
 BINS = 8  # of the trend's linear regression
 

@@ -72,7 +72,7 @@ def settled(
 
 
 def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return the minimum for a busy stage: its load looks small while some start."""
+    """Return the minimum for a busy stage: its load looks small during starts."""
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0

@@ -52,7 +52,7 @@ class SampleWindow:
     stages: int
     look_back_s: float
     samples: deque[Sample] = field(default_factory=deque)
-    # Totals never decrease, though processes may be lost, and count from their start.
+    # Totals never decrease, although processes are lost and count from their own start.
     _totals: list[_Stage] = field(default_factory=list)
     _sums: Counter[str] = field(default_factory=Counter)
     _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class SampleWindow:
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
         if self._preexisting is None:
-            self._preexisting = known  # ignore what they counted before
+            self._preexisting = known  # ignore what these processes counted earlier
         self._gateways = _kept(self._gateways, reports.gateways, known)
         self._workers = _kept(self._workers, reports.workers, known)
         waiting = 0

@@ -17,7 +17,8 @@ from multiworld.serve.controller.scaling import queue_model
 from multiworld.serve.controller.scaling.snapshot import StageLimits
 
 BISECTIONS = 18  # steps that find a plan's load; exact to a few millionths
-MAX_UTILISATION = 0.85  # planned for a stage where a model has an objective
+# Maximum planned utilisation of a stage if the model has an objective.
+MAX_UTILISATION = 0.85
 
 # Minimum objective of scaling plans, as a multiple of the service time. Even an idle
 # service misses a shorter objective; it must not claim all replicas.
@@ -125,14 +126,14 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
 
 
 def _wider(count: int, limits: StageLimits) -> int:
-    """Return the next number of replicas: one more, or, of many, a sixteenth more."""
+    """Return the next number of replicas: one more, or a sixteenth more of many."""
     return min(count + max(1, count // 16), limits.max_replicas)
 
 
 def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
-    """Return the stage that gains most from more replicas; None: none may grow."""
+    """Return the stage that gains most from more replicas; None if none may grow."""
     best: tuple[float, float, int] | None = None
     for k, stage in enumerate(stages):
         if counts[k] >= stage.limits.max_replicas:

@@ -1,8 +1,8 @@
 """Stabilization windows, which are Ray Serve's delays. Pure.
 
-A stage scales up once it has needed more replicas throughout ``upscale_delay_s``, to
-the minimum of that window; down once it has needed fewer throughout
-``downscale_delay_s``, to the maximum.
+A stage that has needed more replicas throughout ``upscale_delay_s`` scales up to the
+minimum need in that window. A stage that has needed fewer throughout
+``downscale_delay_s`` scales down to the maximum need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def remember(
         needs = needs[:-1]  # the two ends of a run of equal needs suffice
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
     kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
-    # One older need shows how far back the others reach.
+    # Keep one older need, which shows how far back the window is covered.
     older = [w for w in needs if w.at <= need.at - longest - EPSILON_S][-1:]
     return (*older, *kept, need)
 

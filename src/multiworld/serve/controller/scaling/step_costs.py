@@ -16,7 +16,7 @@ USUAL_RATIO = 9.0
 
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
 MEMORY_PERIODS = 20.0  # look-back periods until a measurement's weight is 1/e
-MIN_STEPS = 20  # measured, for an estimate
+MIN_STEPS = 20  # minimum measured steps for an estimate
 
 
 @dataclass(frozen=True, slots=True)

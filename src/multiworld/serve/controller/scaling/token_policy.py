@@ -48,13 +48,14 @@ MIN_FACTOR = 0.85
 
 MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
 
-# Share of the prefill time that delays a round where steps run one after the other; and
-# slowdown of a round whose steps wait for each other, because there are several or they
+# Share of the prefill time that delays a round whose steps run one after the other; and
+# slowdown of a round whose steps wait for each other because there are several or they
 # share a replica. Both are fitted to the simulation.
 OVERLAP, SPLIT_COST = 0.75, 1.4
 
 SETTLING = 50  # iterations until the number of sequences converges
-GUESSED_ROUND = 4.0  # longest round without ``tpot_ms``, in rounds of a lone sequence
+# Longest round without ``tpot_ms``, as a multiple of a lone sequence's.
+GUESSED_ROUND = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Load:
 
     rate: float  # requests per second
     burst: float  # requests per second in the worst recent burst
-    sequences: float  # running now; more in long rounds, as each lives longer
+    sequences: float  # running now; longer rounds mean more, as each lives longer
     lengths: Lengths
     factor: float = 1.0  # measured round, as a multiple of the predicted one
     # Additional prompts per second, to clear the waiting ones soon.
@@ -298,7 +299,7 @@ def _round_with(
 def _is_first_in_time(
     counts: Sequence[int], costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> bool:
-    """Return whether first tokens are in time, as far as replicas can help."""
+    """Return whether first tokens are in time, as far as more replicas can help."""
     if text.ttft_s is None:
         return True
     prompt = load.lengths.prompt

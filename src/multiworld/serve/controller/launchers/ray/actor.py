@@ -1,9 +1,9 @@
 """The actors of a service.
 
 A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it. Each
-rank of a replica also has a ``ReplicaHolder`` in the replica's placement group: Ray
-accounts for the replica by it, and whoever kills it kills the replica, whose leash it
-holds (``replica.leash``).
+rank of a replica also has a ``ReplicaHolder`` in the replica's placement group, through
+which Ray accounts for the replica's resources. The holder holds the rank's leash
+(``machines.leash``), so the rank dies with it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.machines.leash import Leash, hold_leash
 
-# Seconds that a holder stays after its replica has exited, to report the exit. Then the
-# bridge kills it, unless the head is lost.
+# Seconds that a holder stays after its replica has exited, to report the exit. After
+# that, the bridge kills it, unless the head is lost.
 LINGER_S = 5.0
 
 CODE_S = 1.0  # for the fork server to report the exit code of an exited process
@@ -60,7 +60,7 @@ class NodeLauncher:
                 raise LaunchError(f"{name} was given up while the fork server started")
         finally:
             self._waiting.discard(name)
-        # Only now: another's leash could get the path of one that was let go.
+        # Not earlier: if let go meanwhile, another rank's leash could get its path.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -127,7 +127,7 @@ def wait_exit(pid: int, began: int) -> None:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    if began_at(pid) == began:  # else the id belongs to another process by now
+    if began_at(pid) == began:  # else the id was reused
         select.select([watched], [], [])
     os.close(watched)
 

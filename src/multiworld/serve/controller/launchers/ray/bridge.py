@@ -38,17 +38,18 @@ from multiworld.serve.controller.launchers.ray.actor import (
 )
 
 PLACE_S = 10.0  # for Ray to reserve a replica's resources on a machine
-START_S = 60.0  # for an actor's process, or a replica; a new machine is warmed first
+# To start an actor's process or a replica; a new machine is warmed first.
+START_S = 60.0
 CODE_S = 2.0  # for a machine to report the exit code of a replica
 LOOK_S = 0.5  # between queries of the head
 CLAIM_S = 5.0  # for the head to know that an earlier controller has exited
-GPU_S = 30.0  # for a machine to list its GPUs
+GPU_S = 30.0  # for a machine to report its GPUs and bfloat16 speed
 
-# Share of a machine's own resource in every bundle. A bundle must not be empty, and a
-# replica that books no CPU must not reserve one in Ray either.
+# Amount of the machine's own ``node:`` resource in every bundle. A bundle must not be
+# empty, and a replica that books no CPU must not reserve one in Ray.
 MINIMAL_SHARE = 0.0001
 
-HEAD = "node:__internal_head__"  # only the head has it
+HEAD = "node:__internal_head__"  # a resource that only the head has
 STARTERS = 64  # orders carried out concurrently
 DRAIN_S = 5.0  # for pending orders after the controller has closed the socket
 
@@ -73,12 +74,12 @@ class WarmNodePool:
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
         self._order: protocol.WarmNodes | None = None
-        # Not detached: they and their fork servers exit with the bridge. Replicas run
-        # on, because their holders are detached.
+        # Not detached, so they and their fork servers exit with the bridge. Replicas
+        # keep running, because their holders are detached.
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: protocol.WarmNodes) -> None:
-        """Set what the fork servers import; no machine is warmed before that."""
+        """Set the modules that fork servers import; nothing is warmed before this."""
         with self._lock:
             self._order = order
 
@@ -87,7 +88,7 @@ class WarmNodePool:
         wanted = set(keys)
         with self._lock:
             if self._order is None:
-                return  # the controller has not yet sent what they import
+                return  # the controller has not yet sent ``WarmNodes``
             for key in self._launchers.keys() - wanted:
                 del self._launchers[key]
         for key in wanted:
@@ -143,7 +144,7 @@ class Bridge:
                     "service another name (app:)"
                 )
             time.sleep(LOOK_S)
-        # The lock, which Ray removes with this driver.
+        # This placement group's name is the lock; Ray removes it with this driver.
         self._lock = placement_group([{HEAD: MINIMAL_SHARE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
@@ -181,10 +182,10 @@ class Bridge:
                     self._adopt(name, ranks, must_be_known)
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
-        except Exception:  # nobody would ever hear of the replica
+        except Exception:  # else the replica would never be reported
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # the launcher starts another bridge, which settles everything
+            os._exit(1)  # the launcher starts another bridge, which cleans up
 
     def _start(self, body: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=body, args=args, daemon=True).start()
@@ -233,7 +234,7 @@ class Bridge:
         )
 
     def _ask_facts(self, key: str) -> None:
-        """Ask a machine for its GPUs and its cost of bfloat16, for later node lists."""
+        """Query a machine's GPUs and its bfloat16 speed, for later node lists."""
         there = NodeAffinitySchedulingStrategy(key, soft=False)
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
@@ -259,7 +260,7 @@ class Bridge:
             started = self._start_ranks(order, holders)
         except Exception as error:
             self._end(name, ranks)
-            self._let_go(order)  # a rank that has started nevertheless exits
+            self._let_go(order)  # makes a rank that did start exit
             why = f"Ray did not start it: {_message(error)}"
             self._news.put(protocol.LaunchFailed(name, why))
             return
@@ -286,7 +287,7 @@ class Bridge:
     def _hand_over(
         self, order: protocol.LaunchActor, holders: list[Any], started: list[Started]
     ) -> None:
-        """Tie each rank to its holder instead of the launcher of its machine."""
+        """Move each rank's leash from its machine's launcher to its holder."""
         launcher = self._warm.launcher(order.key)
         try:
             held = [
@@ -393,7 +394,7 @@ def _exit_after(seconds: float) -> None:
 
 
 def _name(node: dict[str, Any]) -> str:
-    """Return a machine's name for people: its label, its name or part of its id."""
+    """Return a machine's display name: its label, its name or part of its id."""
     label = node.get("Labels", {}).get(NAME_LABEL)
     given = node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else ""
     return str(label or given or f"node-{node['NodeID'][:8]}")

@@ -30,14 +30,14 @@ logger = logging.getLogger("multiworld.serve")
 BRIDGE = "multiworld.serve.controller.launchers.ray.bridge"
 
 START_S = 60.0  # for the bridge to connect
-ADOPT_S = 15.0  # the same, if there are replicas to adopt
-SILENT_S = 5.0  # without a response; then the head counts as lost
+ADOPT_S = 15.0  # the same if there are replicas to adopt
+SILENT_S = 5.0  # without a response until the head counts as lost
 RETRY_S = 5.0  # between attempts to reconnect
-LOOK_S = 1.0  # between looks at the head's silence and at the bridge
+LOOK_S = 1.0  # between checks of the head's silence and of the bridge
 REACH_S = 5.0  # to connect to the head's address
 LAUNCH_S = 90.0  # for Ray to start a replica
 
-# Share of a GPU for a replica that runs on it but books none of its memory.
+# Share of a GPU that Ray reserves for a replica that books none of its memory.
 MINIMAL_GPU = 0.0001
 
 
@@ -52,7 +52,7 @@ class RayLauncher:
     ) -> None:
         self._context, self._local, self._clock = context, local, clock
         self._spec = context.app.ray or RaySpec()
-        # Log of the bridge; those of the fork servers are beside it.
+        # Log of the bridge; the fork servers' logs are in the same folder.
         self._log = context.logs / "ray.log"
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
@@ -77,7 +77,7 @@ class RayLauncher:
         """Connect to the cluster, or start one with ``address: local``."""
         is_new = self._context.is_new
         try:
-            # Else there are replicas to adopt, and an unreachable head is no error.
+            # With replicas to adopt, an unreachable head is no error.
             await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
             reason = _last_line(self._log) or error
@@ -135,7 +135,7 @@ class RayLauncher:
         for name, future in list(self._starting.items()):
             if text and not future.done():
                 del self._starting[name]
-                self._ending.add(name)  # its actors may start nevertheless
+                self._ending.add(name)  # its actors may still start
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._context.on_nodes()
 

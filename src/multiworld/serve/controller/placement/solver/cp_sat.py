@@ -1,5 +1,5 @@
-"""The placement problem for OR-tools' CP-SAT, which is better than HiGHS with many
-devices, but needs integers.
+"""The placement problem for OR-tools' CP-SAT, which is better than HiGHS for many
+devices but needs integers.
 
 Shares of a demand are counted in units of 1/``UNITS``, device time in billionths.
 Factors are rounded down and limits up, so that its bound is a bound of the real
@@ -27,14 +27,14 @@ def solve(
     rates: Mapping[Slot, float],
     workers: int = 2,
 ) -> tuple[dict[Slot, int] | None, float]:
-    """Return the replicas in each slot, or None, and a bound of the objective."""
+    """Return the replicas in each slot (or None) and a bound of the objective."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     variables = _variables(model, formulation)
     _constrain(model, formulation, variables)
     scale, slack = _maximise(model, formulation, variables)
-    # A known solution, at which the search starts.
+    # The search starts from a known solution.
     _hint(model, formulation, variables, counts, rates)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
@@ -72,7 +72,7 @@ def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) 
     for terms, low, high in zip(rows.terms, rows.low, rows.high, strict=True):
         if not terms:
             continue
-        # A row in units: an integer variable counts UNITS.
+        # Rows are in units, so an integer variable counts UNITS.
         exact = {
             n: factor * (UNITS if n < formulation.integers else 1)
             for n, factor in terms.items()
@@ -88,7 +88,7 @@ def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) 
 def _maximise(
     model: Any, formulation: Formulation, variables: dict[int, Any]
 ) -> tuple[float, float]:
-    """Set the objective; return its scale, and how much of it rounding may hide."""
+    """Set the objective; return its scale and the maximum error from rounding."""
     gains = formulation.gains()
     scale = 1e12 / max(1e-9, max(map(abs, gains.values()), default=1.0))
     terms, slack = [], 0.0
@@ -103,7 +103,7 @@ def _maximise(
 
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
-    """Return, by model, how many units of its served share rounding may hide."""
+    """Return, by model, the maximum units of its served share lost in rounding."""
     # Every share is rounded down: a stage loses up to one unit for each slot.
     slots = Counter((m, stage) for m, stage, _ in formulation.share)
     return {

@@ -25,7 +25,7 @@ from multiworld.serve.controller.placement.solver.problem import (
     StageNeed,
 )
 
-ENOUGH = 1e-9  # below this a rate or a load counts as zero
+ENOUGH = 1e-9  # rates and loads below this count as zero
 
 
 class _Ledger:
@@ -46,7 +46,7 @@ class _Ledger:
     def take(
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool, by: int = 1
     ) -> None:
-        """Book a replica with a rate in items per second; ``by`` -1: give it back."""
+        """Book a replica with a rate in items per second; ``by=-1`` releases it."""
         place = self.places[device]
         seconds = rate * stage.seconds[place.device.kind] * stage.width
         self.memory[device] -= by * stage.memory_bytes
@@ -57,7 +57,7 @@ class _Ledger:
             self.bytes_s[place.node] -= by * rate * stage.out_bytes
 
     def able(self, device: int, stage: StageNeed, *, is_last: bool) -> float:
-        """Return how many items per second a replica on the device could do."""
+        """Return how many items per second a replica on the device could compute."""
         place = self.places[device]
         seconds = stage.seconds[place.device.kind]
         left = min(self._most, self.seconds[device] / stage.width)
@@ -101,7 +101,7 @@ class _Placing:
         self._model: ModelNeed = problem.models[m]
         self._running = Counter(problem.running)
         self._chosen: list[tuple[Slot, float]] = []
-        # Of each stage: its replicas by device, and the items per second that they do.
+        # By stage: replicas by device, and the items per second that they compute.
         self._on: list[Counter[int]] = [Counter() for _ in self._model.stages]
         self._rates = [0.0] * len(self._model.stages)
 
@@ -112,7 +112,7 @@ class _Placing:
                 if not self._add(k):
                     self._give_up()
                     return []
-        # The slowest stage grows next; what others could do beyond it serves nobody.
+        # Grow the slowest stage: it limits the throughput of all others.
         stages = range(len(self._model.stages))
         while self._missing(k := max(stages, key=self._missing)) > ENOUGH:
             if not self._add(k):

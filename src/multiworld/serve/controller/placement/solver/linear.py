@@ -50,7 +50,7 @@ class Rows:
         self.high.append(high)
 
     def constraint(self, count: int) -> LinearConstraint:
-        # Half a second of imports, which a service without a contest never needs.
+        # Imported here: it takes half a second, and many services never need it.
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_array
 
@@ -79,8 +79,8 @@ class Formulation:
         self.has = {slot: next(numbers) for slot in self.slots}
         self.used = {d: next(numbers) for d in devices}
         many = [slot for slot in self.slots if self._stage(slot).per_device > 1]
-        # `here`: whether a slot has any replica; `new`: how many are new. A slot for
-        # one replica needs no extra variables.
+        # `here`: whether a slot has any replica; `new`: how many are new. A slot with
+        # room for only one replica needs no extra variables.
         self.here = self.has | {slot: next(numbers) for slot in many}
         self.new = {slot: next(numbers) for slot in many}
         self.integers = next(numbers)
@@ -120,7 +120,7 @@ class Formulation:
         return self._running[key]
 
     def seconds(self, slot: Slot) -> float:
-        """Return the seconds of the slot's device, per second, for the whole demand."""
+        """Return the device seconds per second to serve the whole demand here."""
         m, k, d = slot
         model = self.problem.models[m]
         return model.stages[k].seconds[self.places[d].device.kind] * model.demand
@@ -155,7 +155,7 @@ class Formulation:
             self.rows.add({self.has[slot]: 1.0, new: -1.0}, high=runs)
 
     def _spread(self, m: int, slots: list[Slot]) -> None:
-        """Require a replica outside every node, which may fail as a whole."""
+        """Require a replica outside each node, because nodes fail as a whole."""
         for node in range(len(self.problem.nodes)):
             elsewhere = [s for s in slots if self.places[s[2]].node != node]
             terms = {self.has[slot]: 1.0 for slot in elsewhere}
@@ -167,7 +167,7 @@ class Formulation:
             if not slots:
                 continue
             stages = {s: self.problem.models[s[0]].stages[s[1]] for s in slots}
-            # In gibibytes: the solver copes better with factors of similar size.
+            # In GiB: the solver works better with factors of similar size.
             memory = {self.has[s]: stages[s].memory_bytes / 2**30 for s in slots}
             self.rows.add(memory, high=place.device.memory_bytes / 2**30)
             seconds = {
@@ -213,7 +213,7 @@ class Formulation:
         """Relative gap at which to stop searching."""
         if not self.problem.running:
             return CLOSE
-        # Below the value of one move; a smaller gap takes longer.
+        # Below the value of one move; a smaller gap would take longer.
         weight = sum(model.weight for model in self.problem.models)
         whole = max(1.0, worth_of(self.problem) * weight)
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)
@@ -262,7 +262,7 @@ class Formulation:
 
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
-        if chosen is not None:  # by slot; only their rates are optimised
+        if chosen is not None:  # fixed by slot; only rates are optimised
             for slot, number in self.has.items():
                 low[number] = high[number] = float(chosen.get(slot, 0))
             on = {slot[0] for slot in chosen}

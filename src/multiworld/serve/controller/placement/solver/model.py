@@ -21,8 +21,8 @@ from multiworld.serve.machines.amounts import mib
 Slot = tuple[int, int, int]
 
 Counts = Mapping[Slot, int]  # replicas in each slot
-FAR = 10.0  # a demand of so many times what all devices can serve counts as this
-REPLICA_COST = 1e-3  # per hour, of each replica: fewer are better, all else being equal
+FAR = 10.0  # demands are capped at this multiple of what all devices could serve
+REPLICA_COST = 1e-3  # per hour and replica: all else being equal, fewer are better
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
     """Return the maximum seconds for each stage, with all others at their fastest."""
-    # Necessary for the latency; ``is_in_time`` checks the whole.
+    # A necessary condition for the latency; ``is_in_time`` checks all of it.
     if model.latency_s is None:
         return [math.inf] * len(model.stages)
     kinds = {place.device.kind for place in places_of(problem)}
@@ -85,10 +85,10 @@ def hops_s(problem: Problem, model: ModelNeed) -> float:
 def is_in_time(
     problem: Problem, model: ModelNeed, kinds: Iterable[Iterable[str]]
 ) -> bool:
-    """Return whether an item is in time, whichever replicas it passes."""
+    """Return whether an item meets the latency, whichever replicas it passes."""
     if model.latency_s is None:
         return True
-    # ``kinds``: by stage, those of its replicas' devices.
+    # ``kinds``: by stage, the kinds of its replicas' devices.
     total = hops_s(problem, model)
     for stage, used in zip(model.stages, kinds, strict=True):
         total += max((stage.seconds[kind] for kind in used), default=0.0)
@@ -108,8 +108,8 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 
 def within_reach(problem: Problem) -> Problem:
-    """Reduce demands far beyond what all devices could serve: shares of these would be
-    lost in roundings and worth less than the devices."""
+    """Cap demands far beyond what all devices could serve: the served shares would be
+    lost in rounding, and worth less than the devices cost."""
     places = places_of(problem)
 
     def most(stage: StageNeed) -> float:
@@ -136,7 +136,7 @@ def worth_of(problem: Problem) -> float:
     replicas = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
     costs = prices + replicas * (problem.move_cost + REPLICA_COST)
     min_weight = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
-    # So great that no saving outweighs a thousandth of a demand.
+    # So large that no saving outweighs a thousandth of a demand.
     return 1000.0 * max(1.0, costs) / min_weight
 
 
@@ -160,7 +160,7 @@ def objective(
 
 
 def fullest(problem: Problem, replicas: Iterable[Replica]) -> float:
-    """Return the load of the fullest device: width of its replicas per capacity."""
+    """Return the load of the fullest device: its replicas' width per capacity."""
     width = {m.name: [stage.width for stage in m.stages] for m in problem.models}
     on: dict[str, float] = defaultdict(float)
     for replica in replicas:
@@ -201,7 +201,7 @@ def answer(
 
 
 def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
-    """Return which resource is short, by model that is not served in full."""
+    """Return the scarce resource, by model that is not served in full."""
     found = {}
     for model in problem.models:
         if served[model.name] >= model.demand * (1 - 1e-6):

@@ -23,8 +23,8 @@ from multiworld.serve.controller.placement.solver.problem import Placement, Prob
 from multiworld.serve.controller.placement.solver.verify import faults
 
 LIMIT_S = 10.0  # for all solvers together
-POLISH_S = 10.0  # at most, for a linear program that makes a placement exact
-SMALL = 400  # slots up to which HiGHS goes first: it often proves optimality
+POLISH_S = 10.0  # maximum for a linear program that makes a placement exact
+SMALL = 400  # slots up to which HiGHS runs first, as it often proves optimality
 
 
 def place(

@@ -1,8 +1,7 @@
 """Placement problem and its solution. Pure.
 
-A replica occupies memory of one device, and seconds of the device for each item. The
-aims, in this order: meet the demand, by weight; then a low price of the used devices,
-few moves, and few replicas.
+A replica occupies memory on one device, and device time for each item. The objectives,
+in this order: meet the demand, by weight; then cheap devices, few moves, few replicas.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1024**3
-UTILISATION = 0.8  # share of a device's time that is planned
+UTILISATION = 0.8  # share of a device's time that may be planned
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     name: str
-    kind: str  # that computing times depend on: "cpu", "a100" …
+    kind: str  # determines computing times: "cpu", "a100" …
     memory_bytes: int
     price: float = 1.0  # per hour, charged from the first replica on
-    # Replicas that compute at a time: cores of a CPU, 1 for a GPU.
+    # Replicas that compute concurrently: cores of a CPU, 1 for a GPU.
     capacity: float = 1.0
 
 
@@ -38,12 +37,12 @@ class StageNeed:
     """Needs of one stage of a model."""
 
     memory_bytes: int  # of a replica: weights and activations
-    # Seconds of a device for one item, by its kind; no others may be used.
+    # Device seconds per item, by kind of device; other kinds cannot be used.
     seconds: Mapping[str, float]
     out_bytes: int = 0  # sent to the next stage for one item
     min_replicas: int = 1  # two or more are spread over at least two nodes
     max_replicas: int | None = None  # None: no limit
-    nodes: frozenset[str] = frozenset()  # names of those it may run on; empty: any
+    nodes: frozenset[str] = frozenset()  # nodes it may run on; empty: any
     width: float = 1.0  # device capacity of a computing replica: its threads
     cores: float = 0.0  # device capacity that a replica reserves for itself
     per_device: int = 1  # maximum number of replicas on one device
@@ -57,7 +56,8 @@ class ModelNeed:
     stages: tuple[StageNeed, ...]
     demand: float
     weight: float = 1.0  # value of serving its demand, relative to other models
-    latency_s: float | None = None  # for an item through all stages, without waiting
+    # Limit for an item through all stages, without waiting.
+    latency_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Problem:
     models: tuple[ModelNeed, ...]
     # Model, stage and device of each running replica.
     running: Collection[tuple[str, int, str]] = ()
-    move_cost: float = 0.05  # per hour, of each replica that does not run there already
+    move_cost: float = 0.05  # per hour and replica that does not already run there
     hop_s: float = 0.001  # from one stage to the next
     utilisation: float = UTILISATION  # of a device's time, that may be planned
-    # Cost per hour of the fullest device, by replica per capacity; 0: none.
+    # Cost per hour of the fullest device's load (``model.fullest``); 0: none.
     balance: float = 0.0
 
 
@@ -89,11 +89,11 @@ class Placement:
 
     replicas: tuple[Replica, ...]
     served: Mapping[str, float]  # items per second, by model
-    # Of ``model.objective``, for demands within reach; higher is better.
+    # Value of ``model.objective``, for demands within reach; higher is better.
     value: float
-    bound: float  # of the value of any placement; infinity if unknown
+    bound: float  # upper bound of any placement's value; infinity if unknown
     solver: str
-    # Why a model is not served in full, by model, for people.
+    # Reasons, in words, by model that is not served in full.
     unplaced: Mapping[str, str] = field(default_factory=dict)
 
     @property
