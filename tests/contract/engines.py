@@ -243,7 +243,7 @@ async def sequences_do_not_depend_on_others(bench: Bench) -> None:
     starts = {name: bench.begin(sampling) for name, sampling in bench.kinds.items()}
     for name, start in starts.items():
         assert await bench.whole(start) == alone[name], name
-    assert len(set(map(tuple, alone.values()))) == len(bench.kinds)
+    assert len(set(map(tuple, alone.values()))) == len(bench.kinds), alone
 
 
 async def every_kind_continues_from_every_token(bench: Bench) -> None:

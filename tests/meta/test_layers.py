@@ -126,6 +126,7 @@ def test_few_modules_read_the_wall_clock() -> None:
     }
     assert found == {
         "cli.explain",
+        "cli.serve",
         "cli.tenants",
         "serve.controller.tenant_manager",
         "serve.controller.fleet.decision_log",

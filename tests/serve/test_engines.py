@@ -105,8 +105,9 @@ class Text:
         extra: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
         if "structured_outputs" in kind:
             extra = {"structured_outputs": kind.pop("structured_outputs")}
-        if "top_k" in kind:
-            extra["top_k"] = kind.pop("top_k")
+        for name in ("top_k", "min_p", "repetition_penalty"):  # not OpenAI's
+            if name in kind:
+                extra[name] = kind.pop(name)
         stream: Any = await api.completions.create(
             model=self._model,
             prompt=PROMPT,

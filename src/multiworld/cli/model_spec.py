@@ -33,12 +33,14 @@ class ModelOptions:
     engine: str | None = None
     stages: int = 1
     replicas: int | None = None
+    has_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     memory_bytes: int
     cpus: float
+    gpus: int = 0
 
 
 def is_model(text: str) -> bool:
@@ -109,6 +111,9 @@ def text_of(
     """Return the spec as YAML, with a comment for each field."""
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
+    if machine.gpus:  # how much a GPU holds is found when it is loaded
+        replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
+        why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
     if options.replicas is not None:
         replicas, why = options.replicas, "replicas of each stage"
     threads = max(1, int(machine.cpus) // (replicas * options.stages))
@@ -136,6 +141,8 @@ def text_of(
     else:
         lines.append("    generation: {}  # the model generates text")
     threaded = "" if options.engine else f", threads: {threads}"
+    if machine.gpus:
+        threaded = ", device: cuda"
     lines.append("    stages:  # parts of the model, each in processes of its own")
     for number in range(options.stages):
         note = f"  # {why}" if number == 0 else ""
@@ -148,6 +155,8 @@ def text_of(
         f"  host: {_quoted(options.host)}  # address to listen on",
         f"  port: {options.port}",
     ]
+    if options.has_key:
+        lines.append("  authentication: keys  # of tenants: `multiworld tenants`")
     return "\n".join(lines) + "\n"
 
 
@@ -173,7 +182,7 @@ def has_chat_template(folder: Path) -> bool:
     return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
 
 
-def curl_of(url: str, name: str, *, is_chat: bool) -> str:
+def curl_of(url: str, name: str, *, is_chat: bool, has_key: bool = False) -> str:
     """Return a curl command that sends the model a request."""
     if is_chat:
         route = "chat/completions"
@@ -181,7 +190,8 @@ def curl_of(url: str, name: str, *, is_chat: bool) -> str:
     else:
         route, body = "completions", {"model": name, "prompt": "Once upon a time"}
     text = json.dumps({**body, "max_tokens": 60})
-    return f"curl {url}/v1/{route} -H 'content-type: application/json' -d '{text}'"
+    key = ' -H "authorization: Bearer $MULTIWORLD_API_KEY"' if has_key else ""
+    return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d '{text}'"
 
 
 def _quoted(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from multiworld.serve.controller.startup import Startup
 
 
+OWNER = "owner"  # tenant with the key of ``--api-key``
+MIN_KEY = 8  # characters of that key
+
+
 def _of_model(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a model that is served without a spec."""
     for option in reversed(
@@ -36,6 +41,11 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--served-model-name", "name", help="Name for clients."),
             click.option("--host", help="Address to listen on; 127.0.0.1 by default."),
             click.option("--port", type=int, help="Port; 8000 by default."),
+            click.option(
+                "--api-key",
+                envvar="MULTIWORLD_API_KEY",
+                help="Key that every request needs; other users see options.",
+            ),
             click.option("--max-model-len", type=int, help="Tokens of a sequence."),
             click.option("--max-num-seqs", type=int, help="Sequences of a replica."),
             click.option("--dtype", help="float32, bfloat16 or float16."),
@@ -72,7 +82,7 @@ def _spec_of_model(
         options = replace(options, name=model)
     folder = Path(hub.folder_of(path, commit))
     node = this_node()
-    machine = model_spec.Machine(node.memory_bytes, node.cpus)
+    machine = model_spec.Machine(node.memory_bytes, node.cpus, len(node.gpus))
     size = model_spec.weight_bytes_of(folder, options.dtype)
     return model_spec.text_of(path, commit, options, size, machine), folder
 
@@ -86,7 +96,8 @@ def _load(
 ) -> tuple[AppSpec | None, Path | None]:
     """Return the spec to serve, None if it was printed; and a model's folder."""
     if model_spec.is_model(target):
-        options = ModelOptions(**given)
+        has_key = given.pop("api_key", None) is not None
+        options = ModelOptions(**given, has_key=has_key)
         text, folder = _spec_of_model(target, revision, options, console)
         if is_shown:
             click.echo(text, nl=False)
@@ -99,6 +110,22 @@ def _load(
             "folder, OWNER/NAME or smollm2; a spec has fields for all of them"
         )
     return load_spec(Path(target)), None
+
+
+def store_key(folder: StateFolder, api_key: str) -> None:
+    """Let a tenant have a key, in the registry of a service that is to start."""
+    from multiworld.serve.tenants.directory import Key, Tenant
+    from multiworld.serve.tenants.keys import known_as
+    from multiworld.serve.tenants.registry import open_registry
+
+    if len(api_key) < MIN_KEY:
+        raise click.UsageError(f"--api-key needs {MIN_KEY} characters or more")
+    folder.make()
+    registry = open_registry(folder.path)
+    key_id, digest = known_as(api_key)
+    key = Key(id=key_id, digest=digest, made_at=time.time())
+    registry.save(Tenant(name=OWNER, keys=(key,), is_operator=True))
+    registry.close()
 
 
 @click.command()
@@ -134,12 +161,15 @@ def serve(
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
     given = {name: value for name, value in options.items() if value is not None}
+    api_key = given.get("api_key")
     # Progress goes to stderr, because --print-spec prints the spec on stdout.
     err = Console(stderr=True)
     app, fetched = _load(target, revision, print_spec, given, err)
     if app is None:
         return
     folder = StateFolder(state or state_root() / app.app)
+    if api_key is not None:
+        store_key(folder, api_key)
     if not as_json:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
@@ -178,7 +208,10 @@ def serve(
         if fetched is not None:
             (name,) = app.models
             is_chat = model_spec.has_chat_template(fetched)
-            line = model_spec.curl_of(controller.url, name, is_chat=is_chat)
+            has_key = api_key is not None
+            line = model_spec.curl_of(
+                controller.url, name, is_chat=is_chat, has_key=has_key
+            )
             console.print(f"  try: {line}", soft_wrap=True, markup=False)
         console.print(
             "  Ctrl-C ends the service; `multiworld status` shows its processes"

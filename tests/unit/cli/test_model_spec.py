@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -20,8 +21,13 @@ from multiworld.cli.model_spec import (
     replicas_that_fit,
     text_of,
 )
+from multiworld.cli.serve import store_key
+from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.tenants.directory import TenantDirectory
+from multiworld.serve.tenants.keys import known_as
+from multiworld.serve.tenants.registry import open_registry
 from tests.tiny_decoder import save_decoder
 
 GIB = 2**30
@@ -64,6 +70,16 @@ def test_defaults_fit_the_machine() -> None:
     assert count == 1
     assert "one replica only" in why
     assert replicas_that_fit(GIB, Machine(GIB, 2.0))[0] == 1, "the start will tell"
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_gpus_are_used_where_there_are_any(engine: str | None) -> None:
+    options = ModelOptions(engine=engine)
+    for gpus, replicas in ((1, 1), (2, 2), (8, 2)):
+        machine = Machine(64 * GIB, 8.0, gpus)
+        ((model,),) = (spec_of(options, machine).models.values(),)
+        assert [s.device for s in model.stages] == ["cuda"]
+        assert model.stages[0].replicas == replicas
 
 
 def test_engine_gets_no_threads() -> None:
@@ -116,6 +132,23 @@ def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None
     found = CliRunner().invoke(cli, ["serve", str(tmp_path / words[0]), *words[1:]])
     assert found.exit_code != 0
     assert text in " ".join(found.output.split())
+
+
+def test_key_of_the_command_is_that_of_a_tenant(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "state")
+    store_key(folder, "sk-any-form")
+    registry = open_registry(folder.path)
+    directory = TenantDirectory()
+    directory.put(list(registry.tenants().values()))
+    registry.close()
+    found = directory.find(*known_as("sk-any-form"), 0.0)
+    assert found is not None
+    assert found.is_operator
+    assert directory.find(*known_as("sk-any-other"), 0.0) is None
+    with pytest.raises(click.UsageError, match="8 characters"):
+        store_key(folder, "short")
+    app = spec_of(ModelOptions(has_key=True))
+    assert app.gateway.authentication == "keys"
 
 
 def test_curl_is_one_for_a_shell() -> None:

@@ -1,5 +1,6 @@
 """API keys and their digests. Only digests are stored. A plain SHA-256 suffices: slow
-hashes protect passwords that can be guessed, and a key has 256 random bits."""
+hashes protect passwords that can be guessed, and a key has 256 random bits, unless an
+operator chooses it."""
 
 from __future__ import annotations
 
@@ -21,6 +22,17 @@ def make_key() -> tuple[str, str, str]:
 
 def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def given_id(digest: str) -> str:
+    """Return the id of a key that an operator chose, by its digest."""
+    return f"given-{digest[: 2 * ID_BYTES]}"
+
+
+def known_as(text: str) -> tuple[str, str]:
+    """Return the id under which a key of any form may be known, and its digest."""
+    key_id, digest = parse_key(text)
+    return key_id or given_id(digest), digest
 
 
 def parse_key(text: str) -> tuple[str, str]:

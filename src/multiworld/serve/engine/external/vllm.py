@@ -128,6 +128,10 @@ FAILURES = "failures"  # folder of the reports of failed sequences
 LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
 TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
 MAX_LOGPROBS = 20  # of a token, unless ``engine_args`` says otherwise
+# Between the seeds of a request's choices, so that seeds of other requests are far off:
+# 2**64 divided by the golden ratio, as in SplitMix (Steele, Lea and Flood, 2014).
+SEED_STEP = 0x9E3779B97F4A7C15
+
 # Of the trial of runner V2: attempts, likely tokens, length, and interruption.
 TRIALS, TRIAL_WORDS, TRIAL_TOKENS, TRIAL_CUT = 3, 8, 16, 6
 STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
@@ -413,8 +417,8 @@ def sampling_of(run: Run) -> dict[str, Any]:
         "top_p": given.top_p,
         "top_k": given.top_k,
         "min_p": given.min_p,
-        # As vLLM itself seeds the choices of a request.
-        "seed": (given.seed + given.choice) % 2**63,
+        # The first choice is that of vLLM itself, with the same seed.
+        "seed": (given.seed + given.choice * SEED_STEP) % 2**63,
         "presence_penalty": given.presence_penalty,
         "frequency_penalty": given.frequency_penalty,
         "repetition_penalty": given.repetition_penalty,

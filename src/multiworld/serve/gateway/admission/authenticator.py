@@ -18,7 +18,7 @@ from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.admission.usage_meter import UsageMeter
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
-from multiworld.serve.tenants.keys import parse_key
+from multiworld.serve.tenants.keys import known_as
 from multiworld.serve.tenants.usage_rows import UsageTotals
 
 ModelVersion = tuple[str, str]
@@ -75,7 +75,7 @@ class Authenticator:
                 self._count_refusal("", "no key")
                 raise errors.UnauthorizedError(NO_KEY)
             return ANONYMOUS
-        tenant = self.directory.find(*parse_key(key), time.time())
+        tenant = self.directory.find(*known_as(key), time.time())
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.directory.tenants:
