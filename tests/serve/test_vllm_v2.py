@@ -159,9 +159,15 @@ async def test_every_token_is_that_of_an_undisturbed_stream(
                 for kind, options in KINDS.items()
             }
             assert alone == undisturbed
-            for _ in range(KILLS):
+            for kill in range(KILLS):
                 assert await all_kinds(api, service, draw, kills=True) == undisturbed
-                service.until(lambda: ready(service) == 2, "two replicas", READY_S)
+                replaced = [f"m/0/{number}" for number in range(4 + kill)]
+
+                def is_whole(latest: str = replaced[-1]) -> bool:
+                    names = {p.name for p in service.status().processes}
+                    return latest in names and ready(service) == 2
+
+                service.until(is_whole, "two replicas", READY_S)
 
 
 async def all_kinds(
