@@ -2,10 +2,11 @@
 
 One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
 tokens of answer. Our model runs as one stage with two threads, and as three stages with
-one each, in float32 and in int8; vLLM (float32) and llama.cpp, if they are included, as
-their own servers. llama.cpp computes with weights that are quantized to 4 bits. They
-are started one after the other, measured in turns, and idle meanwhile. At last, prompts
-of three stages that begin like an earlier one, beside new ones of the same length.
+one each; vLLM and llama.cpp, if they are included, as their own servers. Ours and vLLM
+compute in float32, in bfloat16, and with weights and activations of 8 bits; llama.cpp
+computes with weights that are quantized to 4 bits. They are started one after the
+other, measured in turns, and idle meanwhile. At last, prompts of three stages that
+begin like an earlier one, beside new ones of the same length.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from benchmarks.serving import others
 from benchmarks.serving.others import LLAMACPP, VLLM
 from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
+from benchmarks.serving.w8a8 import save_quantized
 from multiworld.serve.engine.models import smollm2
 
 ONE, THREE = "one stage", "three stages"
-INT8 = ", int8"
-"""Names of the contenders; those in int8 end in ``INT8``."""
+BFLOAT16, INT8 = ", bfloat16", ", int8"
+"""Names of the contenders; those that do not compute in float32 end so."""
 
 STREAMS = (1, 4, 16)
 PROMPT, ANSWER = 128, 64
@@ -73,28 +75,48 @@ def run(options: Options, on_step: OnStep) -> None:
         cuts: dict[str, list[dict[str, Any]]] = {
             ONE: [{"threads": 2}],
             THREE: [{}, {}, {}],
-            ONE + INT8: [{"threads": 2}],
-            THREE + INT8: [{}, {}, {}],
         }
+        for precision in (BFLOAT16, INT8):
+            cuts |= {ONE + precision: cuts[ONE], THREE + precision: cuts[THREE]}
         for who, stages in cuts.items():
             on_step(("step", (0.0, f"starting {who}")))
             at = Path(name) / who.replace(", ", "-").replace(" ", "-")
             at.mkdir()
             url = stack.enter_context(running(_spec(folder, stages, who), at))
             servers.append(Server(who, url, "m"))
-        for who in (VLLM, LLAMACPP):
-            if who in options.apart:
-                on_step(("step", (0.0, f"starting {who} (may take minutes)")))
-                python = python_of(who, Path(options.environments))
-                other = others.running(who, python, folder, Path(name))
-                url, _ = stack.enter_context(other)
-                servers.append(Server(who, url, str(folder)))
+        for who, path, dtype in _others(options, folder, Path(name)):
+            on_step(("step", (0.0, f"starting {who} (may take minutes)")))
+            kind = who.partition(",")[0]
+            python = python_of(kind, Path(options.environments))
+            scratch = Path(name) / who.replace(", ", "-")
+            scratch.mkdir()
+            other = others.running(kind, python, path, scratch, dtype)
+            url, _ = stack.enter_context(other)
+            servers.append(Server(who, url, str(path)))
         asyncio.run(_measure(servers, options, on_step))
+
+
+def _others(
+    options: Options, folder: Path, scratch: Path
+) -> list[tuple[str, Path, str]]:
+    """Return the servers of others: name, folder of the model, and dtype."""
+    found: list[tuple[str, Path, str]] = []
+    if VLLM in options.apart:
+        eight = save_quantized(folder, scratch / "w8a8")
+        found = [
+            (VLLM, folder, "float32"),
+            (VLLM + BFLOAT16, folder, "bfloat16"),
+            (VLLM + INT8, eight, "bfloat16"),
+        ]
+    if LLAMACPP in options.apart:
+        found.append((LLAMACPP, folder, ""))
+    return found
 
 
 def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
     named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
-    generation: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 512}
+    dtype = "bfloat16" if who.endswith(BFLOAT16) else "float32"
+    generation: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": 512}
     if who.endswith(INT8):
         generation["quantization"] = "int8"
     model = {
