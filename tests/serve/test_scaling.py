@@ -158,3 +158,30 @@ async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
         await running
         assert not made.bad
         assert "two, always" in service.events("scaled")[0].text
+
+
+async def test_spare_takes_over_when_a_replica_dies(tmp_path: Path) -> None:
+    """It was loaded before; another one starts behind it, and no request is lost."""
+    spared = [{"name": "double", "spares": 1}, {"name": "add"}, {"name": "square"}]
+    with served(tmp_path, spec_with(m_stages=spared)) as service:
+
+        def named(phase: str) -> list[str]:
+            found = service.status().processes
+            return [
+                p.name for p in found if p.phase == phase and p.stage == 0 and p.model
+            ]
+
+        service.until(lambda: len(named("spare")) == 1, "a spare is loaded")
+        (spare,) = named("spare")
+        async with traffic(service, 20.0):
+            await asyncio.to_thread(service.break_replica, "kill", "double")
+            await asyncio.to_thread(
+                service.until, lambda: named("ready") == [spare], "the spare is ready"
+            )
+            await asyncio.to_thread(
+                service.until,
+                lambda: len(named("spare")) == 1 and named("spare") != [spare],
+                "there is another one",
+            )
+        taken = [e.text for e in service.events("ready") if "takes over" in e.text]
+        assert taken == [f"{spare}, a spare, takes over"]

@@ -41,7 +41,12 @@ UNFOLDED = 10_000  # columns; wider than any line
 IDENTITY = 12  # shown digits of the hash of a version's files
 
 # Colors of phases; all others are red.
-PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
+PHASES = {
+    "ready": "green",
+    "spare": "blue",
+    "draining": "yellow",
+    "finishing": "yellow",
+}
 
 
 def _shown(found: StatusAnswer) -> Group:

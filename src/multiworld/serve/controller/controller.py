@@ -86,6 +86,7 @@ ENDED = "its process ended"  # prefix of the reason of such a loss
 
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+IS_UP = (ProcessPhase.LOADED, ProcessPhase.SPARE, ProcessPhase.READY)
 
 
 class Controller:
@@ -637,7 +638,7 @@ class Controller:
         if process.phase in STARTING:
             return True
         is_active = self.fleet.active.get(process.model) == process.version
-        is_up = process.phase in (ProcessPhase.LOADED, ProcessPhase.READY)
+        is_up = process.phase in IS_UP
         return bool(process.model) and is_up and not is_active
 
     def nodes_changed(self) -> None:

@@ -118,6 +118,10 @@ class StageSpec(_Strict):
     scale` changes the number within it."""
     autoscaling_config: AutoscalingConfig | None = None
     """Autoscaling, in place of `replicas`: the number of replicas follows the load."""
+    spares: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
+    """Number of replicas that are started and loaded in advance and get no work. When a
+    replica is lost, or more are needed, a spare takes over at once. Booked like other
+    replicas; none while a stage is scaled to zero."""
     max_batch_size: Count = 16
     """Maximum number of rows in a batch. Not for generated text, which has
     `max_num_seqs` and `max_num_batched_tokens`."""
@@ -281,6 +285,7 @@ WITH_ENGINE = (
 OF_ENGINE_STAGE = (
     "replicas",
     "autoscaling_config",
+    "spares",
     "device",
     "cpus",
     "memory_mb",
@@ -386,6 +391,9 @@ class ModelSpec(_Strict):
     """With an `engine`: number of replicas, or a range; see the field of a stage."""
     autoscaling_config: AutoscalingConfig | None = None
     """With an `engine`: autoscaling, in place of `replicas`."""
+    spares: int | None = None
+    """With an `engine`: replicas that wait, with their engines loaded, to take over;
+    see the field of a stage."""
     device: str | None = Field(default=None, pattern=DEVICE)
     """With an `engine`: `cpu`, `cuda` (GPUs are chosen) or `cuda:N`. A replica takes as
     many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,

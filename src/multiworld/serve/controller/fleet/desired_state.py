@@ -57,6 +57,7 @@ def desired_state_of(
             *_text_objectives(model),
             start_s=model.start_s,
             has_deadline=model.generation is None or model.deadline_s is not None,
+            spares=tuple(stage.spares for stage in model.stages),
         )
     return DesiredState(models, app.gateway.replicas)
 
@@ -191,8 +192,15 @@ SCALING_FIELDS = {
     "scaling",
     "dedicated",
     "start_s",
+    "spares",
 }
 
-SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
+SCALING_STAGE_FIELDS = {
+    "replicas",
+    "spares",
+    "autoscaling_config",
+    "item_ms",
+    "out_kb",
+}
 
 SCALING_TEXT_FIELDS = ("ttft_ms", "tpot_ms")

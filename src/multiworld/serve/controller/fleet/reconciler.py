@@ -200,15 +200,42 @@ class Reconciler:
                 why = f"{probe.failures} probes failed in a row, the last: {error}"
                 yield from self._gone(events.ProcessGone(name, why), now)
         elif process.phase is ProcessPhase.LOADED:
-            process.phase = ProcessPhase.READY
+            process.phase = ProcessPhase.SPARE  # unless it is needed, which follows
             took_s = now - process.since
             process.since = now
             self.start_s[_key_of(process)] = took_s
             self._update_goes_on(process, now)
             waited_s = process.waited_s
-            text = f"{name} is ready, {took_s + waited_s:.2f} s after its launch"
+            is_needed = self._lacks(_key_of(process))
+            if is_needed:
+                process.phase = ProcessPhase.READY
+            what = "is ready" if is_needed else "is a spare"
+            text = f"{name} {what}, {took_s + waited_s:.2f} s after its launch"
             launched_at = now - took_s - waited_s
-            yield LogEvent("ready", text + _by_phase(process, launched_at, now), name)
+            text += _by_phase(process, launched_at, now)
+            yield LogEvent("ready" if is_needed else "spare", text, name)
+
+    def _lacks(self, key: StageKey) -> bool:
+        """Return whether a stage has fewer ready replicas than it should have."""
+        known = self._versions.get(key[:2])
+        if known is None or not any(known.spares):
+            return True  # without spares, every replica that is there gets work
+        ready = sum(
+            p.phase is ProcessPhase.READY and not p.is_drain_requested
+            for p in self._processes_of(key)
+        )
+        return ready < known.replicas[key[2]]
+
+    def _promote(self, key: StageKey, now: float) -> Iterator[Action]:
+        """Give work to spares of a stage that lacks ready replicas, oldest first."""
+        spares = [p for p in self._processes_of(key) if p.phase is ProcessPhase.SPARE]
+        for process in sorted(spares, key=lambda p: _number(p.name)):
+            if not self._lacks(key):
+                return
+            process.phase, process.since = ProcessPhase.READY, now
+            yield LogEvent(
+                "ready", f"{process.name}, a spare, takes over", process.name
+            )
 
     def _update_goes_on(self, process: Process, now: float) -> None:
         """Restart the deadline of a model's update, for its next replica."""
@@ -237,7 +264,8 @@ class Reconciler:
         if process.is_going:
             yield LogEvent("left", f"{event.name}: {event.why}", event.name)
             return
-        ready_s = now - process.since if process.phase is ProcessPhase.READY else None
+        is_up = process.phase in (ProcessPhase.READY, ProcessPhase.SPARE)
+        ready_s = now - process.since if is_up else None
         key, cause = _key_of(process), event.cause or event.why
         self._lost[key] = self._lost.get(key, 0) + 1
         self.losses[key] += 1
@@ -347,6 +375,8 @@ class Reconciler:
 
     def _reconcile(self, now: float) -> Iterator[Action]:
         yield from self._pass_unprobed(now)
+        for key, _ in self._desired_counts():
+            yield from self._promote(key, now)
         yield from self._switch()
         for key, count in self._desired_counts():
             yield from self._drain_surplus(key, count, now)
@@ -365,6 +395,10 @@ class Reconciler:
                 for stage, count in enumerate(known.replicas if known else ()):
                     yield (name, version, stage), count
 
+    def _spares(self, key: StageKey) -> int:
+        known = self._versions.get(key[:2])
+        return 0 if known is None else known.spares_of(key[2])
+
     def _processes_of(self, key: StageKey) -> list[Process]:
         return [p for p in self.processes.values() if _key_of(p) == key]
 
@@ -375,15 +409,21 @@ class Reconciler:
             for process in staying:
                 if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
-        surplus = sorted(
-            kept, key=lambda p: (p.phase is ProcessPhase.READY, -_number(p.name))
+        ready = [p for p in kept if p.phase is ProcessPhase.READY]
+        excess = len(ready) - count  # they are drained though spares lack
+        surplus = max(len(kept) - count - self._spares(key), excess, 0)
+        newest_ready = sorted(ready, key=lambda p: -_number(p.name))[: max(0, excess)]
+        others = sorted(
+            (p for p in kept if p not in newest_ready),
+            key=lambda p: (PREFERRED.index(p.phase), -_number(p.name)),
         )
-        for process in surplus[: max(0, len(kept) - count)]:
+        for process in [*newest_ready, *others][:surplus]:
             yield from self._drain(process, now)
 
     def _start_missing(self, now: float) -> Iterator[Action]:
         shortages = []
-        for key, count in self._desired_counts():
+        for key, active_count in self._desired_counts():
+            count = active_count + self._spares(key)
             kept = [
                 p
                 for p in self._processes_of(key)
@@ -623,7 +663,21 @@ class Reconciler:
                 yield Finish(process.name)
 
 
-LOADED_PHASES = (ProcessPhase.LOADED, ProcessPhase.READY, ProcessPhase.DRAINING)
+LOADED_PHASES = (
+    ProcessPhase.LOADED,
+    ProcessPhase.SPARE,
+    ProcessPhase.READY,
+    ProcessPhase.DRAINING,
+)
+
+# Phases of replicas that are kept, those to be drained first in front.
+PREFERRED = (
+    ProcessPhase.LAUNCHING,
+    ProcessPhase.JOINED,
+    ProcessPhase.LOADED,
+    ProcessPhase.SPARE,
+    ProcessPhase.READY,
+)
 
 PLACEMENT_RETRY_S = 1.0  # before placing a replica again; a new machine ends the wait
 PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s

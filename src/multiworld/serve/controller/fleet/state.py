@@ -22,6 +22,11 @@ class DesiredModel:
     tpot_s: float | None = None  # objective for each further token
     start_s: float | None = None  # for a replica to become ready; None: the service's
     has_deadline: bool = True  # False for text without ``deadline_s``
+    spares: tuple[int, ...] = ()  # by stage; empty: none
+
+    def spares_of(self, stage: int) -> int:
+        """Return how many spares a stage should have; none at zero replicas."""
+        return self.spares[stage] if self.spares and self.replicas[stage] else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +43,20 @@ class ProcessPhase(enum.StrEnum):
     LAUNCHING = "launching"
     JOINED = "joined"
     LOADED = "loaded"
+    SPARE = "spare"  # a probe has passed through it; gets no work until it is needed
     READY = "ready"
     DRAINING = "draining"
     FINISHING = "finishing"
 
+
+STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED, ProcessPhase.LOADED)
 
 # State in the routing table, by phase.
 STATE_OF = {
     ProcessPhase.LAUNCHING: ReplicaState.STARTING,
     ProcessPhase.JOINED: ReplicaState.STARTING,
     ProcessPhase.LOADED: ReplicaState.STARTING,
+    ProcessPhase.SPARE: ReplicaState.STARTING,
     ProcessPhase.READY: ReplicaState.READY,
     ProcessPhase.DRAINING: ReplicaState.DRAINING,
     ProcessPhase.FINISHING: ReplicaState.DRAINING,
@@ -100,7 +109,7 @@ class Process:
 
     @property
     def is_starting(self) -> bool:
-        return STATE_OF[self.phase] is ReplicaState.STARTING
+        return self.phase in STARTING
 
     @property
     def is_there(self) -> bool:

@@ -124,7 +124,8 @@ def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
         for k, need in enumerate(needs_of(spec)):
             post = name, model.version, k
             title = f"stage {spec.stages[k].name or k} of {name} ({model.version})"
-            asks.append((post, title, model.replicas[k], need))
+            count = model.replicas[k] + model.spares_of(k)
+            asks.append((post, title, count, need))
     return asks
 
 

@@ -302,6 +302,7 @@ class Autoscaler:
             ObservedReplica(p.name, p.stage, p.phase is ProcessPhase.READY)
             for p in self._fleet.processes.values()
             if (p.model, p.version) == (name, version)
+            and p.phase is not ProcessPhase.SPARE
         ]
 
     def _hold_starting(
@@ -310,6 +311,8 @@ class Autoscaler:
         starting, there = [0] * len(wanted.replicas), [0] * len(wanted.replicas)
         for process in self._fleet.processes.values():
             if (process.model, process.version) != (name, wanted.version):
+                continue
+            if process.phase is ProcessPhase.SPARE:
                 continue
             there[process.stage] += not process.is_going
             starting[process.stage] += process.is_starting
