@@ -129,6 +129,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "cli.serve",
         "cli.tenants",
         "serve.controller.tenant_manager",
+        "serve.engine.external.engine_server",
         "serve.controller.fleet.decision_log",
         "serve.controller.fleet.history",
         "serve.gateway.openai.listed_models",

@@ -231,30 +231,10 @@ CASES = [
 ]
 
 
-def wrong(reason: str) -> pytest.MarkDecorator:
-    """Mark what the service does not do yet, and say what it does."""
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
-
-
-WRONG = {
-    ("ids", "S11-open"): wrong(
-        "after the last token of a piece, a replica waits for the end of the answer; "
-        "without one, the server counts as hung"
-    )
-}
-"""Cases that end otherwise, by model and id."""
-
-RETRY_AFTER_IS_UNREAD = wrong(
-    "a server's Retry-After is not read: it is asked again at once, by the next "
-    "request, or by the same one if no other server answers"
-)
-
-
 def parameter(model: str, case: Case) -> Any:
     """Return a case for a model; most are in the heavy tier."""
     is_heavy = not case.is_default or model == "text"
     marks = [pytest.mark.heavy] if is_heavy else []
-    marks += [WRONG[model, case.id]] if (model, case.id) in WRONG else []
     return pytest.param(model, case, marks=marks, id=f"{case.id}-{model}")
 
 
@@ -329,7 +309,6 @@ async def test_server_that_flaps_is_used_again(fault: Fault, fleet: Fleet) -> No
 # What the benchmark's table says about more than its one request.
 
 
-@RETRY_AFTER_IS_UNREAD
 @pytest.mark.heavy
 async def test_server_is_left_alone_until_its_retry_after(fleet: Fleet) -> None:
     """Other requests, too, go to the other server until then."""
@@ -361,7 +340,6 @@ async def test_busy_servers_are_not_hammered(fleet: Fleet) -> None:
         assert all(1 <= count <= HAMMER for count in counts), counts
 
 
-@RETRY_AFTER_IS_UNREAD
 @pytest.mark.heavy
 async def test_request_waits_for_the_retry_after_of_both_servers(fleet: Fleet) -> None:
     """S01 at both servers: neither is asked again before that."""
@@ -377,10 +355,6 @@ async def test_request_waits_for_the_retry_after_of_both_servers(fleet: Fleet) -
         assert all(gap > RETRY_AFTER_S - SLACK_S for gap in first), first
 
 
-@wrong(
-    "status 400 for a continuation ends the stream with that error, though the first "
-    "server has accepted the request"
-)
 @pytest.mark.heavy
 @pytest.mark.parametrize("model", ["ids", "text"])
 async def test_refused_continuation_is_not_the_clients_error(
@@ -399,10 +373,6 @@ async def test_refused_continuation_is_not_the_clients_error(
         assert fleet.last() is fleet.faulty
 
 
-@wrong(
-    "finish_reason content_filter is ignored: the rest is requested again, and comes "
-    "from whichever server does not filter it"
-)
 @pytest.mark.heavy
 @pytest.mark.parametrize("model", ["ids", "text"])
 async def test_answer_that_a_server_filters_ends(model: str, fleet: Fleet) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from multiworld.errors import InvalidRequestError
 from multiworld.serve.engine.external.engine_args import gpu_environment
 from multiworld.serve.engine.external.engine_process import EngineProcess, HeldPort
 from multiworld.serve.engine.external.host_locks import all_locked
@@ -18,6 +19,7 @@ from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineLostError,
     EngineSettings,
+    RequestRefusedError,
     RunFailedError,
 )
 from multiworld.serve.machines.inventory import visible_gpus
@@ -52,6 +54,7 @@ class EngineServer:
     ) -> None:
         self.title, self.url, self._health = title, url, health
         self._silence_s, self._max_line = silence_s, max_line
+        self._busy_until = 0.0  # the loop's time, by the server's Retry-After
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -157,7 +160,21 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
             return None
 
+    def _check_wait(self) -> None:
+        """Raise BusyError while the server has asked to be left alone."""
+        left_s = self._busy_until - asyncio.get_running_loop().time()
+        if left_s > 0.0:
+            raise BusyError(f"{self.title} asked to wait, for {left_s:.1f} s more")
+
+    def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> Exception:
+        if answer.status in BUSY:
+            wait_s = wait_of(answer.headers.get("Retry-After", ""), time.time())
+            now = asyncio.get_running_loop().time()
+            self._busy_until = max(self._busy_until, now + wait_s)
+        return refusal_of(answer.status, body)
+
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        self._check_wait()
         try:
             async with self._client().post(
                 self.url + path,
@@ -167,13 +184,14 @@ class EngineServer:
             ) as answer:
                 found = await _body(answer)
                 if answer.status != 200:
-                    raise refusal_of(answer.status, found)
+                    raise self._refusal(answer, found)
                 return found
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken_off(error) from error
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
         """Yield the data of each server-sent event of an answer, up to its end."""
+        self._check_wait()
         try:
             async with self._client().post(
                 self.url + path,
@@ -183,7 +201,7 @@ class EngineServer:
                 allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
-                    raise refusal_of(answer.status, await _body(answer))
+                    raise self._refusal(answer, await _body(answer))
                 async for line in answer.content:
                     if not line.startswith(b"data:"):
                         continue
@@ -252,14 +270,26 @@ class RefusedError(RunFailedError):
 
 
 BUSY = 429, 503
+MAX_WAIT_S = 60.0  # that a server may ask for with Retry-After
 LATER = 401, 403, 408  # its keys may change
+
+
+def wait_of(retry_after: str, now: float) -> float:
+    """Return the seconds of a ``Retry-After``, maybe a date; 0 if it is neither."""
+    if retry_after.isdecimal() and retry_after.isascii():
+        return min(MAX_WAIT_S, float(retry_after[:9]))
+    try:
+        at = parsedate_to_datetime(retry_after).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return min(MAX_WAIT_S, max(0.0, at - now))
 
 
 def refusal_of(status: int, body: bytes) -> Exception:
     """Return the error for an HTTP status other than 200."""
     text = body.decode(errors="replace")[:MAX_ERROR]
     if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
-        return InvalidRequestError(f"the engine refused the request: {text}")
+        return RequestRefusedError(f"the engine refused the request: {text}")
     kind = RunFailedError if status in LATER else RefusedError
     kind = BusyError if status in BUSY else kind
     return kind(f"the engine answered {status}: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -68,6 +69,20 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
         else:
             high = middle - 1
     return low
+
+
+END_S = 0.25  # for the end of an answer whose tokens are all there
+
+
+async def _wait_end(answers: AsyncGenerator[list[EngineToken]]) -> None:
+    """Wait briefly for the end of an answer, so that its connection is used again.
+
+    A server that never ends it has answered all the same.
+    """
+    with contextlib.suppress(TimeoutError, RunFailedError):
+        async with asyncio.timeout(END_S):
+            async for _ in answers:
+                pass
 
 
 class TokenServerEngine:
@@ -186,6 +201,9 @@ class TokenServerEngine:
                         self.title,
                     )
                     return
-                known += len(expected)
+                known += len(some)
                 if some := some[len(expected) :]:
                     yield some
+                if known >= piece.count:
+                    await _wait_end(found)
+                    return

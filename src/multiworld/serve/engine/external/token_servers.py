@@ -216,6 +216,10 @@ class _Scores(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+# Why an answer ends that a server's filter has cut.
+FILTERED = "content_filter"
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     token_ids: list[int] | None = None
@@ -282,6 +286,7 @@ class Completions(Dialect):
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         found: list[EngineToken] = []
         for choice in answer_of(CHUNK, data).choices[:1]:
+            check_finish(choice)
             scores = choice.logprobs or _Scores()
             # Those of a piece that are known come again.
             ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
@@ -291,6 +296,15 @@ class Completions(Dialect):
 
 
 CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+def check_finish(choice: _Choice) -> None:
+    """Raise InvalidRequestError if a server has cut an answer for its content."""
+    if choice.finish_reason == FILTERED:
+        raise InvalidRequestError(
+            f"the server ended the answer with {FILTERED}; another server would not "
+            "know of it, so the answer ends here"
+        )
 
 
 def strongest(
@@ -366,6 +380,7 @@ class CompletionsOfText(Dialect):
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         found: list[EngineToken] = []
         for choice in answer_of(CHUNK, data).choices[:1]:
+            check_finish(choice)
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
             if choice.finish_reason == "stop":  # without an end, it continues after it

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from multiworld.errors import ServeError
+from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.wire.generation_messages import Sampling
 
 EXIT_LOST = 71  # exit code of a replica whose engine is lost
@@ -27,6 +27,10 @@ class EngineLostError(ServeError):
     """The engine has exited, hangs or does not answer; its replica is replaced."""
 
     status = 503
+
+
+class RequestRefusedError(InvalidRequestError):
+    """A server refused the request; another one may have accepted its beginning."""
 
 
 class RunFailedError(ServeError):

@@ -21,6 +21,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
     EngineToken,
+    RequestRefusedError,
     Run,
 )
 from multiworld.serve.queueing.fair_queue import FairQueue
@@ -520,6 +521,9 @@ class EngineSequences:
                 self._actions.append(GiveUp(str(error)))
             case BusyError():
                 self._return(sequence)
+            case RequestRefusedError() if len(sequence.tokens) > sequence.start.prompt:
+                # Its beginning was accepted, maybe by another server.
+                self._no_token(sequence, str(error))
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)
                 self._fail(sequence.key, error)

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from multiworld.serve.engine.external.engine_server import EngineServer
+from multiworld.serve.engine.external.engine_server import EngineServer, wait_of
 from multiworld.serve.engine.external.whole_engine import RunFailedError
 
 
@@ -61,3 +61,23 @@ async def test_redirects_are_not_followed(
         async for _ in client.events("/x", {"prompt": "secret"}):
             pass
     assert elsewhere.stolen == []
+
+
+@pytest.mark.parametrize(
+    ("given", "wait_s"),
+    [
+        ("3", 3.0),
+        ("0", 0.0),
+        ("999999999999999", 60.0),
+        ("Thu, 01 Jan 1970 00:16:50 GMT", 10.0),
+        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
+        ("Thu, 01 Jan 9999 00:00:10 GMT", 60.0),
+        ("", 0.0),
+        ("-3", 0.0),
+        ("soon", 0.0),
+        ("Thu, 99 Foo 1970", 0.0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(given: str, wait_s: float) -> None:
+    """Bounded, whatever a server says."""
+    assert wait_of(given, 1000.0) == wait_s
