@@ -39,6 +39,7 @@ PAGES = (
     "docs/serve/performance.md",
     "docs/serve/scaling-report.md",
     "docs/serve/generation.md",
+    "docs/serve/howto.md",
     "docs/serve/generation-concepts.md",
     "docs/serve/engines.md",
 )

@@ -19,6 +19,8 @@ LABELS = {
     "bare": "bare route",
     "ray serve": "Ray Serve",
     "vllm-cpu": "vLLM on the CPU",
+    "vllm-cpu, bfloat16": "vLLM on the CPU, bfloat16",
+    "vllm-cpu, int8": "vLLM on the CPU, int8 (W8A8)",
     "xllamacpp": "llama.cpp, 4 bits",
 }
 """Names of contenders in tables, where they are not those of the results."""
