@@ -162,6 +162,7 @@ def bench(
     texts        deterministic mode, long texts, many texts and a flood, SmolLM2
     quality      perplexity in int8 beside float32, SmolLM2
     step         parts of a decode step, SmolLM2
+    processor    our logits processor in a step of vLLM's runner V2
     sampling     choosing the next tokens of 64 sequences
     nccl         worlds on GPUs beside torch.distributed (where there is one)
     graphs       decode steps with CUDA graphs and without, on a GPU

@@ -138,6 +138,11 @@ SUITES = {
         "reading",
         run=_optional("sampling"),
     ),
+    "processor": Suite(
+        "what our logits processor adds to a step of vLLM's runner V2",
+        "reading",
+        run=_optional("processor"),
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
     "graphs": Suite(
         "decode steps on a GPU, with CUDA graphs and without",
@@ -154,7 +159,7 @@ def usual() -> list[str]:
     """
     # They fetch a model.
     left_out = {"generate", "capacity", "recovery", "texts", "kills", "engine_kills"}
-    left_out |= {"quality", "step"}
+    left_out |= {"quality", "step", "processor"}
     if not torch.cuda.is_available():
         left_out |= {"nccl", "graphs"}
     return [name for name in SUITES if name not in left_out]

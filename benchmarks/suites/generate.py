@@ -37,6 +37,9 @@ ONE, THREE = "one stage", "three stages"
 BFLOAT16, INT8 = ", bfloat16", ", int8"
 """Names of the contenders; those that do not compute in float32 end so."""
 
+BEHIND = "vLLM behind multiworld"
+"""In float32, too; with runner V1, whose tokens our processor samples."""
+
 STREAMS = (1, 4, 16)
 PROMPT, ANSWER = 128, 64
 """Tokens of a prompt and of its answer."""
@@ -84,6 +87,13 @@ def run(options: Options, on_step: OnStep) -> None:
             at.mkdir()
             url = stack.enter_context(running(_spec(folder, stages, who), at))
             servers.append(Server(who, url, "m"))
+        if VLLM in options.apart:
+            on_step(("step", (0.0, f"starting {BEHIND} (may take minutes)")))
+            at = Path(name) / "behind"
+            at.mkdir()
+            python = python_of(VLLM, Path(options.environments))
+            url = stack.enter_context(running(_behind(folder, str(python)), at))
+            servers.append(Server(BEHIND, url, "m"))
         for who, path, dtype in _others(options, folder, Path(name)):
             on_step(("step", (0.0, f"starting {who} (may take minutes)")))
             kind = who.partition(",")[0]
@@ -124,6 +134,19 @@ def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any
         "generation": generation,
         "deadline_s": 600.0,
         "stages": named,
+    }
+    return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
+
+
+def _behind(folder: Path, python: str) -> dict[str, Any]:
+    """Return a service whose only replica is vLLM, which our processor samples for."""
+    model = {
+        "path": str(folder),
+        "engine": "vllm",
+        "engine_python": python,
+        "engine_args": {"kv_cache_memory_bytes": 2**30},
+        "generation": {"dtype": "float32", "max_model_len": 2048},
+        "deadline_s": 600.0,
     }
     return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
 
