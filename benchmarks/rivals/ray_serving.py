@@ -44,7 +44,7 @@ class Part:
     def __init__(self, number: int, stages: int) -> None:
         import torch
 
-        from multiworld.serve.engine.models import minilm
+        from multiworld.demo import minilm
         from multiworld.serve.spec.stage import StageContext
 
         torch.set_num_threads(1)
@@ -106,7 +106,7 @@ class TextIngress:
     """Sends a text through the stages of the encoder."""
 
     def __init__(self, *stages: Any) -> None:
-        from multiworld.serve.engine.models import minilm
+        from multiworld.demo import minilm
 
         text = minilm.model(len(stages)).text
         assert text is not None

@@ -52,7 +52,7 @@ class Service:
 def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
     """Return the spec of one of multiworld's pipelines, or of all but the slow one."""
     factory = "benchmarks.serving.models:"
-    minilm = "multiworld.serve.engine.models.minilm:model"
+    minilm = "multiworld.demo.minilm:model"
     stage = {"max_batch_size": 64, "replicas": replicas}
     models: dict[str, Any] = {
         EMPTY: {"factory": factory + "empty", "stages": [stage] * 3},
@@ -206,7 +206,7 @@ def ceiling(name: str) -> Iterator[Service]:
 
 def _site(folder: Path) -> Path:
     """Return a folder with only the model's package and this one, to import from."""
-    from multiworld.serve.engine.models import minilm
+    from multiworld.demo import minilm
 
     site = Path(tempfile.mkdtemp(dir=folder))
     ours = Path(multiworld.__file__).parent

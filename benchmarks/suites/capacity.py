@@ -20,9 +20,9 @@ from benchmarks.members import Options, Step
 from benchmarks.rivals.environment import python_of
 from benchmarks.serving.others import VLLM
 from benchmarks.serving.services import running
+from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import ProcessShown, StatusAnswer
 from multiworld.serve.controller.client import Service
-from multiworld.serve.engine.models import smollm2
 
 OURS, VLLMS = "our engine", "vLLM on the CPU"
 SPARE = ", a spare"

@@ -34,9 +34,9 @@ from benchmarks.serving import others, services
 from benchmarks.serving.kill_rounds import Front, OnStep, measure
 from benchmarks.serving.others import VLLM
 from benchmarks.suites.kills import BACK_S, SETTLED_S, victim_of, wait_whole, worker_of
+from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import Scaled
 from multiworld.serve.controller.client import Service
-from multiworld.serve.engine.models import smollm2
 
 PLAIN, PROXY = "vLLM", "vLLM, naive proxy"
 BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"

@@ -31,7 +31,7 @@ from benchmarks.serving.others import LLAMACPP, VLLM
 from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
 from benchmarks.serving.w8a8 import save_quantized
-from multiworld.serve.engine.models import smollm2
+from multiworld.demo import smollm2
 
 ONE, THREE = "one stage", "three stages"
 BFLOAT16, INT8 = ", bfloat16", ", int8"

@@ -32,9 +32,9 @@ from benchmarks.members import Options, Step
 from benchmarks.rivals.environment import python_of
 from benchmarks.serving import others, services
 from benchmarks.serving.others import VLLM
+from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
-from multiworld.serve.engine.models import smollm2
 
 OURS = "multiworld"
 ALONE, STREAMS = 1, 8

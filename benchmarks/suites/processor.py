@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from benchmarks.members import Options, Step
+from multiworld.demo import smollm2
 from multiworld.serve.engine.external.vllm import PLUGIN, write_plugin
 from multiworld.serve.engine.external.whole_engine import EngineSettings
-from multiworld.serve.engine.models import smollm2
 from multiworld.serve.text.grammar import grammar_of_regex
 
 READING, PENALISED, STRUCTURED = "reading", "penalised", "structured"

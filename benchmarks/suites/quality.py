@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import Options, Step
+from multiworld.demo import smollm2
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.text.tokenizer import Tokenizer

@@ -26,9 +26,9 @@ import httpx
 
 from benchmarks.members import Options, Step
 from benchmarks.serving.services import running
+from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import ProcessShown, Scaled, StatusAnswer
 from multiworld.serve.controller.client import Service
-from multiworld.serve.engine.models import smollm2
 
 LOG, TOKENS = "from the log", "from the tokens"
 MOVED, STEP = "moved ahead", "one token"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.members import Options, Step
+from multiworld.demo import smollm2
 from multiworld.serve.engine.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
@@ -34,7 +35,7 @@ from multiworld.serve.engine.compute.compiled_attention import (
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
-from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.wire.generation_messages import Sampling

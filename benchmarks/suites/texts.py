@@ -23,9 +23,9 @@ import aiohttp
 from benchmarks.members import Options, Step
 from benchmarks.serving.services import running
 from benchmarks.serving.streams import drawn, times_of
+from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import TenantWithKey
 from multiworld.serve.controller.client import Service
-from multiworld.serve.engine.models import smollm2
 
 DEFAULT, EQUAL = MODES = "default", "deterministic"
 """Names of the contenders."""

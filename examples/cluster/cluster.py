@@ -33,12 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.ending import end_as_ctrl_c
+from multiworld.demo import minilm
 from multiworld.demo.chats.background_load import under_load
 from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import TenantWithKey, Updated
 from multiworld.serve.controller.fleet.entries import HistoryEntry
-from multiworld.serve.engine.models import minilm
 from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
 from multiworld.serve.simulation.traces import generated

@@ -39,9 +39,9 @@ import aiohttp
 import yaml
 
 from multiworld.cli.ending import end_as_ctrl_c
+from multiworld.demo import smollm2
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import Drained
-from multiworld.serve.engine.models import smollm2
 from multiworld.serve.machines.usage import family_of
 from tests import fake_vllm
 from tests.serve.harness import Served, served

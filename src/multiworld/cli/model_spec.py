@@ -63,7 +63,7 @@ def found(
     """
     path = Path(text).expanduser()
     if text == DEMO:
-        from multiworld.serve.engine.models import smollm2
+        from multiworld.demo import smollm2
 
         return str(smollm2.fetch(tell)), None
     if path.exists():

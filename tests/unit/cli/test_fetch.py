@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from multiworld.cli.main import cli
-from multiworld.serve.engine.models import smollm2
+from multiworld.demo import smollm2
 
 
 def test_model_that_is_there_is_not_fetched_again(

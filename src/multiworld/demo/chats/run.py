@@ -16,6 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from multiworld.demo import smollm2
 from multiworld.demo.chats.background_load import under_load
 from multiworld.demo.chats.chats import Chat, Chats
 from multiworld.demo.chats.check import Verdict, check
@@ -23,7 +24,6 @@ from multiworld.demo.chats.picture import draw
 from multiworld.demo.chats.screen import ChatScreen, pause_table
 from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
-from multiworld.serve.engine.models import smollm2
 
 SPEC = Path(__file__).parent / "app.yaml"
 MODEL = "smollm2"  # its name in the spec

@@ -112,6 +112,7 @@ STATUS: dict[str, Any] = {
                 "tpot_s": None,
                 "start_s": None,
                 "has_deadline": True,
+                "spares": [],
             }
         },
         "gateways": 1,

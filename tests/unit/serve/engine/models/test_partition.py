@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from multiworld.cli.main import cli
+from multiworld.demo import minilm
 from multiworld.errors import SpecError
 from multiworld.serve import Model, Stage, StageContext, TensorSpec
-from multiworld.serve.engine.models import minilm
 from multiworld.serve.engine.models.meter import BatchMeter, measured_stages
 from multiworld.serve.engine.models.partition import Part, cut
 from multiworld.serve.spec.loader import load_spec
@@ -110,7 +110,7 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
     """The command measures the model of a spec."""
     path = tmp_path / "app.yaml"
     path.write_text(
-        "models:\n  minilm:\n    factory: multiworld.serve.engine.models.minilm:model\n"
+        "models:\n  minilm:\n    factory: multiworld.demo.minilm:model\n"
         "    options: {stages: 2}\n    stages: [{replicas: 8}, {}]\n"
     )
     done = CliRunner().invoke(cli, ["partition", str(path), "--repeats", "2", "--json"])

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from multiworld.demo import smollm2
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
-from multiworld.serve.engine.models import decoder_stage, smollm2
+from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.partition import Span
 from tests.tiny_decoder import greedy
 
