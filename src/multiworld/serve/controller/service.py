@@ -83,10 +83,12 @@ async def run_service(
     on_up: OnUp,
     on_progress: OnProgress = lambda text: None,
     waiting: WaitingServer | None = None,
+    fetched_at: float | None = None,
 ) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
-    ``waiting`` is a fork server for the first processes.
+    ``waiting`` is a fork server for the first processes; ``fetched_at`` the monotonic
+    time at which a model was there that the command fetched, if it did.
 
     SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends only the
     controller: the next one adopts the processes. If the service cannot start, its
@@ -97,7 +99,7 @@ async def run_service(
     held = folder.hold()
     try:
         shown = _suppressed(on_up), _suppressed(on_progress)
-        return await _run(app, folder, *shown, waiting)
+        return await _run(app, folder, *shown, waiting, fetched_at)
     finally:
         os.close(held)
 
@@ -120,8 +122,11 @@ async def _run(
     on_up: OnUp,
     on_progress: OnProgress,
     waiting: WaitingServer | None,
+    fetched_at: float | None,
 ) -> int:
     startup = Startup(process_began(), on_phase=on_progress)
+    if fetched_at is not None:
+        startup.end("to find the model, and fetch it if need be", fetched_at)
     startup.end("to import torch")
     old, ended = folder.load(), None
     if old is not None and not _may_live(old):
