@@ -57,6 +57,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     # Less than four streams need, so that vLLM preempts some of them.
     "little memory": {"num_gpu_blocks_override": 6},
     "chunked prefill": {"max_num_batched_tokens": 16},
+    "two ranks": {"tensor_parallel_size": 2},
 }
 
 
@@ -144,11 +145,19 @@ async def test_release_that_does_not_continue_exactly_is_refused(
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 async def test_every_token_is_that_of_an_undisturbed_stream(
-    name: str, model: dict[str, Any], tmp_path: Path
+    name: str,
+    model: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Processes of vLLM are killed at drawn tokens; batches change all the time."""
-    args = {"enforce_eager": True, **ARGUMENTS[name]}
-    more = {"engine_args": args, "memory_mb": 2048, "replicas": 2, "deadline_s": 300.0}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # for several ranks
+    args = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 2**28,
+        **ARGUMENTS[name],
+    }
+    more = {"engine_args": args, "replicas": 2, "deadline_s": 300.0}
     spec = {"app": "v2", "models": {"m": {**model, **more}}, "gateway": {"port": 0}}
     draw = random.Random(name)
     with served(tmp_path, spec) as service:
