@@ -24,6 +24,7 @@ from tests.unit.serve.engine.external.test_vllm_sampling import imported_copy, l
 
 END = 0
 SLOTS, LONGEST = 4, 64
+CPU = torch.device("cpu")
 PADDED = VOCABULARY + 20  # vLLM's logits may have more columns
 PENALTY = 0.8
 
@@ -64,12 +65,12 @@ def plugin(opened: Plugin) -> Plugin:
 class Buffer:
     """vLLM's tensor with a side for the host and one for the device."""
 
-    def __init__(self, *shape: int) -> None:
-        self.gpu = torch.zeros(shape, dtype=torch.int32)
+    def __init__(self, device: torch.device, *shape: int) -> None:
+        self.gpu = torch.zeros(shape, dtype=torch.int32, device=device)
         self.np = np.zeros(shape, dtype=np.int32)
 
     def copy(self) -> None:
-        self.gpu = torch.from_numpy(self.np.copy())
+        self.gpu.copy_(torch.from_numpy(self.np))
 
 
 def options(name: str, prompt: int, pattern: str = "", **more: Any) -> str:
@@ -85,15 +86,15 @@ class PlayedRunner:
         made: Tokens that each sequence got, by name.
     """
 
-    def __init__(self, plugin: Plugin) -> None:
+    def __init__(self, plugin: Plugin, device: torch.device = CPU) -> None:
         self.states = SimpleNamespace(
-            device=torch.device("cpu"),
+            device=device,
             max_num_reqs=SLOTS,
             vocab_size=VOCABULARY,
-            all_token_ids=Buffer(SLOTS, LONGEST),
-            prompt_len=Buffer(SLOTS),
-            prefill_len=Buffer(SLOTS),
-            total_len=Buffer(SLOTS),
+            all_token_ids=Buffer(device, SLOTS, LONGEST),
+            prompt_len=Buffer(device, SLOTS),
+            prefill_len=Buffer(device, SLOTS),
+            total_len=Buffer(device, SLOTS),
         )
         self.processor = plugin.module.Continuation(None, self.states)
         self.seeds: dict[int, int] = {}
@@ -103,7 +104,8 @@ class PlayedRunner:
     def add(self, slot: int, tokens: list[int], seed: int, given: str | None) -> None:
         """Add a sequence, or again one that was preempted."""
         states, size = self.states, len(tokens)
-        states.all_token_ids.gpu[slot, :size] = torch.tensor(tokens, dtype=torch.int32)
+        given_tokens = torch.tensor(tokens, dtype=torch.int32, device=states.device)
+        states.all_token_ids.gpu[slot, :size] = given_tokens
         states.prompt_len.np[slot] = states.prefill_len.np[slot] = size
         states.total_len.gpu[slot] = size
         extra = None if given is None else {"multiworld": given}
@@ -129,7 +131,8 @@ class PlayedRunner:
                 row[token] -= PENALTY
             rows.append(row)
         context = SimpleNamespace(idx_mapping_np=np.array(slots))
-        logits = self.processor.apply(torch.stack(rows), context)
+        given = torch.stack(rows).to(states.device)
+        logits = self.processor.apply(given, context).cpu()
         for number, slot in enumerate(slots):
             total = int(states.total_len.gpu[slot])
             noise = torch.Generator().manual_seed(self.seeds[slot] * 1000 + total)
