@@ -111,7 +111,8 @@ def text_of(
     """Return the spec as YAML, with a comment for each field."""
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
-    if machine.gpus:  # how much a GPU holds is found when it is loaded
+    has_gpus = machine.gpus >= options.stages * (options.replicas or 1)
+    if has_gpus and machine.gpus:  # how much a GPU holds is found when it is loaded
         replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
         why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
     if options.replicas is not None:
@@ -141,7 +142,7 @@ def text_of(
     else:
         lines.append("    generation: {}  # the model generates text")
     threaded = "" if options.engine else f", threads: {threads}"
-    if machine.gpus:
+    if has_gpus and machine.gpus:
         threaded = ", device: cuda"
     lines.append("    stages:  # parts of the model, each in processes of its own")
     for number in range(options.stages):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 
 OWNER = "owner"  # tenant with the key of ``--api-key``
-MIN_KEY = 8  # characters of that key
 
 
 def _of_model(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,20 +112,33 @@ def _load(
     return load_spec(Path(target)), None
 
 
-def store_key(folder: StateFolder, api_key: str) -> None:
-    """Let a tenant have a key, in the registry of a service that is to start."""
+def store_key(folder: Path, api_key: str) -> None:
+    """Let the owner have a key in a registry, in place of one given before."""
     from multiworld.serve.tenants.directory import Key, Tenant
-    from multiworld.serve.tenants.keys import known_as
+    from multiworld.serve.tenants.keys import GIVEN, known_as
     from multiworld.serve.tenants.registry import open_registry
 
-    if len(api_key) < MIN_KEY:
-        raise click.UsageError(f"--api-key needs {MIN_KEY} characters or more")
-    folder.make()
-    registry = open_registry(folder.path)
-    key_id, digest = known_as(api_key)
-    key = Key(id=key_id, digest=digest, made_at=time.time())
-    registry.save(Tenant(name=OWNER, keys=(key,), is_operator=True))
-    registry.close()
+    registry = open_registry(folder)
+    try:
+        key_id, digest = known_as(api_key)
+        key = Key(id=key_id, digest=digest, made_at=time.time())
+        owner = registry.tenants().get(OWNER, Tenant(name=OWNER, is_operator=True))
+        others = [each for each in owner.keys if not each.id.startswith(GIVEN)]
+        registry.save(replace(owner, keys=(*others, key)))
+    finally:
+        registry.close()
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    from multiworld.serve.tenants.keys import check_given
+
+    if api_key is None:
+        return None
+    try:
+        check_given(api_key.strip())
+    except ValueError as error:
+        raise click.UsageError(f"--api-key: {error}") from error
+    return api_key.strip()
 
 
 @click.command()
@@ -161,7 +174,10 @@ def serve(
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
     given = {name: value for name, value in options.items() if value is not None}
-    api_key = given.get("api_key")
+    source = click.get_current_context().get_parameter_source("api_key")
+    if source is ParameterSource.ENVIRONMENT and not model_spec.is_model(target):
+        given.pop("api_key")  # it is for clients then, and a spec has its own keys
+    api_key = _checked_key(given.get("api_key"))
     # Progress goes to stderr, because --print-spec prints the spec on stdout.
     err = Console(stderr=True)
     app, fetched = _load(target, revision, print_spec, given, err)
@@ -169,8 +185,6 @@ def serve(
         return
     fetched_at = None if fetched is None else time.monotonic()
     folder = StateFolder(state or state_root() / app.app)
-    if api_key is not None:
-        store_key(folder, api_key)
     if not as_json:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
@@ -222,5 +236,13 @@ def serve(
         if not as_json and not verbose:
             console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
 
+    def prepare() -> None:
+        if api_key is not None:
+            store_key(folder.path, api_key)
+
     waiting = fork_waiting() if app.launcher in LAUNCHERS else None
-    sys.exit(asyncio.run(run_service(app, folder, up, progress, waiting, fetched_at)))
+    sys.exit(
+        asyncio.run(
+            run_service(app, folder, up, progress, waiting, fetched_at, prepare)
+        )
+    )

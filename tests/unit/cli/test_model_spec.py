@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -22,11 +21,10 @@ from multiworld.cli.model_spec import (
     text_of,
 )
 from multiworld.cli.serve import store_key
-from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.tenants.directory import TenantDirectory
-from multiworld.serve.tenants.keys import known_as
+from multiworld.serve.tenants.directory import Key, Tenant, TenantDirectory
+from multiworld.serve.tenants.keys import known_as, make_key
 from multiworld.serve.tenants.registry import open_registry
 from tests.tiny_decoder import save_decoder
 
@@ -82,6 +80,39 @@ def test_gpus_are_used_where_there_are_any(engine: str | None) -> None:
         assert model.stages[0].replicas == replicas
 
 
+def test_one_gpu_is_not_for_two_stages() -> None:
+    app = spec_of(ModelOptions(stages=2), Machine(64 * GIB, 8.0, 1))
+    (model,) = app.models.values()
+    assert [s.device for s in model.stages] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["--api-key", "short"], True),
+        (["--api-key", "sk-with a space in it"], True),
+        (["--api-key", "sk-schlüssel-schlüssel"], True),
+        (["--api-key", "sk-0123456789-abc\n"], False),
+    ],
+)
+def test_keys_that_cannot_be_sent_are_refused(
+    words: list[str], is_refused: bool, tmp_path: Path
+) -> None:
+    folder = save_decoder(tmp_path / "Tiny")
+    asked = ["serve", str(folder), "--print-spec", *words]
+    found = CliRunner().invoke(cli, asked)
+    assert ("printable ASCII" in found.output) is is_refused, found.output
+
+
+def test_key_of_the_environment_is_the_clients_for_a_spec(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("models: {}")
+    words = ["serve", str(tmp_path / "app.yaml"), "--port", "1"]
+    env = {"MULTIWORLD_API_KEY": "sk-0123456789-abc"}
+    found = CliRunner().invoke(cli, words, env=env)
+    assert "--api-key" not in found.output
+    assert "is no model, and --port" in " ".join(found.output.split())
+
+
 def test_engine_gets_no_threads() -> None:
     app = spec_of(ModelOptions(engine="vllm"))
     (model,) = app.models.values()
@@ -135,18 +166,26 @@ def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None
 
 
 def test_key_of_the_command_is_that_of_a_tenant(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path / "state")
-    store_key(folder, "sk-any-form")
-    registry = open_registry(folder.path)
+    text, key_id, digest = make_key()
+    registry = open_registry(tmp_path)
+    own = Key(id=key_id, digest=digest, made_at=0.0)
+    registry.save(Tenant(name="owner", keys=(own,), rpm_limit=7))
+    registry.close()
+    for given in ("sk-the-first-of-two", "sk-the-second-of-two"):
+        store_key(tmp_path, given)
+    registry = open_registry(tmp_path)
     directory = TenantDirectory()
     directory.put(list(registry.tenants().values()))
     registry.close()
-    found = directory.find(*known_as("sk-any-form"), 0.0)
-    assert found is not None
-    assert found.is_operator
-    assert directory.find(*known_as("sk-any-other"), 0.0) is None
-    with pytest.raises(click.UsageError, match="8 characters"):
-        store_key(folder, "short")
+    for key, is_known in (
+        (text, True),
+        ("sk-the-second-of-two", True),
+        ("sk-the-first-of-two", False),
+        ("sk-the-third-of-two", False),
+    ):
+        found = directory.find(*known_as(key), 0.0)
+        assert (found is not None) is is_known, key
+        assert found is None or found.rpm_limit == 7
     app = spec_of(ModelOptions(has_key=True))
     assert app.gateway.authentication == "keys"
 

@@ -84,11 +84,13 @@ async def run_service(
     on_progress: OnProgress = lambda text: None,
     waiting: WaitingServer | None = None,
     fetched_at: float | None = None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     ``waiting`` is a fork server for the first processes; ``fetched_at`` the monotonic
-    time at which a model was there that the command fetched, if it did.
+    time at which a model was there that the command fetched, if it did. ``prepare`` is
+    called once no other controller can have the folder.
 
     SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends only the
     controller: the next one adopts the processes. If the service cannot start, its
@@ -98,6 +100,7 @@ async def run_service(
     folder.lock()
     held = folder.hold()
     try:
+        prepare()
         shown = _suppressed(on_up), _suppressed(on_progress)
         return await _run(app, folder, *shown, waiting, fetched_at)
     finally:

@@ -20,7 +20,7 @@ from multiworld.serve.gateway.admission import budgets
 from multiworld.serve.gateway.admission.quarantine import POISON_S
 from multiworld.serve.spec.schema import NAME, PATTERNS
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
-from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.keys import known_as, make_key
 from multiworld.serve.tenants.registry import TenantRegistry
 from multiworld.serve.tenants.usage_rows import TokensUsed
 from multiworld.serve.wire import control_messages as messages
@@ -221,13 +221,15 @@ class TenantManager:
     async def revoke(self, name: str, key_id: str | None) -> Tenant:
         async with self._lock:
             tenant = self._known(name)
-            if key_id is not None:  # ``key_id`` may also be a whole key
-                key_id = parse_key(key_id)[0] or key_id
+            known = {key.id for key in tenant.keys}
+            is_key = key_id is not None and key_id not in known
+            if key_id is not None and is_key:  # then it is a whole key, and secret
+                key_id = known_as(key_id)[0]
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
                 ids = ", ".join(k.id for k in tenant.keys) or "none"
                 raise UnknownTenantError(
-                    f"tenant {name!r} has no key {key_id!r}; it has: {ids}"
+                    f"tenant {name!r} has no key of that id; it has: {ids}"
                 )
             tenant = dataclasses.replace(tenant, keys=kept)
             await self._save(tenant)

@@ -9,6 +9,8 @@ import re
 import secrets
 
 PREFIX = "mw"
+GIVEN = "given-"  # begins the ids of keys that an operator chooses
+MIN_GIVEN = 16  # characters of a key that an operator chooses
 ID_BYTES, SECRET_BYTES = 6, 32
 KEY_PATTERN = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
 
@@ -24,9 +26,18 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def check_given(key: str) -> None:
+    """Raise ValueError for a chosen key that is easily guessed or cannot be sent."""
+    if len(key) < MIN_GIVEN or not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(
+            f"a key must have {MIN_GIVEN} or more printable ASCII characters, and no "
+            "spaces"
+        )
+
+
 def given_id(digest: str) -> str:
     """Return the id of a key that an operator chose, by its digest."""
-    return f"given-{digest[: 2 * ID_BYTES]}"
+    return f"{GIVEN}{digest[: 2 * ID_BYTES]}"
 
 
 def known_as(text: str) -> tuple[str, str]:

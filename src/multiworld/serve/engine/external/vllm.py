@@ -128,6 +128,10 @@ FAILURES = "failures"  # folder of the reports of failed sequences
 LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
 TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
 MAX_LOGPROBS = 20  # of a token, unless ``engine_args`` says otherwise
+# With ``min_tokens``: runner V2 has memory for 128, and adds its own end token. More
+# would end the engine.
+MAX_STOPS = 120
+
 # Between the seeds of a request's choices, so that seeds of other requests are far off:
 # 2**64 divided by the golden ratio, as in SplitMix (Steele, Lea and Flood, 2014).
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -184,7 +188,7 @@ class VllmEngine:
         self._server: EngineServer | None = None
         self._folder: EngineFolder | None = None
         self._number = 0
-        self._runner = Runner()
+        self.runner = Runner()
         self._is_async: bool | None = False if settings.device == "cpu" else None
         refuse_reserved(settings.args, RESERVED)
 
@@ -193,7 +197,7 @@ class VllmEngine:
     @property
     def noise(self) -> str:
         """What its sampling depends on; streams never change it."""
-        runner = self._runner
+        runner = self.runner
         return f"vLLM {runner.release} {runner.runner}" if runner.is_v2 else ""
 
     async def start(self) -> None:
@@ -213,7 +217,7 @@ class VllmEngine:
             except EngineLostError:
                 self._remove_files()
                 raise
-        self._runner = runner_in(self._folder.path)
+        self.runner = runner_in(self._folder.path)
         try:
             self.phase = "warming up"
             async with asyncio.timeout(4 * self._settings.hung_s):
@@ -240,9 +244,9 @@ class VllmEngine:
             temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
         )
         await self._tokens(Run((0,), 1, asked))
-        if self._runner.is_v2 and not await self._continues():
+        if self.runner.is_v2 and not await self._continues():
             raise EngineLostError(
-                f"vLLM {self._runner.release} does not continue penalised sequences as "
+                f"vLLM {self.runner.release} does not continue penalised sequences as "
                 f"if they had not been interrupted; {V2_RUNNER}=0 lets it take its "
                 "runner V1"
             )
@@ -349,6 +353,13 @@ class VllmEngine:
                 "tokens; lower logprobs",
                 param="logprobs",
             )
+        stops = len(sampling.stop_token_ids) + len(self._settings.end_tokens)
+        if self.runner.is_v2 and sampling.min_tokens and stops > MAX_STOPS:
+            raise InvalidRequestError(
+                f"this model's engine takes at most {MAX_STOPS} stop tokens, those of "
+                "the model included, with min_tokens; leave out min_tokens",
+                param="stop_token_ids",
+            )
         if sampling.prompt_logprobs is not None:
             raise InvalidRequestError(
                 "this model's engine, vLLM, returns no log-probabilities of the prompt "
@@ -376,7 +387,7 @@ class VllmEngine:
             report.unlink(missing_ok=True)
 
     def _body(self, run: Run, name: str) -> dict[str, Any]:
-        given, is_v2 = run.sampling, self._runner.is_v2
+        given, is_v2 = run.sampling, self.runner.is_v2
         options = {"name": name, "prompt": run.prompt, "ends": run.ends}
         if is_v2:
             options["grammar"] = given.grammar

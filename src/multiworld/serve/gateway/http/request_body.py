@@ -204,8 +204,18 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return ``work()``; in a thread if what it parses has ``OFFLOAD_BYTES``."""
-    return await asyncio.to_thread(work) if size >= OFFLOAD_BYTES else work()
+    """Return ``work()``; in a thread if what it parses has ``OFFLOAD_BYTES``.
+
+    Cancelling waits for the thread, which holds the body until then.
+    """
+    if size < OFFLOAD_BYTES:
+        return work()
+    parsing = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(parsing)
+    except asyncio.CancelledError:
+        await asyncio.gather(parsing, return_exceptions=True)
+        raise
 
 
 class _Named(msgspec.Struct):

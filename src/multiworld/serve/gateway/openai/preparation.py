@@ -129,7 +129,7 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
         await gateway.check_poison(
             call.admitted, (name, served.version), partial(_digest, ready)
         )
-        version, _ = gateway.model(name, None, tenant)
+        version, _ = gateway.model(name, call.version, tenant)
         if (version, gateway.route(name, tenant)) == (served.version, served.name):
             break
     if ready.wanted.structure is None:
@@ -147,7 +147,7 @@ async def _digest(ready: Ready) -> str:
 
 async def served_model(call: AdmittedCall, name: str) -> ServedModel:
     gateway = call.gateway
-    version, model = gateway.model(name, None, call.tenant)
+    version, model = gateway.model(name, call.version, call.tenant)
     if model.generation is None:
         raise InvalidRequestError(
             f"model {name!r} generates no text; use /v1/embeddings or /v2",

@@ -234,14 +234,26 @@ class ChainSelection:
         is_same = known is not None and known.version == version
         return name if is_there and is_same else None
 
+    def _sampling_alike(
+        self, stream: Stream, found: Sequence[Replica]
+    ) -> Sequence[Replica]:
+        """Return those with the noise of the stream's tokens."""
+        if stream.noise is None:
+            return found
+        return [r for r in found if r.noise == stream.noise]
+
     def _candidates(
         self, stream: Stream, version: str, stage: int
     ) -> Sequence[Replica]:
-        usable = self.view.usable(stream.model, version, stage)
+        usable = self._sampling_alike(
+            stream, self.view.usable(stream.model, version, stage)
+        )
         wanted = stream.via.get(stage)
         if usable and wanted is None:
             return usable
-        found = self.view.connected_at(stream.model, version, stage)
+        found = self._sampling_alike(
+            stream, self.view.connected_at(stream.model, version, stage)
+        )
         found = [r for r in found if wanted in (None, r.name)]
         ready = [r for r in found if r.state is ReplicaState.READY]
         if stream.via:  # a probe also goes through replicas that are starting
@@ -260,15 +272,14 @@ class ChainSelection:
         without: Collection[str],
     ) -> str | None:
         found = self._candidates(stream, version, stage)
-        if stream.noise is not None:
-            found = [r for r in found if r.noise == stream.noise]
         known = self._prefix_routes.matches(stream.prefixes, stage)
         home = ""
         if stream.session:
             home = self.view.home(stream.model, version, stage, stream.session)
         same = stream.fingerprints.get(stage)
         if same is None and len(found) > COMPARED:
-            found = self._some(found, [*known, home])
+            some = self._some(found, [*known, home])
+            found = self._sampling_alike(stream, some)
         usable = [r for r in found if r.name not in without]
         usable = [r for r in usable if same in (None, r.fingerprint)] or usable
 

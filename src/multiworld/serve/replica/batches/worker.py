@@ -295,8 +295,9 @@ class Worker:
         return True
 
     def _enter(self, batch: Batch) -> None:
-        self._running, self._began_at = batch, self._clock()
+        self._began_at = self._clock()
         batch.begin(self._began_at, self._runner.calls)
+        self._running = batch  # last: the guard's thread looks at it
 
     async def _compute(self, batch: Batch) -> None:
         """Announce a batch, and compute it in the stage's thread."""

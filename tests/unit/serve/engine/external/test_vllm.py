@@ -9,8 +9,10 @@ import pytest
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.external.vllm import (
+    Runner,
     VllmEngine,
     failure_of,
+    sampling_of,
     tokens_of,
 )
 from multiworld.serve.engine.external.whole_engine import (
@@ -95,3 +97,31 @@ def test_text_in_place_of_a_token_fails_the_run() -> None:
     text = event(is_old=True).replace(b"token_id:5", b"five")
     with pytest.raises(RunFailedError, match="returned 'five' in place"):
         tokens_of(text, Run((1,), 1, Sampling(logprobs=2)))
+
+
+def test_stop_tokens_beyond_the_memory_of_runner_v2_are_refused() -> None:
+    """They would end vLLM, on one replica after another."""
+    engine = VllmEngine(
+        EngineSettings(replica="r", path="", vocabulary=999, end_tokens=(1,))
+    )
+    many = Sampling(min_tokens=1, stop_token_ids=tuple(range(120)))
+    engine.check(many)  # our own sampler takes them
+    engine.runner = Runner("v2", "0.32.0")
+    with pytest.raises(InvalidRequestError, match="at most 120 stop tokens"):
+        engine.check(many)
+    engine.check(Sampling(stop_token_ids=tuple(range(1024))))
+    engine.check(Sampling(min_tokens=1, stop_token_ids=tuple(range(119))))
+
+
+def test_request_to_runner_v2_is_what_an_undisturbed_one_would_be() -> None:
+    """Less what the delivered tokens have used up."""
+    given = Sampling(seed=2**63 - 1, choice=1, min_tokens=5, max_tokens=9, top_k=4)
+    run = Run((1, 2, 3, 4, 5), 2, given)
+    found = sampling_of(run)
+    assert found["min_tokens"] == 2
+    assert 0 <= found["seed"] < 2**63
+    assert found["seed"] != sampling_of(Run((1,), 1, Sampling(seed=2**63 - 1)))["seed"]
+    late = Run((1, 2, *range(8)), 2, given)
+    assert sampling_of(late)["min_tokens"] == 0
+    biased = Run((1,), 1, Sampling(logit_bias={7: 2.0}))
+    assert sampling_of(biased)["logit_bias"] == {"7": 2.0}

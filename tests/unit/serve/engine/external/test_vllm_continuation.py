@@ -277,3 +277,35 @@ def test_tokens_that_a_structure_forbids_are_reported(plugin: Plugin) -> None:
     runner.step(0)
     assert runner.made[0] == [END]
     assert plugin.failures["wrong"].startswith("structured output failed")
+
+
+def test_ended_sequences_cost_the_others_nothing(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does not say which have ended; one that pauses continues all the same."""
+    asked: list[str] = []
+    allowed = plugin.structures.Structure.allowed
+
+    def counted(self: Any, made: list[int], prompt: int, wait_s: float) -> Any:
+        asked.append("")
+        return allowed(self, made, prompt, wait_s)
+
+    runner = PlayedRunner(plugin)
+    alone = PlayedRunner(plugin)
+    for each in (runner, alone):
+        each.add(0, [5, 6], 3, options("paused", 2, "[a-m]{20}"))
+    for slot in (1, 2, 3):
+        runner.add(slot, [5, slot], 3, options(f"ended{slot}", 2, "[a-z]{30}"))
+    runner.step(0, 1, 2, 3)
+    runner.step(0, 1, 2, 3)
+    monkeypatch.setattr(plugin.structures.Structure, "allowed", counted)
+    for _ in range(5):  # no structured row: the others have ended, and it pauses
+        runner.add(3, [9], 1, None)
+        runner.step(3)
+    asked.clear()
+    for _ in range(6):
+        runner.step(3)
+    assert not asked
+    for _ in range(6):
+        runner.step(0)
+    assert runner.made[0] == generated(alone, 0, 8)

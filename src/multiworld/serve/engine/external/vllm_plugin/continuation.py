@@ -61,6 +61,7 @@ class Sequence:
         self.made: list[int] = []
         self.total = 0  # tokens, when it was looked at last
         self.has_failed = structure is None
+        self.step = 0  # in which it was masked last
 
     def fail(self, error: Exception) -> None:
         """Report an error once; from then on it may only end."""
@@ -109,6 +110,7 @@ class Continuation(LogitsProcessor):
         self._structures, self._ranks = Structures(), Ranks()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld masks")
         self._masks: Future[dict[int, torch.Tensor]] | None = None
+        self._step = 0
         self._slots: tuple[list[int], torch.Tensor] = [], torch.empty(0)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -147,14 +149,21 @@ class Continuation(LogitsProcessor):
     def apply_staged_writes(self) -> None:
         """Begin to compute the masks of a step."""
         self._masks = None
-        if not self._sequences or not self._ranks.is_first:
+        self._step += 1
+        # vLLM does not say which sequences have ended: those that were in the last step
+        # can have a token more.
+        sequences = {
+            slot: sequence
+            for slot, sequence in self._sequences.items()
+            if sequence.is_fresh or sequence.step >= self._step - 1
+        }
+        if not sequences or not self._ranks.is_first:
             return
         try:
-            sequences = dict(self._sequences)
             copies = self._copies(sequences)
             self._masks = self._pool.submit(self._computed, sequences, copies)
         except Exception as error:
-            for sequence in self._sequences.values():
+            for sequence in sequences.values():
                 sequence.fail(error)
 
     def _copies(self, sequences: dict[int, Sequence]) -> Copies:
@@ -242,10 +251,15 @@ class Continuation(LogitsProcessor):
         found = torch.zeros((len(slots), size), dtype=torch.uint8)
         if not self._ranks.is_first:
             return found
-        assert self._masks is not None
-        masks = self._masks.result(MASKS_S)
+        masks = {} if self._masks is None else self._masks.result(MASKS_S)
         for row, slot in enumerate(slots):
-            mask = masks[slot][:size]
+            sequence = self._sequences[slot]
+            sequence.step = self._step
+            # One that was in no step for a while has got no token meanwhile.
+            mask = masks.get(slot)
+            if mask is None:
+                mask = sequence.mask(self._vocabulary, ALONE_S)
+            mask = mask[:size]
             found[row, : len(mask)] = mask
         return found
 
