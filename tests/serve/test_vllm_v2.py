@@ -23,6 +23,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
 )
+from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 from multiworld.serve.spec.stage import StageContext
 from tests import vllm_stub
 from tests.contract import engines
@@ -82,20 +83,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 # The engine alone.
 
 
+def _engine(model: dict[str, Any]) -> EngineWorker:
+    return whole(
+        VllmEngine,
+        Path(model["path"]),
+        hung_s=60.0,
+        python=model["engine_python"],
+        args={"enforce_eager": True},
+        dtype="float32",
+        max_model_len=256,
+        memory_mb=2048.0,
+    )
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench(model: dict[str, Any]) -> AsyncIterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "WAIT_S", 300.0)
-        worker = whole(
-            VllmEngine,
-            Path(model["path"]),
-            hung_s=60.0,
-            python=model["engine_python"],
-            args={"enforce_eager": True},
-            dtype="float32",
-            max_model_len=256,
-            memory_mb=2048.0,
-        )
+        worker = _engine(model)
         await worker.load(StageContext())
         assert worker.noise.startswith("vLLM ")
         assert worker.noise.endswith(" v2")
@@ -125,16 +130,7 @@ async def test_release_that_does_not_continue_exactly_is_refused(
         path.write_text(path.read_text().replace(line, "pass"))
 
     monkeypatch.setattr(vllm, "write_plugin", forgetting)
-    worker = whole(
-        VllmEngine,
-        Path(model["path"]),
-        hung_s=60.0,
-        python=model["engine_python"],
-        args={"enforce_eager": True},
-        dtype="float32",
-        max_model_len=256,
-        memory_mb=2048.0,
-    )
+    worker = _engine(model)
     with pytest.raises(EngineLostError, match="does not continue penalised sequences"):
         await worker.load(StageContext())
     worker.close()

@@ -30,7 +30,7 @@ class EngineLostError(ServeError):
 
 
 class RequestRefusedError(InvalidRequestError):
-    """A server refused the request; another one may have accepted its beginning."""
+    """A server refused the request; another one may have accepted it before."""
 
 
 class RunFailedError(ServeError):

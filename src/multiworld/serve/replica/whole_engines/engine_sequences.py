@@ -522,7 +522,7 @@ class EngineSequences:
             case BusyError():
                 self._return(sequence)
             case RequestRefusedError() if len(sequence.tokens) > sequence.start.prompt:
-                # Its beginning was accepted, maybe by another server.
+                # Earlier tokens came, maybe from another server.
                 self._no_token(sequence, str(error))
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)
