@@ -1,4 +1,4 @@
-"""A gateway whose dispatcher a test plays, and clients of it."""
+"""A gateway with a fake dispatcher, and clients of it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ MODEL = Model(
 
 
 class FakeText:
-    """A tokenizer: one token for each letter."""
+    """Tokenizer with one token per letter."""
 
     def encode(self, text: str) -> Tensors:
-        """Return one row with the numbers of the letters."""
         return {"ids": torch.tensor([[ord(letter) for letter in text]])}
 
 
@@ -55,13 +54,10 @@ TEXT = Model(
 
 
 class FakeDispatcher(Dispatcher):
-    """A dispatcher that answers as a test says.
+    """Dispatcher whose answers a test sets.
 
     Attributes:
-        answers: Returns the answer to a request to a model; may raise or wait.
-        calls: What it was asked.
         lacking: Stages without a replica, by model.
-        quarantined: Tenants and models.
     """
 
     def __init__(self) -> None:
@@ -83,7 +79,6 @@ class FakeDispatcher(Dispatcher):
         timing: Timing | None = None,
         version: str = "",
     ) -> Tensors:
-        """Return what the test set."""
         call = {"model": model, "deadline_s": deadline_s, "session": session}
         call["version"] = version
         self.calls.append({**call, "tenant": share.tenant, "tensors": tensors})
@@ -95,16 +90,14 @@ class FakeDispatcher(Dispatcher):
         return answer
 
     def missing(self, model: str) -> list[int]:
-        """Return what the test set."""
         return self.lacking.get(model, [])
 
     def quarantine(self, tenant: str, model: str) -> None:
-        """Take note."""
         self.quarantined.append((tenant, model))
 
 
 async def doubled(model: str, tensors: Tensors) -> Tensors:
-    """Return twice the inputs, or an embedding."""
+    """Return twice the inputs; for token ids, an embedding."""
     if "ids" in tensors:
         total = tensors["ids"].sum().float()
         return {"embedding": torch.stack([total, -total]).reshape(1, 2)}
@@ -112,8 +105,6 @@ async def doubled(model: str, tensors: Tensors) -> Tensors:
 
 
 def raising(error: Exception) -> Callable[[str, Tensors], Awaitable[Tensors]]:
-    """Return answers that are all this error."""
-
     async def answer(model: str, tensors: Tensors) -> Tensors:
         raise error
 
@@ -121,13 +112,6 @@ def raising(error: Exception) -> Callable[[str, Tensors], Awaitable[Tensors]]:
 
 
 class Hanging:
-    """Answers that never come.
-
-    Attributes:
-        is_asked: Set when a request waits.
-        is_cancelled: Set when one was cancelled.
-    """
-
     def __init__(self) -> None:
         self.is_asked, self.is_cancelled = asyncio.Event(), asyncio.Event()
 
@@ -142,12 +126,6 @@ class Hanging:
 
 
 class Fake:
-    """A gateway under test.
-
-    Attributes:
-        keys: The API key of each tenant.
-    """
-
     def __init__(self, *tenants: Tenant, max_body_bytes: int = 1 << 20) -> None:
         self.dispatcher = FakeDispatcher()
         self.keys: dict[str, str] = {}
@@ -170,7 +148,7 @@ class Fake:
         state: ReplicaState = ReplicaState.READY,
         **models: Model,
     ) -> None:
-        """Put these models and no others into the table, all loaded."""
+        """Replace the routing table by these loaded models; ``__`` stands for ``@``."""
         routes = {
             name.replace("__", "@"): Route(version, {version: 1}, on_demand=on_demand)
             for name in models
@@ -182,7 +160,6 @@ class Fake:
             known[version] = model
 
     def client(self, tenant: str = "", **headers: str) -> httpx.AsyncClient:
-        """Return a client, with the key of a tenant."""
         if tenant:
             headers["authorization"] = f"Bearer {self.keys[tenant]}"
         transport = httpx.ASGITransport(app=self.app)
@@ -191,7 +168,6 @@ class Fake:
         )
 
     def requests(self) -> dict[tuple[str, str], float]:
-        """Return how many requests were counted, by model and status."""
         return {
             (labels[0], labels[1]): value
             for kind, labels, value in self.gateway.counted()
@@ -200,22 +176,13 @@ class Fake:
 
 
 def body(*values: float, **more: Any) -> dict[str, Any]:
-    """Return a request to model ``m``."""
+    """Return the body of an inference request to model ``m``."""
     size = [len(values)]
     item = {"name": "x", "datatype": "FP32", "shape": size, "data": list(values)}
     return {"inputs": [item], **more}
 
 
 class Disconnecting:
-    """A client that sends a request and then disconnects when told to.
-
-    Args:
-        app: The application.
-        path: Path of the request.
-        parts: Parts of its body.
-        is_whole: Whether the body is complete.
-    """
-
     def __init__(
         self, app: App, path: str, *parts: bytes, is_whole: bool = True
     ) -> None:
@@ -233,7 +200,6 @@ class Disconnecting:
         self.sent: list[Any] = []
 
     def hang_up(self) -> None:
-        """Disconnect."""
         self._is_gone.set()
         self._connection.lost()
 
@@ -247,7 +213,6 @@ class Disconnecting:
         self.sent.append(message)
 
     async def run(self) -> None:
-        """Send the request, and wait until the application is done with it."""
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -1,4 +1,4 @@
-"""Factories that a gateway calls: they hang, exit and raise."""
+"""Model factories that hang, exit or raise at a gateway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ SPEC = ModelSpec.model_validate({"factory": "a:b", "stages": [{}]})
 async def test_factory_that_hangs_or_exits_costs_its_version_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others are built, and waiting has a limit."""
     released, names = threading.Event(), list[str]()
 
     def build(spec: ModelSpec) -> Any:

@@ -1,4 +1,4 @@
-"""A gateway's process: orders and news, from its start to its end, in this process."""
+"""A gateway's process from its start to its exit, inside the test's process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,6 @@ _numbers = itertools.count()
 
 
 def double() -> Model:
-    """Return a model of one stage."""
     return Model(
         stages=[Stage(load=lambda context: lambda tensors: tensors)],
         inputs=[TensorSpec("x", "FP32", (-1,))],
@@ -100,23 +99,19 @@ BUILT = threading.Event()
 
 
 def slow() -> Model:
-    """Wait for the test."""
     BUILT.wait(HANG_S)
     return double()
 
 
 def broken() -> Model:
-    """Raise what this package expects of a bad spec."""
     raise SpecError("as asked")
 
 
 def odd() -> Model:
-    """Raise what a user's code may raise."""
     raise ValueError("as asked")
 
 
 def models(**factories: Callable[[], Model]) -> ModelsChanged:
-    """Return the order that names these models."""
     specs = {
         name: ModelSpec(
             factory=f"{__name__}:{factory.__name__}",
@@ -130,15 +125,12 @@ def models(**factories: Callable[[], Model]) -> ModelsChanged:
 def table(
     number: int = 1, *replicas: str, on_demand: tuple[int, ...] = ()
 ) -> TableChanged:
-    """Return the order with a table of model ``m``."""
     route = Route("1", {"1": 1}, on_demand=on_demand)
     known = {n: Replica(n, "m", "1", 0, ReplicaState.READY) for n in replicas}
     return TableChanged(RoutingTable(number, (ME,), {"m": route}, known))
 
 
 class Running:
-    """A gateway under test, its controller, and a replica."""
-
     def __init__(self, **changes: Any) -> None:
         self.store = f"memory://gateway-{next(_numbers)}"
         spec = GatewaySpec(port=0, shutdown_s=1.0, **changes.pop("gateway", {}))
@@ -169,7 +161,6 @@ class Running:
         self.heard: list[News] = []
 
     async def join(self, world: str, rank: int) -> World:
-        """Join a world that the gateway is to be in."""
         manager = WorldManager(config=WorldConfig(join_s=20))
         self._others.append(manager)
         return await manager.join(
@@ -177,17 +168,16 @@ class Running:
         )
 
     async def controlled(self) -> None:
-        """Be its controller."""
+        """Become its controller."""
         world = await self.join(control_world("app", ME), 0)
         self.controller = Controller(world, 1)
 
     async def order(self, *orders: Order) -> None:
-        """Tell it these."""
         for order in orders:
             await self.controller.send(ORDERS, order)
 
     async def received(self, kind: type[N]) -> N:
-        """Return the next news of a kind; others are kept in ``heard``."""
+        """Return the next news of a kind; ``heard`` has all news."""
         while True:
             news = await self.controller.receive(NEWS)
             self.heard.append(news)
@@ -195,23 +185,20 @@ class Running:
                 return news
 
     async def up(self, *orders: Order) -> None:
-        """Bring it up with a table and these orders before it."""
+        """Start it with these orders, by default a model and a table."""
         await self.controlled()
         await self.order(*(orders or (models(m=double), table())))
         await self.received(StageLoaded)
 
     @property
     def url(self) -> str:
-        """The address at which it listens."""
         port = self.server.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}"
 
     def client(self, **headers: str) -> httpx.AsyncClient:
-        """Return a client."""
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=HANG_S)
 
     async def close(self) -> None:
-        """End everything."""
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         for manager in (self._manager, *self._others):
@@ -220,7 +207,6 @@ class Running:
 
 @asynccontextmanager
 async def gateway(**changes: Any) -> AsyncIterator[Running]:
-    """Return a gateway that has started."""
     made = Running(**changes)
     try:
         yield made
@@ -252,15 +238,14 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
 
 
 async def ended(running: Running) -> None:
-    """Wait until it has ended."""
     await asyncio.wait_for(asyncio.shield(running.running), HANG_S)
 
 
-# Its start and its end.
+# Start and exit.
 
 
 async def test_gateway_listens_once_it_has_a_table_and_exits_on_request() -> None:
-    """Before that, others share its port."""
+    """Until then, other gateways on its port serve the requests."""
     async with gateway() as g:
         await g.controlled()
         await g.order(models(m=double))
@@ -281,7 +266,6 @@ async def test_gateway_listens_once_it_has_a_table_and_exits_on_request() -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
-    """Also before it has a table."""
     async with gateway() as g:
         await g.controlled()
         await g.received(Hello)
@@ -296,7 +280,7 @@ async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
 async def test_gateway_that_nobody_needs_ends_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, if it has never had a controller; later, if it serves."""
+    """It exits at once if it never had a controller, and later if it serves."""
     async with gateway(orphan_s=0.05) as g:
         await ended(g)
     monkeypatch.setattr(module, "ORPHAN_FACTOR", 0.0005)
@@ -311,7 +295,6 @@ async def test_gateway_that_nobody_needs_ends_by_itself(
 async def test_gateway_that_is_asked_for_text_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a controller, and though no stream is open when it looks."""
     monkeypatch.setattr(module, "ORPHAN_FACTOR", 0.005)  # half a second
     monkeypatch.setattr(module, "LOOK_S", 0.05)
     async with gateway(orphan_s=100.0) as g:
@@ -327,7 +310,6 @@ async def test_gateway_that_is_asked_for_text_stays(
 
 
 async def test_gateway_without_a_controller_serves_on() -> None:
-    """And takes the orders of the next one."""
     async with gateway() as g:
         await g.up()
         await break_world(g.controller.world)
@@ -346,7 +328,6 @@ NOT_OURS = ["203.0.113.1", "no address", "::2"]
 
 @pytest.mark.parametrize("host", NOT_OURS)
 def test_address_that_is_not_ours_cannot_be_listened_on(host: str) -> None:
-    """The process ends with the system's error."""
     with pytest.raises(OSError, match=r"."):
         listen(GatewaySpec(host=host), 0)
 
@@ -355,14 +336,14 @@ def test_address_that_is_not_ours_cannot_be_listened_on(host: str) -> None:
 def test_socket_that_cannot_be_bound_is_closed(
     host: str, sockets: list[socket.socket]
 ) -> None:
-    """Python warns of one that is not."""
+    """Python warns about sockets that are not closed."""
     with pytest.raises(OSError, match=r"."):
         listen(GatewaySpec(host=host), 0)
     assert [sock.fileno() for sock in sockets] == [-1]
 
 
 def test_gateways_share_a_port() -> None:
-    """The kernel divides the connections among them."""
+    """The kernel distributes the connections."""
     with listen(GatewaySpec(), 0) as one:
         port = one.getsockname()[1]
         with listen(GatewaySpec(), port) as other:
@@ -373,7 +354,7 @@ def test_gateways_share_a_port() -> None:
 
 
 async def answering(replica: Peer, count: int) -> list[Any]:
-    """Answer so many requests with twice their inputs; return their headers."""
+    """Answer ``count`` requests with twice their inputs; return their headers."""
     headers: list[Any] = []
     while len(headers) < count:
         header, contents = await replica.receive_with(Work)
@@ -385,7 +366,6 @@ async def answering(replica: Peer, count: int) -> list[Any]:
 
 
 async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
-    """The table names it; the gateway joins it."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
         replica = Peer(await g.join(f"edge:{ME}>{REPLICA}", 1), 0)
@@ -404,7 +384,7 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
 
 
 async def test_probe_that_cannot_be_sent_is_reported_with_its_reason() -> None:
-    """The controller tries again; it does not wait for ever."""
+    """The controller can then try again."""
     probe = ProbeReplica(REPLICA, 0.5)
     async with gateway() as g:
         await g.up(models(other=double), table(1, REPLICA))
@@ -422,7 +402,7 @@ async def test_probe_that_cannot_be_sent_is_reported_with_its_reason() -> None:
 
 
 async def test_factory_of_a_new_version_does_not_hold_up_other_orders() -> None:
-    """But the table that makes the version active waits for it."""
+    """Only the table that makes the version active waits for it."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
         acme = Tenant(name="acme")
@@ -441,7 +421,6 @@ async def test_factory_of_a_new_version_does_not_hold_up_other_orders() -> None:
 
 
 async def test_end_waits_for_requests_in_flight() -> None:
-    """New ones go to another gateway meanwhile."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
         replica = Peer(await g.join(f"edge:{ME}>{REPLICA}", 1), 0)
@@ -456,7 +435,6 @@ async def test_end_waits_for_requests_in_flight() -> None:
 
 
 async def test_model_that_runs_nowhere_is_asked_for_now_and_then() -> None:
-    """Not at every look."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, on_demand=(0,)))
         async with g.client(**{"x-timeout-s": "0.5"}) as client:
@@ -475,7 +453,6 @@ async def test_model_that_runs_nowhere_is_asked_for_now_and_then() -> None:
 async def test_model_that_cannot_be_built_leaves_the_others_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is not loaded, and the log says why."""
     async with gateway() as g:
         await g.up(models(bad=broken, m=double), table())
         async with g.client() as client:
@@ -484,7 +461,7 @@ async def test_model_that_cannot_be_built_leaves_the_others_alone(
 
 
 async def test_factory_that_raises_anything_leaves_the_others_alone() -> None:
-    """Every gateway would end, and each that replaces it."""
+    """Otherwise every gateway would exit, and each one that replaces it."""
     async with gateway() as g:
         await g.controlled()
         await g.order(models(bad=odd, m=double), table())
@@ -497,7 +474,6 @@ async def test_factory_that_raises_anything_leaves_the_others_alone() -> None:
 
 
 def keyed(name: str) -> tuple[Tenant, str]:
-    """Return a tenant, and its key."""
     text, key_id, digest = make_key()
     return Tenant(name=name, keys=(Key(id=key_id, digest=digest, made_at=0.0),)), text
 
@@ -558,7 +534,6 @@ async def test_usage_is_reported_until_it_is_stored_and_once_more_at_shutdown(
 async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says so."""
     async with gateway() as g:
         await g.up()
         async with g.client() as client:
@@ -569,7 +544,7 @@ async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
 
 
 async def test_usage_that_no_controller_stores_goes_to_the_file(tmp_path: Path) -> None:
-    """Which lies beside the lock that all processes of a service hold."""
+    """The file is beside the lock that all processes of a service hold."""
     database = open_registry(tmp_path)
     async with gateway(alive=str(tmp_path / "alive")) as g:
         await g.up()
@@ -583,7 +558,7 @@ async def test_usage_that_no_controller_stores_goes_to_the_file(tmp_path: Path) 
 
 
 async def test_poison_request_of_another_gateway_is_refused_here() -> None:
-    """One that was found here is first, when there is a controller."""
+    """One that was found here is reported once there is a controller."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
         tensors = {"x": torch.tensor([6.0])}
@@ -610,13 +585,12 @@ FLEET = FleetReport(
 
 
 async def scraped(g: Running) -> str:
-    """Return the metrics."""
     async with g.client() as client:
         return (await client.get("/metrics")).text
 
 
 async def test_metrics_are_those_of_the_whole_service() -> None:
-    """The controller is asked for the others' numbers, once for scrapes at a time."""
+    """One report of the controller serves all scrapes that wait."""
     async with gateway() as g:
         await g.up()
         scrapes = [asyncio.ensure_future(scraped(g)) for _ in range(3)]
@@ -637,7 +611,7 @@ async def test_metrics_are_those_of_the_whole_service() -> None:
 async def test_metrics_without_an_answer_are_those_of_the_last_one(
     has_controller: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A controller that hangs keeps nobody waiting for long."""
+    """A controller that hangs must not delay scrapes for long."""
     monkeypatch.setattr(module, "FLEET_S", 0.05)
     async with gateway() as g:
         await g.up()
@@ -651,7 +625,7 @@ async def test_metrics_without_an_answer_are_those_of_the_last_one(
 
 
 async def test_counts_are_reported_if_asked_for_and_at_the_end() -> None:
-    """They are many; and the controller keeps those of a gateway that has ended."""
+    """They are many, and the controller keeps those of a gateway that has exited."""
     async with gateway() as g:
         await g.up()
         async with g.client() as client:
@@ -679,7 +653,6 @@ def test_connections_fit_the_limit_of_open_files(
     wanted: int,
     allowed: int,
 ) -> None:
-    """With a warning where the spec allows more."""
     limits: list[tuple[int, tuple[int, int]]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, files))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
@@ -691,7 +664,7 @@ def test_connections_fit_the_limit_of_open_files(
 def test_limit_of_open_files_that_is_too_low_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the start, and not at the first clients."""
+    """It is refused at startup, not at the first clients."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 300))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(ServeError, match=r"open files is 300.*needs 320"):

@@ -1,4 +1,4 @@
-"""Breakdown: what a service tells is read and added up, and damage is ignored."""
+"""Time breakdowns that a service reports, also damaged ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from multiworld.serve.load.summary import Sample
 
 
 def test_header_of_the_gateway_is_read_again() -> None:
-    """To the microsecond."""
     phases = Phases(0.001, 0.0, 0.0123456, 1.5, 0.000002)
     found = phases_of(phases.header)
     assert found is not None
@@ -31,7 +30,7 @@ def test_header_that_cannot_be_read_is_no_breakdown(header: str | None) -> None:
 
 
 def test_phases_of_answers_are_summarised_with_what_is_outside() -> None:
-    """Requests that failed, or were answered without phases, are left out."""
+    """Failed requests and answers without phases are left out."""
     samples = [
         Sample(0, 0.5, 200, phases={"parse": 0.1, "hop": 0.2}),
         Sample(0, 0.9, 200, phases={"parse": 0.3, "hop": 0.2}),
@@ -49,7 +48,7 @@ def test_phases_of_answers_are_summarised_with_what_is_outside() -> None:
 
 
 def test_cpu_time_of_one_request_is_that_of_all_processes() -> None:
-    """One that started meanwhile counts from nothing; one that ended not at all."""
+    """A process that started meanwhile counts from zero, one that exited not at all."""
     text = (
         "# TYPE multiworld_process_cpu_seconds counter\n"
         'multiworld_process_cpu_seconds_total{process="g"} 1.5\n'

@@ -1,4 +1,4 @@
-"""The load generator: requests leave on time, whatever becomes of the others."""
+"""The load generator: requests that leave on time, whatever becomes of the others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from tests.unit.waiting import until
 
 
 class Server:
-    """A service that answers as the test says, and keeps what it was asked."""
-
     def __init__(self) -> None:
         self.asked: list[bytes] = []
         self.status, self.body = 200, b'{"ok": true}'
@@ -39,7 +37,6 @@ class Server:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """Return a service on loopback."""
     server = Server()
     app = web.Application()
     app.router.add_post("/{path:.*}", server.answer)
@@ -59,7 +56,6 @@ AT_ONCE = [0.0] * 5
 
 
 def test_targets_are_the_services_routes() -> None:
-    """A slash at the end of the base does not matter."""
     target = embeddings("http://h:1/", "m", ["a", "b"])
     assert target.url == "http://h:1/v1/embeddings"
     assert orjson.loads(target.bodies[1]) == {"model": "m", "input": "b"}
@@ -69,7 +65,6 @@ def test_targets_are_the_services_routes() -> None:
 
 
 async def test_requests_take_the_bodies_in_turn(server: Server) -> None:
-    """The check learns which request an answer is for."""
     numbers: list[int] = []
 
     def check(number: int, answer: Any) -> bool:
@@ -86,7 +81,6 @@ async def test_requests_take_the_bodies_in_turn(server: Server) -> None:
 
 
 async def test_steady_rate_ends_with_its_time(server: Server) -> None:
-    """Ten a second for half a second are five requests, the first at once."""
     load = Load(server.target(), 100.0)
     samples = await load.run(0.05)
     assert sorted(round(s.due_s, 6) for s in samples) == [0.0, 0.01, 0.02, 0.03, 0.04]
@@ -107,7 +101,6 @@ async def test_slow_service_does_not_delay_the_next_request(server: Server) -> N
 
 
 async def test_refused_request_is_a_sample_with_its_text(server: Server) -> None:
-    """Its answer is not checked."""
     server.status, server.body = 503, b"too busy \xff" + b"x" * 500
     load = Load(server.target(), 1.0, lambda number, answer: False, due=[0.0])
     (sample,) = await load.run()
@@ -118,7 +111,6 @@ async def test_refused_request_is_a_sample_with_its_text(server: Server) -> None
 
 
 async def test_service_that_is_gone_fails_requests_not_the_run() -> None:
-    """Each failure is a sample."""
     target = Target(f"http://127.0.0.1:{free_port()}/x", [b"{}"], {})
     samples = await Load(target, 1.0, due=AT_ONCE).run()
     assert [s.status for s in samples] == [0] * 5
@@ -128,7 +120,6 @@ async def test_service_that_is_gone_fails_requests_not_the_run() -> None:
 async def test_silent_service_fails_requests_in_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hung service does not hang the generator."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=0.05)
     monkeypatch.setattr(generator, "TIMEOUT", timeout)
     server.is_open.clear()
@@ -138,7 +129,6 @@ async def test_silent_service_fails_requests_in_time(
 
 
 async def test_ended_run_waits_for_its_answers(server: Server) -> None:
-    """No more requests leave, and none that has left is lost."""
     server.is_open.clear()
     load = Load(server.target(), 1000.0)
     running = asyncio.create_task(load.run())
@@ -150,7 +140,6 @@ async def test_ended_run_waits_for_its_answers(server: Server) -> None:
 
 
 async def test_cancelled_run_counts_only_what_was_answered(server: Server) -> None:
-    """Pending requests are cancelled."""
     server.is_open.clear()
     load = Load(server.target(), 1.0, due=[0.0, 0.0, 1000.0])
     running = asyncio.create_task(load.run())
@@ -172,7 +161,7 @@ async def test_offset_moves_the_times_not_the_latencies(server: Server) -> None:
 
 
 async def test_answer_that_the_check_cannot_read_is_wrong(server: Server) -> None:
-    """A check may well expect a field that is not there."""
+    """A check may expect a field that is not there."""
     server.body = b"[]"
     load = Load(server.target(), 1.0, lambda _, answer: answer["data"] == 1, due=[0.0])
     (sample,) = await load.run()
@@ -180,7 +169,7 @@ async def test_answer_that_the_check_cannot_read_is_wrong(server: Server) -> Non
 
 
 async def test_answer_that_is_not_json_is_wrong(server: Server) -> None:
-    """A proxy's page with status 200 is no answer of the model."""
+    """A proxy's page with status 200 is not an answer of the model."""
     server.body = b"<html>"
     load = Load(server.target(), 1.0, lambda *_: True, due=[0.0])
     found = summarise(await load.run())
@@ -198,7 +187,7 @@ async def test_answer_that_is_not_json_is_wrong(server: Server) -> None:
 async def test_streams_are_timed_and_those_without_an_end_are_cut(
     server: Server, end: bytes, is_cut: bool
 ) -> None:
-    """A cut one is no answer, although its status says so."""
+    """A cut one is no answer, although its status is 200."""
     parts = b"".join(
         b'data: {"choices":[{"delta":{"%s":"x"},"finish_reason":null}]}\n\n' % name
         for name in (b"reasoning", b"content", b"content")
@@ -214,7 +203,6 @@ async def test_streams_are_timed_and_those_without_an_end_are_cut(
 
 
 def test_times_of_streams_are_those_of_all_of_them() -> None:
-    """From when each was due, and between its own parts."""
     samples = [
         Sample(0.0, 1.0, 200, times=(0.25, 0.5, 1.0)),
         Sample(0.0, 2.0, 200, times=(0.75, 2.0)),

@@ -1,4 +1,4 @@
-"""Memory that a thread has freed goes back to the system."""
+"""Return of a thread's freed memory to the system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ SIZE, COUNT, KEPT = 1000, 100_000, 5000  # 100 MB of objects; every 5,000th stay
 
 
 def resident() -> int:
-    """Return the bytes that this process has in memory."""
     return int(psutil.Process().memory_info().rss)
 
 

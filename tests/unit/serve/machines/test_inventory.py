@@ -20,14 +20,13 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty control group, and a machine without GPUs."""
     monkeypatch.setattr(inventory, "CGROUP", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     return tmp_path
 
 
 def driver(**changes: Any) -> SimpleNamespace:
-    """Return a management library with two GPUs, some of its calls replaced."""
+    """Return a fake NVML with two GPUs, some of its calls replaced."""
     calls = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
@@ -40,7 +39,6 @@ def driver(**changes: Any) -> SimpleNamespace:
 
 
 def fails(*_: object) -> Any:
-    """Fail as the management library does."""
     raise RuntimeError("NVML: GPU is lost")
 
 
@@ -58,7 +56,6 @@ def fails(*_: object) -> Any:
 def test_quota_of_the_container_counts(
     cgroup: Path, cpu_max: str, limit: float
 ) -> None:
-    """An unreadable or absent limit is none."""
     whole = this_node().cpus
     (cgroup / "cpu.max").write_text(cpu_max)
     assert this_node().cpus == min(whole, limit)
@@ -71,13 +68,11 @@ def test_quota_of_the_container_counts(
 def test_memory_of_the_container_counts(
     cgroup: Path, memory_max: str, limit: int
 ) -> None:
-    """The machine's memory is the upper bound."""
     (cgroup / "memory.max").write_text(memory_max)
     assert this_node().memory_bytes == min(psutil.virtual_memory().total, limit)
 
 
 def test_declared_limits_only_reduce() -> None:
-    """A declaration cannot make a machine larger than it is."""
     whole = this_node()
     more = this_node(cpus=whole.cpus * 2, memory_bytes=whole.memory_bytes * 2)
     assert (more.cpus, more.memory_bytes) == (whole.cpus, whole.memory_bytes)
@@ -87,21 +82,19 @@ def test_declared_limits_only_reduce() -> None:
 
 
 def test_gpus_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old versions of the library give names as bytes."""
+    """Old versions of the library return names as bytes."""
     monkeypatch.setitem(sys.modules, "pynvml", driver())
     assert gpus() == (Gpu(0, "A100", 80 * MIB), Gpu(1, "H200", 80 * MIB))
     assert this_node().gpus == gpus()
 
 
 def test_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a missing library nor a missing driver is an error."""
     assert gpus() == ()
     monkeypatch.setitem(sys.modules, "pynvml", driver(nvmlInit=fails))
     assert gpus() == ()
 
 
 def test_library_is_shut_down_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failing GPU leaves no open handle to the driver."""
     ended: list[bool] = []
     broken = driver(nvmlDeviceGetCount=fails, nvmlShutdown=lambda: ended.append(True))
     monkeypatch.setitem(sys.modules, "pynvml", broken)
@@ -111,8 +104,6 @@ def test_library_is_shut_down_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_lost_gpu_does_not_hide_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that has fallen off the bus is not there; the rest of the machine is."""
-
     def handle(index: int) -> int:
         return fails() if index == 0 else index
 
@@ -134,7 +125,7 @@ def test_lost_gpu_does_not_hide_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_visible_gpus_are_there(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, kinds: list[str]
 ) -> None:
-    """Their indexes are torch's: positions in CUDA_VISIBLE_DEVICES."""
+    """Their indexes are torch's: positions in ``CUDA_VISIBLE_DEVICES``."""
     by_uuid = driver(nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid[-1]))
     monkeypatch.setitem(sys.modules, "pynvml", by_uuid)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,4 +1,4 @@
-"""Memory that a stage books for the texts that it generates."""
+"""Memory that stages book for text generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from multiworld.serve.spec.schema import ModelSpec
 
 
 def model(stages: list[dict[str, Any]], **generation: Any) -> ModelSpec:
-    """Return the spec of a decoder."""
     asked = {"path": "x", "generation": generation, "stages": stages}
     return ModelSpec.model_validate(asked)
 
@@ -35,6 +34,6 @@ def test_prefixes_that_are_not_kept_take_no_memory() -> None:
 
 
 def test_other_models_book_what_they_declare() -> None:
-    """They have no KV."""
+    """They have no KV cache."""
     spec = ModelSpec.model_validate({"factory": "a:b", "stages": [{"memory_mb": 7}]})
     assert needs_of(spec)[0].memory_bytes == 7 * MIB

@@ -1,4 +1,4 @@
-"""Leashes: real processes, which die when the last holder of their leash does."""
+"""Leashes on real processes, which die when the last holder of their leash does."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ time.sleep(60)
 
 
 class Started:
-    """Starts processes that wear or hold a leash, and ends them with the test."""
-
     def __init__(self) -> None:
         self._all: list[subprocess.Popen[str]] = []
 
     def __call__(self, what: str, path: str, *more: str) -> subprocess.Popen[str]:
-        """Return a process once it wears or holds the leash at ``path``."""
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, what, path, *more],
             stdout=subprocess.PIPE,
@@ -49,7 +46,6 @@ class Started:
         return process
 
     def end(self) -> None:
-        """Kill what still runs."""
         for process in self._all:
             process.kill()
             process.communicate()
@@ -57,14 +53,13 @@ class Started:
 
 @pytest.fixture
 def started() -> Iterator[Started]:
-    """Return a starter of processes."""
     made = Started()
     yield made
     made.end()
 
 
 def test_wearer_is_killed_when_its_leash_is_let_go(started: Started) -> None:
-    """The kernel does it; the wearer need not notice."""
+    """The kernel kills it; the wearer need not notice."""
     leash = Leash()
     wearer = started("wear", leash.worn_at)
     leash.let_go()
@@ -72,7 +67,7 @@ def test_wearer_is_killed_when_its_leash_is_let_go(started: Started) -> None:
 
 
 def test_stopped_wearer_is_killed_too(started: Started) -> None:
-    """One that hangs could not end itself."""
+    """A process that hangs could not exit by itself."""
     leash = Leash()
     wearer = started("wear", leash.worn_at, "stopped")
     os.waitid(os.P_PID, wearer.pid, os.WSTOPPED | os.WNOWAIT)
@@ -81,7 +76,6 @@ def test_stopped_wearer_is_killed_too(started: Started) -> None:
 
 
 def test_wearer_lives_as_long_as_its_last_holder(started: Started) -> None:
-    """The one that made the leash may let go before."""
     leash = Leash()
     wearer = started("wear", leash.worn_at)
     holder = started("hold", leash.held_at)
@@ -93,7 +87,6 @@ def test_wearer_lives_as_long_as_its_last_holder(started: Started) -> None:
 
 
 def test_leash_that_was_let_go_is_neither_worn_nor_held() -> None:
-    """The process gets an error, and does not run without a leash."""
     leash = Leash()
     leash.let_go()
     with pytest.raises(OSError, match="No such file"):

@@ -1,4 +1,4 @@
-"""Machines, needs and bookings: no overbooking, and refusals give reasons."""
+"""Machines, needs and bookings: no overbooking, and refusals with reasons."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))
 
 
 def nodes(count: int = 3, cpus: float = 4.0, size: int = 100 * MIB) -> list[Node]:
-    """Return identical machines."""
     return [Node(f"n{number}", cpus, size) for number in range(count)]
 
 
 def test_what_is_booked_is_gone_and_comes_back() -> None:
-    """A booking takes resources, and releasing it by name returns them."""
     ledger = Bookings(nodes(1))
     ledger.book("m/0/1", "m/0", Location("n0"), Need(cpus=3, memory_bytes=60 * MIB))
     assert ledger.free("n0").cpus == 1
@@ -55,7 +53,7 @@ def test_what_is_booked_is_gone_and_comes_back() -> None:
 
 
 def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
-    """A lost machine takes as few of them as possible."""
+    """A lost machine then takes as few of them as possible."""
     ledger = Bookings([Node("small", 2, 50 * MIB), Node("big", 8, 100 * MIB)])
     need = Need(memory_bytes=10 * MIB)
     where = []
@@ -67,7 +65,6 @@ def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
 
 
 def test_plan_comes_before_spreading_and_never_before_room() -> None:
-    """The plan is followed where there is room."""
     ledger = Bookings(nodes(2))
     need = Need(memory_bytes=60 * MIB)
     plan = {("m/0", "n1"): 2}
@@ -98,7 +95,6 @@ def test_gpu_with_most_left_is_taken_unless_the_spec_names_one() -> None:
 
 
 def test_pinned_replica_goes_nowhere_else() -> None:
-    """Pinning holds even if other machines have room."""
     ledger = Bookings(nodes(3))
     assert assign(ledger, "m", Need(nodes=frozenset({"n2"})), {}) == Location("n2")
     assert assign(ledger, "m", Need(nodes=frozenset({"*2"})), {}) == Location("n2")
@@ -107,7 +103,7 @@ def test_pinned_replica_goes_nowhere_else() -> None:
 
 
 def test_machine_without_cores_takes_nothing() -> None:
-    """A cluster's head without cores takes not even replicas that book nothing."""
+    """A cluster's head may have none; it takes not even replicas that book nothing."""
     ledger = Bookings([Node("head", 0, 100 * MIB), *nodes(1)])
     for number in range(3):
         assert assign(ledger, "m", Need(), {}).node == "n0"
@@ -140,7 +136,6 @@ def test_all_of_it_is_admitted_or_nothing() -> None:
 
 
 def test_admission_counts_what_runs_once() -> None:
-    """A second replica beside a running one needs room for one more only."""
     places = ReplicaBookings(nodes(1))
     need = Need(memory_bytes=50 * MIB)
     places.ledger.book("m/0/1", "m/0", Location("n0"), need)
@@ -151,7 +146,7 @@ def test_admission_counts_what_runs_once() -> None:
 
 @pytest.mark.parametrize(("other", "moved"), [(60, []), (20, ["m/0/2"])])
 def test_replica_moves_only_where_there_is_room(other: int, moved: list[str]) -> None:
-    """Or it would be restarted where it was, after each plan."""
+    """Otherwise it would be restarted in place after each plan."""
     places = ReplicaBookings(nodes(2))
     need = Need(memory_bytes=50 * MIB)
     for name in ("m/0/1", "m/0/2"):
@@ -173,7 +168,6 @@ def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> No
 
 
 def test_replica_of_several_gpus_takes_them_whole() -> None:
-    """It shares them with no other replica, and they become free together."""
     four = tuple(Gpu(n, "H200", 100 * MIB) for n in range(4))
     ledger = Bookings([Node("g", 4, 100 * MIB, four)])
     small = Need(gpus=1, gpu_memory_bytes=10 * MIB)
@@ -195,7 +189,6 @@ def test_replica_of_several_gpus_takes_them_whole() -> None:
 
 
 def test_several_gpus_need_the_declared_memory_on_each() -> None:
-    """A GPU with too little memory left is not one of them."""
     ledger = Bookings([Node("g", 4, 100 * MIB, GPUS)])
     ledger.book("a", "a", Location("g", (0,)), Need(gpus=1, gpu_memory_bytes=70 * MIB))
     pair = Need(gpus=2, gpu_memory_bytes=20 * MIB)
@@ -216,7 +209,7 @@ models:
 
 
 def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
-    """Without `gpu_memory_mb` they are its own."""
+    """Without ``gpu_memory_mb`` it takes them whole."""
     need = needs_of(parse_spec(ENGINE).models["chat"])[0]
     assert need == Need(gpus=4, whole_gpus=True)
     some = parse_spec(ENGINE + "    gpu_memory_mb: 100\n").models["chat"]
@@ -241,7 +234,6 @@ def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
     ],
 )
 def test_impossible_number_of_gpus_is_refused(old: str, new: str, why: str) -> None:
-    """The error names the argument."""
     with pytest.raises(SpecError, match=why):
         parse_spec(ENGINE.replace(old, new))
 
@@ -283,7 +275,6 @@ needs = st.builds(
 
 @given(st.lists(st.tuples(needs, st.booleans()), max_size=40))
 def test_nothing_is_ever_over_committed(steps: list[tuple[Need, bool]]) -> None:
-    """No order of bookings and releases exceeds a machine's resources."""
     ledger = Bookings(nodes(3, cpus=4.0, size=100 * MIB))
     for number, (need, leaves) in enumerate(steps):
         if leaves and ledger.bookings:
@@ -300,7 +291,6 @@ def test_nothing_is_ever_over_committed(steps: list[tuple[Need, bool]]) -> None:
 
 
 def test_this_machine_is_what_it_is_or_less() -> None:
-    """Declared limits may only reduce what the machine has."""
     whole = this_node()
     assert 0 < whole.cpus <= (os.cpu_count() or 1)
     assert whole.memory_bytes > 2**28
@@ -312,7 +302,6 @@ GROWS = "import sys; a = bytearray(64 << 20); print('x', flush=True); sys.stdin.
 
 
 def test_memory_of_a_process_is_its_own() -> None:
-    """Memory that it has written counts; an exited process uses nothing."""
     process = subprocess.Popen(
         [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

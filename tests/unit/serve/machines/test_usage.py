@@ -23,7 +23,6 @@ MIB = 2**20
 
 @contextmanager
 def running(*lines: str) -> Iterator[int]:
-    """Run a program that says when it is ready, and then waits; yield its number."""
     code = "\n".join(
         ["import os, sys", *lines, "print('ready', flush=True)", "sys.stdin.read()"]
     )
@@ -47,7 +46,7 @@ def test_memory_that_was_not_written_does_not_count() -> None:
 
 
 def test_file_pages_do_not_count(tmp_path: object) -> None:
-    """Mapped weights can be dropped by the kernel at any time."""
+    """The kernel can drop mapped weights at any time."""
     path = f"{tmp_path}/weights"
     with open(path, "wb") as file:
         file.write(bytes(64 * MIB))
@@ -74,7 +73,7 @@ def test_memory_of_children_counts() -> None:
 
 
 def test_memory_shared_after_a_fork_is_counted_once() -> None:
-    """Parent and child have a part of it each."""
+    """Parent and child are each charged for a part."""
     lines = (
         "a = bytearray(b'x' * (64 << 20))",
         "if os.fork() == 0:",
@@ -93,7 +92,6 @@ def test_kills_for_lack_of_memory_are_told_once() -> None:
 
 
 def test_limit_is_reported_with_what_is_used() -> None:
-    """Exactly the limit is still within it."""
     with running("a = bytearray(b'x' * (32 << 20))") as pid:
         used = outgrows(pid, 8 * MIB)
         assert used is not None
@@ -102,14 +100,12 @@ def test_limit_is_reported_with_what_is_used() -> None:
 
 
 def test_process_time_counts() -> None:
-    """Time in the kernel and outside it adds up."""
     busy = "while sum(os.times()[:2]) < 0.2: pass"
     with running(busy) as pid:
         assert usage_of(pid).cpu_s >= 0.19
 
 
 def test_exited_process_uses_nothing() -> None:
-    """Its number may not be read after it was reaped."""
     with running() as pid:
         pass
     assert usage_of(pid) == Usage(0.0, 0)
@@ -118,7 +114,6 @@ def test_exited_process_uses_nothing() -> None:
 
 
 def test_zombie_uses_no_memory() -> None:
-    """It has exited, but its parent has not looked."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert memory_of(process.pid) == 0
@@ -129,7 +124,7 @@ def test_zombie_uses_no_memory() -> None:
     "name", ["a b) S 1 2", "))))", pytest.param("\\n x", id="newline")]
 )
 def test_name_of_the_process_does_not_matter(name: str) -> None:
-    """The name stands unescaped in a line that is split at blanks."""
+    """Linux writes the name unescaped into a line that is split at blanks."""
     with running(f"open('/proc/self/comm', 'w').write({name!r})") as pid:
         assert 0 <= usage_of(pid).cpu_s < 60
         assert memory_of(pid) > 0

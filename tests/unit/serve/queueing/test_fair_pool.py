@@ -1,4 +1,4 @@
-"""Threads that run slow calls: no tenant waits for all that another has asked for."""
+"""Threads that run slow calls in fair order between tenants."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ HANG_S = 20.0
 
 
 class Calls:
-    """A pool with one thread, which is busy until ``go``.
-
-    Attributes:
-        ran: Names of the calls that have run, in order.
-    """
+    """Pool with one thread, which is busy until ``go`` is set."""
 
     def __init__(self) -> None:
         self.pool, self.ran = FairPool("test"), list[str]()
@@ -27,7 +23,6 @@ class Calls:
 
 
 def test_tenants_take_turns() -> None:
-    """The one call of a tenant is second, not behind the four of another."""
     calls = Calls()
     made = [
         calls.pool.submit(Share(name[0]), 1.0, partial(calls.ran.append, name))
@@ -41,7 +36,6 @@ def test_tenants_take_turns() -> None:
 
 
 def test_cancelled_call_does_not_run() -> None:
-    """Nor does it take another's turn."""
     calls = Calls()
     first = calls.pool.submit(Share("a"), 1.0, lambda: calls.ran.append("first"))
     second = calls.pool.submit(Share("a"), 1.0, lambda: calls.ran.append("second"))
@@ -52,8 +46,6 @@ def test_cancelled_call_does_not_run() -> None:
 
 
 def test_error_is_that_of_the_call() -> None:
-    """The next call runs all the same."""
-
     def fails() -> None:
         raise ValueError("as asked")
 

@@ -1,4 +1,4 @@
-"""Fair queueing: the order by itself, and in every queue that uses it."""
+"""Fair queueing by itself, and in every queue that uses it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ FLOOD, SELDOM = Share("flood"), Share("seldom")
 
 
 def drained(queue: FairQueue[int]) -> list[int]:
-    """Serve all waiting work; return it in the order of service."""
     served = []
     while (key := queue.next()) is not None:
         queue.take(key)
@@ -46,7 +45,7 @@ def drained(queue: FairQueue[int]) -> list[int]:
 
 @pytest.mark.parametrize("priority", [0, 1])
 def test_tenant_before_all_others_leaves_their_shares_equal(priority: int) -> None:
-    """It has one request between any two of theirs."""
+    """Its requests come between any two of theirs."""
     queue = FairQueue[int]()
     first = Share("first", priority=priority)
     for number in range(50):
@@ -97,7 +96,7 @@ def test_backlogged_tenants_get_their_weights(
 
 
 def test_one_tenant_alone_is_served_in_order() -> None:
-    """First come, first served, replays included; a higher priority goes first."""
+    """Order is by number, so that replays keep their place."""
     queue: FairQueue[int] = FairQueue()
     for number in (3, 4, 1, 2):
         queue.put(number, FLOOD, 1, number)
@@ -108,7 +107,7 @@ def test_one_tenant_alone_is_served_in_order() -> None:
 
 
 def test_idle_tenant_is_next_but_saves_up_nothing() -> None:
-    """A tenant that sent nothing has no claim on the past."""
+    """A tenant has no claim on time in which it sent nothing."""
     queue: FairQueue[int] = FairQueue()
     for number in range(100):
         queue.put(number, FLOOD, 1, number)
@@ -123,7 +122,6 @@ def test_idle_tenant_is_next_but_saves_up_nothing() -> None:
 
 
 def test_withdrawn_work_costs_nothing() -> None:
-    """It delays neither earlier nor later work of its tenant."""
     queue: FairQueue[int] = FairQueue()
     for number in range(900):
         queue.put(number, FLOOD, 1, number)
@@ -137,7 +135,7 @@ def test_withdrawn_work_costs_nothing() -> None:
 
 
 def test_work_of_no_rows_is_not_free() -> None:
-    """Else a tenant that sends it would always be next."""
+    """Otherwise a tenant that sends it would always be next."""
     queue: FairQueue[int] = FairQueue()
     for number in range(20):
         queue.put(number, FLOOD, 0, number)
@@ -146,7 +144,7 @@ def test_work_of_no_rows_is_not_free() -> None:
 
 
 class Scanned:
-    """The order of service by its definition: a look at all tenants for each piece."""
+    """The order of service by its definition: a scan of all tenants for each piece."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[Share, float, int]] = {}
@@ -168,7 +166,7 @@ class Scanned:
         return list(self.waiting.values())
 
     def next(self) -> int | None:
-        """Return the next piece; of equal ones, that of who began to wait first."""
+        """Return the next piece; ties go to the tenant that began to wait first."""
         firsts = []
         for tenant in self.tenants:
             its = {k: p for k, p in self.waiting.items() if p[0].tenant == tenant}
@@ -191,7 +189,7 @@ class Scanned:
 SHARES = st.builds(
     Share, st.sampled_from("abcde"), st.sampled_from((0.5, 1.0, 3.0)), st.integers(0, 2)
 )
-"""Tenants whose work has several priorities and weights."""
+"""Shares of tenants whose work has several priorities and weights."""
 
 
 @settings(max_examples=300, deadline=None)
@@ -235,22 +233,21 @@ def test_order_is_that_of_a_look_at_all_tenants(steps: list[tuple[Any, ...]]) ->
 
 
 def test_finish_tags_of_idle_tenants_are_dropped() -> None:
-    """Memory is bounded, and pruning is not done for every piece."""
+    """Memory is bounded, but pruning does not run for every piece."""
     queue: FairQueue[int] = FairQueue()
     for number in range(5000):
         queue.put(number, Share(f"t{number}"), 1, number)
         queue.take(number)
         queue.put(-1, FLOOD, 1, -1)
         queue.take(-1)
-    # Two for each tenant whose tag it has.
+    # Two objects for each tenant whose tag it keeps.
     assert objects_in(queue) < 2 * 3000 + 100
 
 
-# In a router.
+# The queue of a router.
 
 
 def router(limit: int, window: int) -> Router:
-    """Return a router with one replica."""
     found = Router(lambda: 0.0)
     route = Route("1", {"1": 1}, max_queued_requests=limit, max_ongoing_requests=window)
     replica = Replica("r", "m", "1", 0, ReplicaState.READY)
@@ -262,13 +259,12 @@ def router(limit: int, window: int) -> Router:
 
 
 def submit(found: Router, number: int, share: Share) -> list[object]:
-    """Submit one request."""
     job = Submitted(number=number, model="m", deadline_at=1e9, share=share)
     return list(found.handle(job, 0.0))
 
 
 def test_flood_waits_behind_a_request_of_another_tenant() -> None:
-    """Work at the replica stays; work queued at the router does not go first."""
+    """Work at the replica stays there; only queued work is reordered."""
     found = router(limit=100, window=4)
     for number in range(50):
         submit(found, number, FLOOD)
@@ -283,7 +279,6 @@ def test_flood_waits_behind_a_request_of_another_tenant() -> None:
 
 
 def test_full_queue_has_room_for_others_up_to_their_share() -> None:
-    """A flood is refused; a tenant below its share is not, until it reaches it."""
     found = router(limit=10, window=2)
     refused = [
         a for n in range(20) for a in submit(found, n, FLOOD) if isinstance(a, Reject)
@@ -302,16 +297,14 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
     check_router(found)
 
 
-# In a replica.
+# The queue of a replica.
 
 
 def work(number: int, share: Share, rows: int = 1) -> Work:
-    """Return work of a tenant."""
     return Work(("r", number, 1), "g", rows, 1e9, float(number), share=share)
 
 
 def test_batch_takes_work_of_all_tenants() -> None:
-    """A late request of another tenant is in the next batch."""
     batcher = BatchQueue(4, 0.0)
     for number in range(30):
         batcher.add(work(number, FLOOD))
@@ -324,7 +317,6 @@ def test_batch_takes_work_of_all_tenants() -> None:
 
 
 def test_forwarder_sends_in_fair_order() -> None:
-    """If the next stage has little room, both tenants get some of it."""
     forwarding = Forwarder(1, 2, lambda: 0.0)
     forwarding.table_changed([Replica("n", "m", "1", 1, ReplicaState.READY)])
     forwarding.connected("n")
@@ -342,7 +334,6 @@ def test_forwarder_sends_in_fair_order() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_priority_comes_first_in_a_router(seed: int) -> None:
-    """A higher priority always goes first."""
     found = router(limit=100, window=1)
     submit(found, 0, FLOOD)
     for number in range(1, 5):

@@ -51,7 +51,6 @@ def test_requests_are_counted_by_how_they_end(
 
 
 def test_without_an_objective_every_answer_is_in_time() -> None:
-    """Only refused requests are missed."""
     found = Attainment()
     found.count("m", None, is_late=False)
     found.count("m", DeadlineExceededError("late"), is_late=False)

@@ -1,4 +1,4 @@
-"""Choosing a replica by two random choices, and homes of sessions."""
+"""Choice of a replica by two random candidates, and homes of sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from multiworld.serve.routing.load_balancer import HashRing, choose
 
 
 def test_choose_when_two_then_the_one_with_less_work() -> None:
-    """For any random numbers."""
     for seed in range(20):
         assert (
             choose("ab", {"a": 3, "b": 1}.__getitem__, random.Random(seed).random)
@@ -23,7 +22,6 @@ def test_choose_when_two_then_the_one_with_less_work() -> None:
 
 
 def test_choose_spreads_evenly() -> None:
-    """The fullest replica has little more work than the emptiest."""
     draw = random.Random(7)
     load: Counter[str] = Counter()
     for _ in range(1000):
@@ -40,7 +38,6 @@ def homes(names: Iterable[str], sessions: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("count", [2, 6, 300])
 def test_homes_when_a_replica_goes_then_its_sessions_move_alone(count: int) -> None:
-    """Whatever the number of replicas and the order in which they are listed."""
     names = [f"n{number}" for number in range(count)]
     before, after = homes(reversed(names), 3000), homes(names[1:], 3000)
     moved = {session for session in before if before[session] != after[session]}
@@ -49,13 +46,11 @@ def test_homes_when_a_replica_goes_then_its_sessions_move_alone(count: int) -> N
 
 @pytest.mark.parametrize("count", [2, 6, 30])
 def test_homes_are_spread_evenly(count: int) -> None:
-    """No replica gets much more than its share."""
     found = Counter(homes((f"n{n}" for n in range(count)), 3000).values())
     assert len(found) == count
     assert max(found.values()) < 1.4 * 3000 / count
 
 
 def test_home_without_replicas_is_none() -> None:
-    """And with one it is that one."""
     assert HashRing([]).home("s") == ""
     assert HashRing(["a"]).home("s") == "a"

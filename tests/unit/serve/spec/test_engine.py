@@ -33,12 +33,10 @@ PLAIN = GOOD[: GOOD.index("    engine:")]
 
 
 def model_of(text: str) -> ModelSpec:
-    """Return the only model of a spec."""
     return parse_spec(text).models["m"]
 
 
 def test_fields_of_a_stage_at_the_model_are_those_of_its_only_stage() -> None:
-    """The model itself has them no more."""
     model = model_of(GOOD)
     (stage,) = model.stages
     assert (stage.replicas, stage.device, stage.cpus) == (2, "cuda", 3)
@@ -50,7 +48,7 @@ def test_fields_of_a_stage_at_the_model_are_those_of_its_only_stage() -> None:
 
 @pytest.mark.parametrize(("given", "count"), [("", 2), ("    replicas: 3\n", 3)])
 def test_each_server_of_somebody_else_has_a_replica(given: str, count: int) -> None:
-    """Unless the spec says otherwise; a spec that was written out is read again."""
+    """By default, each URL of an external server has one replica."""
     args = "    engine_args: {urls: ['http://a', 'http://b']}\n    exact: false\n"
     model = model_of(PLAIN + "    engine: openai\n" + args + given)
     assert model.stages[0].replicas == count
@@ -59,7 +57,6 @@ def test_each_server_of_somebody_else_has_a_replica(given: str, count: int) -> N
 
 
 def test_engine_alone_is_enough() -> None:
-    """It generates text, in one replica on the CPU, and has time to start."""
     model = model_of(PLAIN + "    engine: my.adapters:make\n")
     (stage,) = model.stages
     assert (stage.initial_count, stage.device, stage.nodes) == (1, "cpu", [])
@@ -75,7 +72,6 @@ def test_engine_alone_is_enough() -> None:
     ],
 )
 def test_number_of_replicas_may_be_a_range(count: str, first: int) -> None:
-    """As for a stage."""
     (stage,) = model_of(GOOD.replace("replicas: 2", count)).stages
     assert stage.initial_count == first
 
@@ -110,7 +106,6 @@ def test_number_of_replicas_may_be_a_range(count: str, first: int) -> None:
 def test_mistake_is_reported_where_it_is_written(
     old: str, new: str, line: int, words: str
 ) -> None:
-    """The error has the line, and the field as the user wrote it."""
     text = GOOD.replace(old, new)
     assert text != GOOD
     with pytest.raises(SpecError) as caught:
@@ -138,7 +133,7 @@ def test_mistake_is_reported_where_it_is_written(
     ],
 )
 def test_fields_of_an_engine_need_one(field: str) -> None:
-    """A model with stages has those of a stage there."""
+    """A model with stages sets them at its stages."""
     text = f"{PLAIN}    stages: [{{}}]\n"
     assert model_of(text).engine is None
     name = field.partition(":")[0]
@@ -167,7 +162,7 @@ def test_setting_of_generation_without_effect_is_refused_by_name(field: str) -> 
 
 
 def test_settings_of_generation_that_the_service_follows_are_allowed() -> None:
-    """As well as defaults that are written out."""
+    """Defaults that are written out are allowed, too."""
     text = """\
     generation:
       max_model_len: 100
@@ -189,7 +184,7 @@ def test_settings_of_generation_that_the_service_follows_are_allowed() -> None:
 
 @pytest.mark.parametrize("more", ["", "    start_s: 7\n", "    generation: null\n"])
 def test_spec_survives_json(more: str) -> None:
-    """Replicas get it so; there the stage is written out."""
+    """Replicas receive the spec as JSON, with the stage written out."""
     spec = parse_spec(GOOD + more)
     again = AppSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
@@ -199,7 +194,6 @@ def test_spec_survives_json(more: str) -> None:
 
 
 def test_copy_for_a_tenant_has_the_engine() -> None:
-    """With its stage, and its time to start."""
     spec = parse_spec(GOOD + "    dedicated: [t]\n")
     copy, model = spec.models["m@t"], spec.models["m"]
     assert copy.engine == "vllm"
@@ -220,14 +214,13 @@ def test_copy_for_a_tenant_has_the_engine() -> None:
 def test_limit_to_become_ready_is_that_of_the_model(
     text: str, limit: float | None
 ) -> None:
-    """None: that of the service."""
+    """None means the limit of the service."""
     spec = parse_spec(text)
     found = desired_state_of(spec).models["m"]
     assert found.start_s == spec.models["m"].start_s == limit
 
 
 def test_limit_and_replicas_can_change_without_a_new_version() -> None:
-    """No replica is replaced because of them; arguments of the engine need one."""
     old = parse_spec(GOOD)
     specs = {"m": {old.models["m"].version: old.models["m"]}}
     for more in (GOOD + "    start_s: 7\n", GOOD.replace("replicas: 2", "replicas: 3")):

@@ -1,4 +1,4 @@
-"""Mistakes in specs: the error names each with its line and a remedy."""
+"""Mistakes in specs, each reported with its line and a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ gateway:
 
 
 def test_good_spec_is_read() -> None:
-    """A version may be a number; a range starts with its minimum."""
     spec = parse_spec(GOOD)
     model = spec.models["m"]
     assert model.version == "2"
@@ -154,7 +153,6 @@ def test_good_spec_is_read() -> None:
 def test_mistake_is_reported_with_line_and_remedy(
     old: str, new: str, line: int, words: str
 ) -> None:
-    """The error has line, field and remedy."""
     text = GOOD.replace(old, new)
     assert text != GOOD
     with pytest.raises(SpecError) as caught:
@@ -168,13 +166,13 @@ def test_mistake_is_reported_with_line_and_remedy(
 
 @pytest.mark.parametrize("value", ["2001-13-01", "9" * 5000, "!!bool x", "!!int x"])
 def test_value_that_is_not_what_it_seems_is_a_mistake(value: str) -> None:
-    """As PyYAML converts it without a check."""
+    """PyYAML converts such values without a check."""
     with pytest.raises(SpecError, match="put it in quotes"):
         parse_spec(GOOD.replace("app: demo", f"app: {value}"))
 
 
 def test_aliases_that_unfold_without_end_are_refused() -> None:
-    """Nine levels of nine aliases: hundreds of millions of values in 450 bytes."""
+    """Nine levels of nine aliases are hundreds of millions of values in 450 bytes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     with pytest.raises(SpecError) as caught:
@@ -185,7 +183,6 @@ def test_aliases_that_unfold_without_end_are_refused() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    """The user can fix them all in one go."""
     text = GOOD.replace("app: demo", "ap: demo").replace("port: 0", "port: -1")
     with pytest.raises(SpecError) as caught:
         parse_spec(text)
@@ -193,7 +190,6 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 def test_unreadable_file_is_reported(tmp_path: Path) -> None:
-    """The error has the reason that the operating system gives."""
     with pytest.raises(SpecError, match="No such file"):
         load_spec(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -211,7 +207,6 @@ def test_unreadable_file_is_reported(tmp_path: Path) -> None:
 def test_schema_has_models_with_stages_and_with_an_engine(
     model: dict[str, Any],
 ) -> None:
-    """Editors mark neither as wrong."""
     validator = jsonschema_rs.validator_for(schema())
     assert validator.is_valid({"app": "a", "models": {"m": model}})
     assert not validator.is_valid({"app": "a", "models": {"m": {**model, "x": 1}}})
@@ -227,7 +222,7 @@ def test_schema_describes_every_field() -> None:
 
 
 def test_characters_in_two_surrogates_are_joined() -> None:
-    """As JSON writes them; half of one is no text."""
+    """JSON writes some characters so; half of a pair is not text."""
     text = GOOD.replace("app: demo", 'app: demo\nlabels: "\\ud83d\\ude00"')
     with pytest.raises(SpecError) as caught:
         parse_spec(text)
@@ -243,7 +238,7 @@ def test_characters_in_two_surrogates_are_joined() -> None:
 
 @pytest.mark.parametrize("name", ["function-calling", "constrained", "int"])
 def test_mistake_below_a_name_like_that_of_a_form_is_reported(name: str) -> None:
-    """Pydantic names the members of unions in the same place."""
+    """Pydantic puts the names of union members in the same place."""
     text = f"models:\n  m: {{engine: vllm, path: /x, adapters:\n    {{{name}: [5]}}}}"
     with pytest.raises(SpecError, match=rf"line 3: models.m.adapters.{name}: "):
         parse_spec(text)

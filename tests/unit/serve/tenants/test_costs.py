@@ -1,4 +1,4 @@
-"""The cost of a piece of work in fair order is independent of the waiting tenants."""
+"""The cost of a piece of work in fair order, whatever the number of waiting tenants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.lines import lines_of
 
 
 def queue_of(tenants: int) -> FairQueue[int]:
-    """Return a queue with two pieces of work of each tenant."""
     queue: FairQueue[int] = FairQueue()
     for number in range(2 * tenants):
         share = Share(f"t{number % tenants}", 1.0 + number % 3, number % 2)
@@ -21,7 +20,6 @@ def queue_of(tenants: int) -> FairQueue[int]:
 
 
 def serve(queue: FairQueue[int]) -> None:
-    """Serve all work; each piece is followed by a request that is withdrawn."""
     while (key := queue.next()) is not None:
         queue.take(key)
         queue.put(-1, Share("late"), 1, -1)
@@ -36,7 +34,6 @@ def lines_per_piece(tenants: int) -> tuple[float, float]:
 
 
 def test_work_for_a_piece_does_not_grow_with_the_tenants_that_wait() -> None:
-    """Neither to serve it, nor to foresee when it is served."""
     few, many = lines_per_piece(20), lines_per_piece(1000)
     assert many == pytest.approx(few, rel=0.2)
 
@@ -47,12 +44,11 @@ def lines_of_batch(tenants: int) -> int:
     for number in range(tenants):
         share = Share(f"t{number}")
         queue.add(Work(("g", number, 0), "group", 1, 1e9, 0.0, share=share))
-    queue.take(1.0)  # those whose turn has come are noted
+    queue.take(1.0)  # the first batch also records whose turn has come
     lines = lines_of(partial(queue.take, 1.0))
     assert len(queue) == tenants - 8
     return lines
 
 
 def test_work_for_a_batch_does_not_grow_with_the_tenants_that_wait() -> None:
-    """It is not the whole order."""
     assert lines_of_batch(1000) < lines_of_batch(20) + 20

@@ -60,7 +60,6 @@ from tests.unit.waiting import until
 
 
 def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
-    """Return a tenant with a key, and the key."""
     text, key_id, digest = make_key()
     return Tenant(
         name=name, keys=(Key(id=key_id, digest=digest, made_at=0.0),), **more
@@ -71,7 +70,6 @@ def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
 
 
 def test_keys_are_unique_and_stored_as_digests() -> None:
-    """The stored form does not contain the key."""
     made = [make_key() for _ in range(50)]
     assert len({key for key, _, _ in made}) == 50
     key, key_id, digest = made[0]
@@ -82,7 +80,6 @@ def test_keys_are_unique_and_stored_as_digests() -> None:
 
 
 def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
-    """The whole key must match, be valid, and its tenant must not be suspended."""
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
     directory = TenantDirectory()
     directory.put([acme, beta])
@@ -125,7 +122,7 @@ def test_unknown_key_ids_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_ten_thousand_tenants_are_sent_in_chunks_and_found(
     tmp_path: Path,
 ) -> None:
-    """One message would block the gateway's loop; a key is found by its id."""
+    """One message would block the gateway's event loop."""
     everybody = {}
     for number in range(10_000):
         key = Key(id=f"{number:012x}", digest=f"{number:064x}", made_at=0.0)
@@ -151,7 +148,6 @@ async def test_ten_thousand_tenants_are_sent_in_chunks_and_found(
 
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=200), st.integers(1, 12))
 def test_no_minute_has_more_than_the_limit(gaps: list[float], limit: int) -> None:
-    """No 60 seconds admit more than the limit, however requests arrive."""
     tenant, limiter = Tenant(name="a", rpm_limit=limit), RateLimiter()
     let_in: list[float] = []
     now = 1000.0
@@ -169,7 +165,7 @@ def test_no_minute_has_more_than_the_limit(gaps: list[float], limit: int) -> Non
 
 
 def test_limit_that_is_set_while_a_request_runs_outlives_it() -> None:
-    """The request was admitted without limits."""
+    """Its release must not drop the tenant's counts."""
     before, limiter = Tenant(name="a"), RateLimiter()
     after = Tenant(name="a", rpm_limit=3)
     assert limiter.admit(before, 1, 0.0) is None
@@ -181,7 +177,6 @@ def test_limit_that_is_set_while_a_request_runs_outlives_it() -> None:
 
 
 def test_parallel_requests_are_counted_until_they_end() -> None:
-    """A finished request makes room for another."""
     tenant, limiter = Tenant(name="a", max_parallel_requests=2), RateLimiter()
     assert limiter.admit(tenant, 1, 0.0) is None
     assert limiter.admit(tenant, 1, 0.0) is None
@@ -206,7 +201,7 @@ def test_bytes_are_owed_and_paid_back() -> None:
 
 
 def test_tokens_are_owed_and_paid_back_within_minutes() -> None:
-    """A tenant may use a minute's tokens at once, and a long answer to its end."""
+    """A tenant may use a minute's tokens at once, and finish a long answer."""
     tenant, limiter = Tenant(name="a", tpm_limit=600), RateLimiter()
     assert limiter.admit(tenant, 1, 0.0) is None
     limiter.spend_tokens(tenant, 500)
@@ -225,7 +220,6 @@ def test_tokens_are_owed_and_paid_back_within_minutes() -> None:
 
 
 def test_limits_are_divided_between_gateways_and_forgotten() -> None:
-    """Two gateways admit as much as one; idle tenants take no memory."""
     tenant, limiter = Tenant(name="a", rpm_limit=10), RateLimiter()
     empty = objects_in(limiter)
     let_in = sum(limiter.admit(tenant, 2, 0.5) is None for _ in range(10))
@@ -247,7 +241,6 @@ def test_limits_are_divided_between_gateways_and_forgotten() -> None:
 
 
 def test_poison_request_is_refused_for_its_tenant_only() -> None:
-    """The same request of another tenant is not refused."""
     quarantine = Quarantine()
     assert quarantine.add("acme", "m", "d1", 0.0) == 0.0
     assert quarantine.is_poison("acme", "m", "d1", 1.0)
@@ -258,7 +251,6 @@ def test_poison_request_is_refused_for_its_tenant_only() -> None:
 
 
 def test_each_quarantine_of_a_tenant_is_longer() -> None:
-    """Other models and other tenants are not affected."""
     quarantine = Quarantine()
     lengths = [
         quarantine.add("acme", "m", f"d{n}", float(n)) for n in range(POISON_LIMIT)
@@ -286,12 +278,10 @@ def test_clients_without_a_key_are_not_quarantined_for_each_other() -> None:
 
 
 def headers(key: str) -> dict[str, str]:
-    """Return the headers of a request with this key."""
     return {"authorization": f"Bearer {key}"}
 
 
 def test_authenticator_admits_requests_with_a_key() -> None:
-    """Other requests are refused and counted."""
     authenticator = Authenticator(needs_key=True)
     acme, key = keyed("acme", max_parallel_requests=1)
     authenticator.directory.put([acme])
@@ -318,7 +308,7 @@ def test_authenticator_admits_requests_with_a_key() -> None:
 
 
 def test_authenticator_without_keys_admits_everybody() -> None:
-    """OpenAI's clients always send one; a wrong one is refused once tenants exist."""
+    """OpenAI's clients always send a key; once tenants exist, it has to be valid."""
     authenticator = Authenticator(needs_key=False)
     assert authenticator.admit(headers("sk-anything")).tenant.name == ""
     assert authenticator.admit({}).tenant.name == ""
@@ -331,7 +321,6 @@ def test_authenticator_without_keys_admits_everybody() -> None:
 
 
 def test_authenticator_refuses_poison_requests() -> None:
-    """First the request, then its tenant; never another tenant."""
     authenticator = Authenticator(needs_key=False)
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
     authenticator.directory.put([acme, beta])
@@ -340,7 +329,7 @@ def test_authenticator_refuses_poison_requests() -> None:
     assert not authenticator.needs_digest(acme, model_version)
     authenticator.add_poison("acme", model_version, "bad")
     assert authenticator.needs_digest(acme, model_version)
-    for _ in range(3):  # texts of one call
+    for _ in range(3):  # completions of one request
         with pytest.raises(RequestPoisonedError):
             authenticator.check_poison(one, model_version, "bad")
     assert authenticator.refused["acme", "poisonous"] == 1
@@ -356,7 +345,7 @@ def test_authenticator_refuses_poison_requests() -> None:
 
 
 def test_poison_of_the_last_hour_is_no_new_poison() -> None:
-    """For an authenticator that starts later; the one before had seen it in time."""
+    """An authenticator that starts later gets old reports with their age."""
     now, (acme, key) = 10_000.0, keyed("acme")
     before, later = (Authenticator(needs_key=False, clock=lambda: now) for _ in "ab")
     found = []
@@ -378,7 +367,6 @@ def test_poison_of_the_last_hour_is_no_new_poison() -> None:
 
 
 def test_digest_differs_between_requests() -> None:
-    """By names, dtypes, shapes and values."""
     tensors = [
         {"x": torch.zeros(2, 3)},
         {"y": torch.zeros(2, 3)},
@@ -423,7 +411,6 @@ def test_usage_is_counted_once_however_often_it_is_sent(tmp_path: Path) -> None:
 
 
 def test_meter_keeps_unconfirmed_usage() -> None:
-    """While nothing is confirmed, it continues counting and sends the rest later."""
     meter = UsageMeter()
     told: dict[int, Any] = {}
     for number in range(MAX_UNCONFIRMED + 3):
@@ -438,7 +425,6 @@ def test_meter_keeps_unconfirmed_usage() -> None:
 
 
 def test_database_persists_and_names_a_broken_file(tmp_path: Path) -> None:
-    """Tenants are loaded again; the error names a file that is not a database."""
     path = tmp_path / "r.db"
     registry = TenantDatabase(path)
     acme, _ = keyed("acme", weight=2.0, models=("a*",))
@@ -462,7 +448,6 @@ def test_database_persists_and_names_a_broken_file(tmp_path: Path) -> None:
 
 
 async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
-    """Create, change, rotate, revoke, remove; gateways get each change at once."""
     registry = TenantDatabase(tmp_path / "r.db")
     told: list[tuple[str, Any]] = []
     tenanting = TenantManager(
@@ -488,7 +473,7 @@ async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
     assert ends[1] is None
     with pytest.raises(UnknownTenantError, match="no key"):
         await tenanting.revoke("acme", "nokey")
-    one = await tenanting.revoke("acme", key)  # its id, or all of it
+    one = await tenanting.revoke("acme", key)  # the key's id, or all of it
     assert len(one.keys) == 1
     fresh, _ = await tenanting.rotate("acme", 0.0)
     assert len(fresh.keys) == 1
@@ -526,7 +511,6 @@ models:
 
 
 def test_dedicated_models_are_separate_models() -> None:
-    """With the model's numbers of replicas, or with their own."""
     app = parse_spec(SPEC)
     assert list(app.models) == ["m", "m@acme", "m@beta"]
     assert app.models["m@acme"].stages == app.models["m"].stages
@@ -542,7 +526,6 @@ def test_dedicated_models_are_separate_models() -> None:
 
 
 def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> None:
-    """In memory, and on disk."""
     journal = DecisionLog(tmp_path / "d.jsonl")
     for number in range(3):
         facts = {"rate": number}
@@ -559,7 +542,6 @@ def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> No
 def test_one_bad_row_of_the_tenants_is_skipped_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other tenants are served."""
     database = TenantDatabase(tmp_path / "registry.db")
     for name in ("acme", "bad", "beta"):
         database.save(Tenant(name=name))

@@ -17,13 +17,13 @@ PARTS = [*TOKENS, *(t[1:-1] for t in TOKENS), "|", "<", ">", " ", "\n", "a", "im
 
 
 def either(strings: list[str]) -> str:
-    """Return an expression of the longest of some strings."""
+    """Return an expression that matches the longest of some strings."""
     return "|".join(map(re.escape, sorted(strings, key=len, reverse=True)))
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=9).map("".join))
 def test_long_texts_have_the_marks_of_one_search(text: str) -> None:
-    """They are searched in parts, as a search holds the GIL."""
+    """They are searched in parts, because a search holds the GIL."""
     whole, inner = either(TOKENS), either(CORES)
     expression = re.compile(rf"{whole}|\A\s*(?:{inner})|(?:{inner})\s*\Z")
     with pytest.MonkeyPatch.context() as patch:

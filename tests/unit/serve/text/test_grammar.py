@@ -1,4 +1,4 @@
-"""Texts of a given structure, from a model that knows nothing."""
+"""Structured output of a model with random logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tokenizer of bytes."""
+    """Return a tokenizer with one token per byte."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return Tokenizer(folder)
@@ -53,7 +53,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def matchers(tokenizer: Tokenizer) -> Matchers:
-    """Return the maker of matchers of a model."""
     return Matchers(
         Generation(
             tokenizer=lambda: tokenizer,
@@ -72,7 +71,6 @@ def choose(
     mask: torch.Tensor,
     ends: Sequence[int] = (0,),
 ) -> int:
-    """Return the next token of one sequence, of those that a mask allows."""
     history = TokenHistory(sampling, tokens, 0, ends)
     (found,) = sample(logits[None].clone(), [history], [mask])
     assert not isinstance(found, ValueError), found
@@ -84,7 +82,6 @@ def allows(mask: torch.Tensor, token: int) -> bool:
 
 
 def generated(matcher: Matcher, seed: int, count: int = 200) -> list[int]:
-    """Return tokens of a model with random logits, to its end."""
     chance = torch.Generator().manual_seed(seed)
     sampling = Sampling(seed=seed, max_tokens=count)
     tokens: list[int] = []
@@ -102,7 +99,6 @@ def generated(matcher: Matcher, seed: int, count: int = 200) -> list[int]:
 def test_text_is_json_of_the_schema(
     matchers: Matchers, tokenizer: Tokenizer, seed: int
 ) -> None:
-    """Whatever the model would rather say, beyond ASCII too."""
     matcher = matchers.begin(grammar_of_schema(SCHEMA, "response_format"))
     found = json.loads(tokenizer.decode(generated(matcher, seed)))
     assert found["color"] in ("red", "green", "blue")
@@ -127,14 +123,13 @@ def test_text_has_the_structure(
     grammar: Callable[[str], str],
     pattern: str,
 ) -> None:
-    """A regular expression, some texts, or a grammar."""
     for seed in range(5):
         matcher = matchers.begin(grammar("structured_outputs"))
         assert re.fullmatch(pattern, tokenizer.decode(generated(matcher, seed)))
 
 
 def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> None:
-    """A replacement gets the tokens so far; one that was ahead goes back."""
+    """A replacement gets the tokens so far; a matcher that was ahead goes back."""
     grammar = grammar_of_schema(SCHEMA, "response_format")
     whole = matchers.begin(grammar)
     tokens = generated(whole, 1)
@@ -171,7 +166,6 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
 def test_schema_that_is_not_valid_is_refused_with_the_place(
     schema: Any, text: str
 ) -> None:
-    """Before anything is generated."""
     with pytest.raises(InvalidRequestError, match=re.escape(text)) as found:
         grammar_of_schema(schema, "response_format")
     assert found.value.param == "response_format"
@@ -180,7 +174,6 @@ def test_schema_that_is_not_valid_is_refused_with_the_place(
 def test_multiples_that_are_small_are_enforced(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """Also with decimals, and several."""
     schema = {"type": "number", "multipleOf": 0.25, "minimum": 1, "maximum": 2}
     matcher = matchers.begin(grammar_of_schema(schema, "response_format"))
     allowed = matcher.allowed(tokenizer.encode("1.2", has_special=False))
@@ -192,7 +185,6 @@ def test_multiples_that_are_small_are_enforced(
 def test_grammar_of_many_sequences_is_compiled_once(
     matchers: Matchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each of them continues by itself."""
     grammar = grammar_of_regex("[a-c]{2,9}", "structured_outputs")
     compiled = []
     make = grammar_trial_process.compiled
@@ -212,7 +204,6 @@ def test_grammar_of_many_sequences_is_compiled_once(
 
 
 def test_grammars_that_are_not_valid_are_refused() -> None:
-    """With the place as well."""
     with pytest.raises(InvalidRequestError, match="unclosed group"):
         grammar_of_regex("a(b", "structured_outputs")
     with pytest.raises(InvalidRequestError, match="foo"):
@@ -225,7 +216,6 @@ def test_grammars_that_are_not_valid_are_refused() -> None:
 
 
 def test_deep_schema_is_refused_and_not_unfolded() -> None:
-    """It costs little time."""
     schema: Any = {"type": "integer"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}
@@ -281,7 +271,7 @@ def test_structure_that_nobody_can_have_is_the_clients_mistake(
 def test_structure_with_the_text_of_a_control_token_is_that_text(
     matchers: Matchers, tokenizer: Tokenizer, grammar: str
 ) -> None:
-    """The token itself would end the text, or be no text."""
+    """The token itself would end the text, or show nothing."""
     text = "ab<end>cd" if "const" not in grammar else '"ab<end>cd"'
     tokens = [tokenizer.encode(one, has_special=False)[0] for one in text]
     matcher = matchers.begin(grammar)
@@ -295,7 +285,7 @@ def test_structure_with_the_text_of_a_control_token_is_that_text(
 def test_structure_that_never_ends_is_the_clients_mistake(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """Each token has what the structure asks for, and needs another one."""
+    """Each token satisfies the structure, which then needs another one."""
     matcher = matchers.begin('start: "a" start')
     (token,) = tokenizer.encode("a", has_special=False)
 
@@ -308,14 +298,12 @@ def test_structure_that_never_ends_is_the_clients_mistake(
 
 
 def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:
-    """Rather than with any token."""
     matcher = matchers.begin(grammar_of_regex("[0-9]+", "structured_outputs"))
     with pytest.raises(ModelFailedError, match="structured output failed"):
         matcher.allowed([50, 51, 52])
 
 
 def test_least_tokens_give_way_to_a_structure_that_ends() -> None:
-    """Only the end is allowed then."""
     allowed = torch.tensor([1 << 4], dtype=torch.uint8)
     sampling = Sampling(temperature=0.0, min_tokens=9)
     logits = torch.zeros(6)
@@ -326,7 +314,7 @@ TOOLS: list[tuple[str, Any]] = [("f", SCHEMA), ("g", {"type": "object"})]
 
 
 def accepted(matcher: Matcher, tokenizer: Tokenizer, text: str) -> list[bool]:
-    """Return after which characters of a text it may end; all of them are allowed."""
+    """Check that all of a text is allowed; return after which tokens it may end."""
     tokens: list[int] = []
     may_end: list[bool] = []
     for token in tokenizer.encode(text, has_special=False):
@@ -340,7 +328,7 @@ def accepted(matcher: Matcher, tokenizer: Tokenizer, text: str) -> list[bool]:
 def test_text_may_end_after_each_required_call(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """So that a small model need not invent more; one call is there at least."""
+    """A small model need not invent more calls."""
     call = '{"name": "g", "parameters": {"a": 1}}'
     text = f"[{call}, {call}]"
     grammar = grammars.grammar_of_calls(TOOLS, is_single=False)
@@ -356,7 +344,7 @@ def test_text_may_end_after_each_required_call(
 def test_schema_of_a_tool_refers_to_its_own_root(
     matchers: Matchers, tokenizer: Tokenizer, kind: str
 ) -> None:
-    """To definitions, as Pydantic writes them, and to itself."""
+    """Pydantic refers to definitions, and a schema may refer to itself."""
     node = {
         "type": "object",
         "properties": {
@@ -383,7 +371,7 @@ def test_schema_of_a_tool_refers_to_its_own_root(
 def test_answer_is_json_of_a_schema_or_calls(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """Marks are text for this tokenizer."""
+    """The marks are text for this tokenizer."""
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     of = grammars.grammar_of_answer_or_calls
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
@@ -403,7 +391,7 @@ def test_answer_is_json_of_a_schema_or_calls(
 def test_structure_is_that_of_the_answer_after_any_reasoning(
     tmp_path: Path, special: tuple[str, ...], is_begun: bool
 ) -> None:
-    """Marks are tokens or text; a model may leave out what the prompt did not begin."""
+    """A model may leave out reasoning that the prompt did not begin."""
     save_tokenizer(tmp_path, *special)
     thinking = Tokenizer(tmp_path)
     facts = Generation(
@@ -430,7 +418,7 @@ def test_structure_is_that_of_the_answer_after_any_reasoning(
     thought = "a</think>b" if is_begun else "<think>a</think>b"
     with pytest.raises(AssertionError):
         accepted(matchers.begin(whole), thinking, thought)
-    with pytest.raises(AssertionError):  # space without end is no way around it
+    with pytest.raises(AssertionError):  # endless space is no way around it
         accepted(matchers.begin(whole), thinking, f"{thought[:-1]}{' ' * 5}{{}}")
     begun = thinking.encode("a" if is_begun else "<think>a", has_special=False)
     matcher = matchers.begin(whole)
@@ -453,13 +441,12 @@ def test_structure_is_that_of_the_answer_after_any_reasoning(
 def test_keywords_that_require_nothing_are_left_out(
     more: dict[str, Any], text: str, matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """Libraries write them; values and names of properties are none."""
+    """Libraries write them; values and names of properties are no keywords."""
     grammar = grammar_of_schema({"type": "string"} | more, "response_format")
     assert accepted(matchers.begin(grammar), tokenizer, text)[-1]
 
 
 def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> None:
-    """Only between the tokens that mark a call."""
     save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
     marked = Tokenizer(tmp_path)
     vocabulary = marked.fast.get_vocab_size()
@@ -483,14 +470,13 @@ def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> 
 def test_grammar_of_many_alternatives_is_taken(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
-    """Six thousand of them in one place."""
     lines = " | ".join(f'"a{number}"' for number in range(6000))
     matcher = matchers.begin(grammar_of_lark(f"start: {lines}", "grammar"))
     assert re.fullmatch(r"a\d{1,4}", tokenizer.decode(generated(matcher, 3)))
 
 
 def test_missing_library_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request can mend it."""
+    """A client cannot fix it."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(grammars.NoStructureError, match="not installed") as found:
         grammar_of_regex("a+", "structured_outputs")
@@ -499,7 +485,7 @@ def test_missing_library_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_limits_of_a_schema_are_those_of_all_tools_together() -> None:
-    """One grammar has all of them."""
+    """One grammar contains all of them."""
     schemas = [
         {"type": "object", "properties": {"a": {"multipleOf": n}}}
         for n in (1_009, 2_003)
@@ -515,7 +501,6 @@ def test_limits_of_a_schema_are_those_of_all_tools_together() -> None:
 
 
 def test_refusal_does_not_show_our_own_grammar() -> None:
-    """Only what is wrong with that of the client."""
     with pytest.raises(InvalidRequestError) as refused:
         grammar_of_schema({"not": {"pattern": "^a$"}}, "x")
     assert str(refused.value) == '"x" cannot be enforced: Unimplemented keys: ["not"]'

@@ -1,4 +1,4 @@
-"""Grammars that crash or hang their compiler cost a process that is there for it."""
+"""Grammars that crash or hang their compiler, in a process for such trials."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DEEP_SCHEMA = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TrialTokenizer:
-    """Return a tokenizer of bytes."""
+    """Return a tokenizer with one token per byte."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     made = Tokenizer(folder)
@@ -81,7 +81,7 @@ def trial(trials: GrammarTrials, tokenizer: TrialTokenizer) -> Trial:
 
 @pytest.mark.parametrize("grammar", [CRASHING, ENDLESS])
 def test_grammar_that_crashes_or_hangs_is_refused(grammar: str, trial: Trial) -> None:
-    """Others are tried in a new process; the same one not again."""
+    """Others are tried in a new process; the same one is not tried again."""
     assert trial(GOOD) is None
     with pytest.raises(InvalidRequestError, match=TOO_COMPLEX):
         grammar_of_lark(grammar, "structured_outputs", trial)
@@ -92,7 +92,6 @@ def test_grammar_that_crashes_or_hangs_is_refused(grammar: str, trial: Trial) ->
 
 @pytest.mark.parametrize("schema", [ENDLESS_SCHEMA, DEEP_SCHEMA])
 def test_schema_that_crashes_or_hangs_is_refused(schema: Any, trial: Trial) -> None:
-    """By itself, and as that of a tool."""
     with pytest.raises(InvalidRequestError, match=TOO_COMPLEX):
         grammar_of_schema(schema, "response_format", trial)
     with pytest.raises(InvalidRequestError, match=TOO_COMPLEX):
@@ -100,7 +99,6 @@ def test_schema_that_crashes_or_hangs_is_refused(schema: Any, trial: Trial) -> N
 
 
 def test_good_ones_pass_and_wrong_ones_have_a_reason(trial: Trial) -> None:
-    """Also those with tokens of the model."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     assert "%json" in grammar_of_schema(schema, "response_format", trial)
     marked = grammar_of_marked_calls([("f", schema)], 3, 4, [0], trial)
@@ -112,7 +110,7 @@ def test_good_ones_pass_and_wrong_ones_have_a_reason(trial: Trial) -> None:
 def test_process_that_was_killed_is_replaced(
     trials: GrammarTrials, tokenizer: TrialTokenizer
 ) -> None:
-    """By the system, for example, when memory is short."""
+    """The system may kill it when memory is short."""
     assert trials.why_not(tokenizer, GOOD) is None
     before = _children()
     for process in before:
@@ -127,7 +125,6 @@ def test_process_that_was_killed_is_replaced(
 def test_failure_of_the_process_is_not_the_clients_mistake(
     code: str, tokenizer: TrialTokenizer, tmp_path: Path
 ) -> None:
-    """Nor is it remembered."""
     program = tmp_path / "program.py"
     program.write_text(code)
     failing = GrammarTrials(program=program)
@@ -140,7 +137,6 @@ def test_failure_of_the_process_is_not_the_clients_mistake(
 
 
 def test_tokenizer_that_is_of_no_use_is_named(trials: GrammarTrials) -> None:
-    """It is no mistake of the client."""
     made_of = MadeOf("{}", 5, [0])
     broken = TrialTokenizer("broken", lambda: made_of)
     for _ in range(2):
@@ -151,7 +147,7 @@ def test_tokenizer_that_is_of_no_use_is_named(trials: GrammarTrials) -> None:
 def test_every_model_has_its_own_tokenizer(
     trials: GrammarTrials, tokenizer: TrialTokenizer
 ) -> None:
-    """The process keeps a few, and asks again for others."""
+    """The process keeps a few tokenizers, and asks again for others."""
     made: list[str] = []
 
     def made_of(name: str) -> MadeOf:
@@ -170,7 +166,6 @@ def test_every_model_has_its_own_tokenizer(
 def test_process_ends_with_its_gateway(
     trials: GrammarTrials, tokenizer: TrialTokenizer
 ) -> None:
-    """As soon as nobody can ask it any more."""
     assert trials.why_not(tokenizer, GOOD) is None
     (process,) = _children()
     trials.close()
@@ -178,7 +173,6 @@ def test_process_ends_with_its_gateway(
 
 
 def _children() -> set[int]:
-    """Return the processes of trials that this one has."""
     found = set()
     for each in Path("/proc").glob("[0-9]*"):
         try:

@@ -32,8 +32,8 @@ DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 
-# By kind, how many valid instances are rejected, and how many schemas are refused: of
-# what the documentation lists. Fewer is better; more is a regression.
+# Maximum number of valid instances that are rejected, and of schemas that are
+# refused, as the documentation lists them. Fewer is better.
 MOST = {"rejected": 12, "refused": 177}
 
 
@@ -51,7 +51,6 @@ def suite() -> dict[str, dict[str, list[Any]]]:
 
 
 def matcher_of(schema: Any) -> Any:
-    """Return a matcher of a schema's texts; InvalidRequestError if it is refused."""
     limits = LLParserLimits(
         step_max_items=3000, max_items_in_row=10_000, max_lexer_states=30_000
     )
@@ -72,7 +71,7 @@ def accepts(matcher: Any, text: str) -> bool:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield JSON texts of a value: in other orders, numbers spelt otherwise."""
+    """Yield JSON texts of a value, with other orders and other spellings of numbers."""
     if isinstance(value, dict):
         orders: Any = [list(value.items())]
         if len(value) <= 4:
@@ -103,7 +102,6 @@ def texts_of(value: Any) -> Iterator[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("draft", some([*DRAFTS], 2))
 def test_no_invalid_instance_is_accepted(draft: str) -> None:
-    """In any spelling, of any schema that is not refused."""
     counts: Counter[str] = Counter()
     for file, groups in suite()[draft].items():
         for group in groups:
@@ -257,7 +255,7 @@ objects = st.dictionaries(st.sampled_from("abcd"), small, max_size=3)
 def test_what_rewritten_rules_accept_is_valid(
     schema: Any, instances: list[Any]
 ) -> None:
-    """Rules that are written by others: conditions, negations and dependencies."""
+    """Conditions, negations and dependencies are rewritten with other keywords."""
     try:
         matcher = matcher_of(schema)
     except InvalidRequestError:
@@ -371,7 +369,6 @@ def test_conditions_in_conditions_stay_small() -> None:
     ],
 )
 def test_what_would_be_enforced_wrongly_is_refused(schema: Any, words: str) -> None:
-    """By name."""
     with pytest.raises(InvalidRequestError, match=words):
         grammar_of_schema(schema, "schema")
 
@@ -443,7 +440,6 @@ def test_data_is_not_taken_for_schemas() -> None:
     ],
 )
 def test_numbers_of_no_named_type_end_too(schema: Any) -> None:
-    """At any depth, in names and items that the schema leaves open."""
     matcher = matcher_of(schema)
     for text in ('{"a": %s}', '{"b": 1, "c": [%s]}', "[%s]", '[{"d": %s}]'):
         assert not accepts(matcher, text % ("1" * 16)), text
@@ -548,7 +544,7 @@ def test_numbers_of_no_named_type_end_too(schema: Any) -> None:
     ],
 )
 def test_invalid_text_is_not_accepted(schema: Any, text: str) -> None:
-    """Quotes in classes, control characters, and references that mean other things."""
+    """Quotes in classes, control characters, and references that resolve elsewhere."""
     try:
         matcher = matcher_of(schema)
     except InvalidRequestError:
@@ -578,7 +574,6 @@ def test_invalid_text_is_not_accepted(schema: Any, text: str) -> None:
     ],
 )
 def test_valid_text_is_accepted(schema: Any, text: str) -> None:
-    """Also beside keywords of others, whatever they look like."""
     assert accepts(matcher_of(schema), text)
 
 
@@ -639,15 +634,15 @@ pattern_texts = st.text('ab-"\\]\n!#1', max_size=4)
 @settings(max_examples=400, deadline=None)
 @given(patterns, st.lists(pattern_texts, min_size=1, max_size=8))
 def test_patterns_accept_what_matches(pattern: str, texts: list[str]) -> None:
-    """Whatever classes leave out; Python's engine judges it."""
+    """Python's engine judges what matches."""
     schema = {"type": "string", "pattern": pattern}
     try:
         matcher = matcher_of(schema)
-    except InvalidRequestError:  # as of ``a--`` in a class
+    except InvalidRequestError:  # such as ``a--`` in a class
         return
     try:
         judge = re.compile(pattern)
-    except re.error:  # as of a range that begins with a set
+    except re.error:  # such as a range that begins with a set
         return
     for text in texts:
         is_valid = judge.fullmatch(text) is not None

@@ -16,7 +16,7 @@ tokens = st.lists(st.integers(0, 2), max_size=20)
 def test_names_are_equal_as_far_as_the_tokens_are(
     one: list[int], other: list[int], block: int
 ) -> None:
-    """By whole blocks; another tenant has other names throughout."""
+    """They are of whole blocks; another tenant has other names throughout."""
     first, second = (list(digests(each, block, "a")) for each in (one, other))
     for number in range(min(len(first), len(second))):
         end = (number + 1) * block
@@ -26,7 +26,6 @@ def test_names_are_equal_as_far_as_the_tokens_are(
 
 
 def test_replica_that_computed_the_longest_prefix_is_known() -> None:
-    """By stage, the last one that did."""
     routes = PrefixRoutes()
     names = list(digests(range(12), 4, "a"))
     routes.record(names[:2], ["front/1", "back/1"])
@@ -37,13 +36,11 @@ def test_replica_that_computed_the_longest_prefix_is_known() -> None:
 
 
 def block_of(count: int) -> Block:
-    """Return a block of so many bytes, of which half are keys."""
     half = torch.zeros(1, count // 8, 1)
     return Block({0: (half, half)})
 
 
 def test_least_recently_used_blocks_are_dropped() -> None:
-    """Memory is bounded; a block that is larger than that is not kept."""
     cache = PrefixCache(100)
     names = list(digests(range(8), 1, "a"))
     for name in names[:2]:
@@ -64,7 +61,6 @@ def test_least_recently_used_blocks_are_dropped() -> None:
 
 
 def test_blocks_in_use_are_not_dropped() -> None:
-    """Whoever else uses them; what has no room beside them is not kept."""
     cache = PrefixCache(100)
     names = list(digests(range(4), 1, "a"))
     for name in names[:2]:

@@ -1,4 +1,4 @@
-"""Rows of several requests in one batch, and apart again."""
+"""Collation of several requests' rows into a batch, and the split of its outputs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ RAGGED = {"ids": -1, "out": 0.0}
 
 
 def ids(*lengths: int) -> list[Tensors]:
-    """Return requests of one row each with so many ids."""
     return [{"ids": torch.arange(n).reshape(1, n) + 1} for n in lengths]
 
 
 def test_ragged_rows_are_padded_to_the_longest_and_cut_again() -> None:
-    """What was padding comes to nobody."""
     requests = ids(2, 4, 3)
     batch = collate(requests, RAGGED, ())
     assert batch["ids"].tolist() == [[1, 2, -1, -1], [1, 2, 3, 4], [1, 2, 3, -1]]
@@ -56,13 +54,12 @@ def test_few_bytes_are_not_padded_to_many() -> None:
 
 
 def test_buckets_are_lengths_to_pad_to() -> None:
-    """The longest that is in none stays as it is."""
+    """Rows that are longer than every bucket keep their length."""
     assert collate(ids(3, 5), RAGGED, (4, 8))["ids"].shape == (2, 8)
     assert collate(ids(9), RAGGED, (4, 8))["ids"].shape == (1, 9)
 
 
 def test_groups_differ_in_names_dtypes_and_fixed_dimensions() -> None:
-    """Only these; rows and ragged lengths may differ."""
     a, b = ids(2, 7)
     assert group_of(a, RAGGED) == group_of(b, RAGGED)
     assert group_of(a, {}) != group_of(b, {})
@@ -76,7 +73,6 @@ def test_groups_differ_in_names_dtypes_and_fixed_dimensions() -> None:
     [{}, {"a": torch.tensor(1)}, {"a": torch.zeros(2), "b": torch.zeros(3)}],
 )
 def test_rows_must_agree(tensors: Tensors) -> None:
-    """And be there."""
     with pytest.raises(InvalidRequestError, match="number of rows"):
         rows_of(tensors)
 
@@ -96,19 +92,16 @@ def test_rows_must_agree(tensors: Tensors) -> None:
 def test_outputs_that_are_no_rows_are_the_models_fault(
     outputs: Tensors, words: str
 ) -> None:
-    """The message says what to return."""
     with pytest.raises(ModelFailedError, match=words):
         split(outputs, [1, 1], [{}, {}], {}, "s")
 
 
 def work(number: int, value: float) -> Work:
-    """Return one row of work."""
     content = {"x": torch.tensor([[value]])}
     return Work(("r", number, 1), "g", 1, 1e9, 0.0, content=content)
 
 
 async def run(function: object, values: list[float]) -> list[Tensors | ServeError]:
-    """Run a batch of one-row requests through a stage."""
     runner = Executor(Stage(load=lambda context: function), "s", 1)  # type: ignore[arg-type,return-value]
     await runner.load(StageContext())
     try:
@@ -118,8 +111,6 @@ async def run(function: object, values: list[float]) -> list[Tensors | ServeErro
 
 
 async def test_bad_row_fails_its_row_only() -> None:
-    """With the model's own words; others get their answers."""
-
     def stage(tensors: Tensors) -> Tensors:
         if (tensors["x"] < 0).any():
             raise ValueError("a negative one")
@@ -134,8 +125,6 @@ async def test_bad_row_fails_its_row_only() -> None:
 
 
 async def test_what_the_model_refuses_is_the_clients_fault() -> None:
-    """400, not 500."""
-
     def stage(tensors: Tensors) -> Tensors:
         raise InvalidRequestError("too long")
 
@@ -145,7 +134,7 @@ async def test_what_the_model_refuses_is_the_clients_fault() -> None:
 
 
 async def test_models_run_off_the_loop_without_gradients() -> None:
-    """Other worlds live there."""
+    """The event loop also runs the process's worlds."""
     grads: list[bool] = []
 
     def stage(tensors: Tensors) -> Tensors:
@@ -165,7 +154,6 @@ async def test_models_run_off_the_loop_without_gradients() -> None:
 
 
 def test_ragged_inputs_are_padded_each_to_its_own_length() -> None:
-    """A question beside a document gets none of its length."""
     ragged = {"question": 0.0, "document": 0.0}
     one = {"question": torch.ones(1, 2), "document": torch.ones(1, 6)}
     other = {"question": torch.ones(1, 3), "document": torch.ones(1, 4)}
@@ -195,16 +183,13 @@ async def test_whatever_a_model_raises_fails_its_request(error: BaseException) -
 
 
 class NamelessError(Exception):
-    """An error that cannot be shown."""
+    """Error whose text cannot be shown."""
 
     def __str__(self) -> str:
-        """Fail."""
         raise IndexError
 
 
 async def test_error_that_cannot_be_shown_is_one_all_the_same() -> None:
-    """The request fails with what is known."""
-
     def stage(tensors: Tensors) -> Tensors:
         raise NamelessError
 
@@ -225,7 +210,6 @@ async def test_few_of_many_errors_are_logged(caplog: pytest.LogCaptureFixture) -
 
 
 async def test_bad_row_is_found_by_halving() -> None:
-    """Not by a computation for each row."""
     calls: list[int] = []
 
     def stage(tensors: Tensors) -> Tensors:
@@ -242,7 +226,7 @@ async def test_bad_row_is_found_by_halving() -> None:
 
 
 async def test_outputs_are_not_those_of_the_next_batch() -> None:
-    """A stage may use its memory again."""
+    """A stage may reuse its memory."""
     kept = torch.zeros(1, 1)
 
     def stage(tensors: Tensors) -> Tensors:
@@ -260,7 +244,7 @@ async def test_outputs_are_not_those_of_the_next_batch() -> None:
 
 
 async def test_batch_that_fails_on_the_loop_is_repeated_as_it_came() -> None:
-    """Though the stage changed it."""
+    """The stage may have changed it in place."""
 
     def stage(tensors: Tensors) -> Tensors:
         tensors["x"].mul_(2)

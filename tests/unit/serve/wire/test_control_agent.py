@@ -1,4 +1,4 @@
-"""The process's side of its control world: controllers come, break and go."""
+"""The process's side of its control world, as controllers come, break and go."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ HELLO = Hello(os.getpid())
 
 
 class Control:
-    """An agent under test, and controllers that a test plays.
-
-    Attributes:
-        obeyed: Orders that it was given.
-    """
-
     def __init__(self, store: str) -> None:
         self._store = store
         self.manager = MemoryManager(config=CONFIG)
@@ -67,7 +61,6 @@ class Control:
         self.obeyed.append(order)
 
     async def controller(self) -> Controller:
-        """Return a new controller, which the agent has joined."""
         manager = WorldManager(config=CONFIG)
         self._controllers.append(manager)
         world = await manager.join(
@@ -81,7 +74,6 @@ class Control:
         return Controller(world, 1)
 
     async def close(self) -> None:
-        """End everything."""
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         for manager in (self.manager, *self._controllers):
@@ -90,26 +82,23 @@ class Control:
 
 @pytest.fixture
 async def control() -> AsyncIterator[Control]:
-    """Return an agent that has no controller yet."""
     made = Control(f"memory://agent-{next(_numbers)}")
     yield made
     await made.close()
 
 
 async def news(peer: Controller, count: int) -> list[News]:
-    """Return so many messages of the agent, and check that there are no more."""
+    """Return this many messages of the agent, and check that there are no more."""
     found = [await peer.receive(NEWS) for _ in range(count)]
     assert not await peer.has_sent(NEWS)
     return found
 
 
 def over(world: World) -> bool:
-    """Return whether a world has ended."""
     return world.is_broken or world.is_closed
 
 
 async def test_agent_reports_and_obeys(control: Control) -> None:
-    """It says hello first; orders are carried out in order."""
     assert control.agent.joined_at is None
     assert control.agent.lost_at == 1000.0
     control.clock.advance(5.0)
@@ -127,7 +116,7 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
 async def test_facts_are_sent_to_every_controller_and_once_to_each(
     control: Control,
 ) -> None:
-    """The latest of each kind; what is merely told is told to one that is there."""
+    """A new controller gets the latest fact of each kind, but no other news."""
     await settle()
     control.agent.fact(StageLoaded())
     control.agent.fact(TableApplied(1))
@@ -147,7 +136,7 @@ async def test_facts_are_sent_to_every_controller_and_once_to_each(
 async def test_last_messages_are_sent_before_a_process_ends(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for long if nobody takes them, or if there is no controller."""
+    """Waiting has a limit; without a controller there is no wait."""
     await control.agent.flush(HANG_S)
     peer = await control.controller()
     control.agent.send(ModelNeeded("m"))
@@ -166,7 +155,6 @@ async def test_last_messages_are_sent_before_a_process_ends(
 
 @pytest.mark.parametrize("is_polite", [True, False])
 async def test_agent_outlives_its_controller(control: Control, is_polite: bool) -> None:
-    """It notes when it lost one, and finds the next."""
     peer = await control.controller()
     control.clock.advance(7.0)
     if is_polite:
@@ -187,7 +175,7 @@ async def test_agent_outlives_its_controller(control: Control, is_polite: bool) 
 async def test_order_that_is_not_understood_is_skipped(
     control: Control, text: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A newer controller may know more; the rest is obeyed."""
+    """A newer controller may send orders that are unknown here."""
     peer = await control.controller()
     await peer.world.send_object(text, dst=1)
     await peer.send(ORDERS, ReportRequest(1))
@@ -197,7 +185,7 @@ async def test_order_that_is_not_understood_is_skipped(
 
 
 async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) -> None:
-    """It is a bug: the process ends with it, and does not continue half."""
+    """It is a bug: the process must exit instead of running on."""
     peer = await control.controller()
     await peer.send(ORDERS, ReportRequest(13))
     with pytest.raises(ValueError, match="as asked"):
@@ -206,7 +194,6 @@ async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) 
 
 
 async def test_cancelling_leaves_no_sender_behind(control: Control) -> None:
-    """What is told afterwards goes nowhere."""
     peer = await control.controller()
     assert await news(peer, 1) == [HELLO]
     control.running.cancel()

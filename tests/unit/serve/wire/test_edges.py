@@ -30,16 +30,14 @@ _numbers = itertools.count()
 
 EDGE = Edge("edge:g>a", "a", 0, is_upstream=False)
 RENDEZVOUS = WorldConfig(join_s=20, eager_bytes=0)
-"""Every send waits for its receive."""
+"""Configuration with which every send waits for its receive."""
 
 
 def cancel(number: int) -> Cancel:
-    """Return a message with a number."""
     return Cancel(("g", number, 1))
 
 
 def number_of(message: EdgeMessage) -> int:
-    """Return the number of a message."""
     assert isinstance(message, Cancel)
     return message.key[1]
 
@@ -55,7 +53,6 @@ async def frame(world: World) -> list[int]:
 
 
 async def test_messages_of_one_turn_of_the_loop_go_in_one_frame() -> None:
-    """The next turn begins another."""
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
@@ -70,7 +67,6 @@ async def test_messages_of_one_turn_of_the_loop_go_in_one_frame() -> None:
 
 
 async def test_flush_sends_at_once() -> None:
-    """Nobody has to be woken, and nothing waits."""
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
@@ -87,7 +83,6 @@ async def test_flush_sends_at_once() -> None:
 async def test_frame_is_bounded(
     monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """By the number of its messages, and by the bytes of their tensors."""
     monkeypatch.setattr(module, limit, value)
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
@@ -101,7 +96,6 @@ async def test_frame_is_bounded(
 
 
 async def test_order_is_kept_while_something_waits() -> None:
-    """The first waits for its receiver; those behind it do not overtake it."""
     async with Arena("memory", RENDEZVOUS) as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
@@ -121,25 +115,17 @@ async def test_order_is_kept_while_something_waits() -> None:
 
 
 class SlowWorld:
-    """A world whose sends end when the test says.
-
-    Attributes:
-        begun: Numbers in the frames whose sending has begun.
-        gates: Set to end them, one after the other.
-    """
-
     def __init__(self, count: int) -> None:
         self.begun: list[list[int]] = []
         self.gates = [asyncio.Event() for _ in range(count)]
 
     async def send(self, packed: Tensor, *, dst: int, tag: int) -> None:
-        """Wait until the test lets it go."""
         self.begun.append([number_of(message) for message, _ in unpack(packed)])
         await self.gates[len(self.begun) - 1].wait()
 
 
 async def test_nothing_is_begun_before_what_was_put_in_first_is_sent() -> None:
-    """A later message would find its peer without the earlier one."""
+    """A later message would reach its peer without the earlier one."""
     slow = SlowWorld(3)
     world: Any = slow
     outbox = Outbox(EDGE, world)
@@ -158,7 +144,6 @@ async def test_nothing_is_begun_before_what_was_put_in_first_is_sent() -> None:
 
 
 async def test_tensors_arrive_with_their_message() -> None:
-    """Small ones and large ones, beside messages without."""
     async with Arena("memory") as arena:
         left, right = await arena.world(2)
         outbox = Outbox(EDGE, left)
@@ -194,7 +179,7 @@ async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
 async def test_full_outbox_fails_the_edge(
     monkeypatch: pytest.MonkeyPatch, is_stuck: bool
 ) -> None:
-    """To lose one message would be worse; also while the peer takes none."""
+    """Losing one message would be worse."""
     monkeypatch.setattr(module, "OUTBOX_LIMIT", 2)
     async with Arena("memory", config=RENDEZVOUS) as arena:
         left, _ = await arena.world(2)
@@ -216,18 +201,12 @@ async def test_full_outbox_fails_the_edge(
 
 
 class MemoryManager(WorldManager):
-    """A manager that keeps worlds on the memory backend.
-
-    Attributes:
-        failures: Errors that the next calls of ``keep`` raise.
-        kept: Calls of ``keep`` so far.
-    """
+    """Manager that keeps worlds on the memory backend, after raising ``failures``."""
 
     failures: list[Exception]
     kept = 0
 
     def keep(self, name: str, **options: Any) -> AsyncIterator[World]:
-        """Stay in a world of this process."""
         self.kept += 1
         if self.failures:
             raise self.failures.pop(0)
@@ -235,15 +214,6 @@ class MemoryManager(WorldManager):
 
 
 class FakeOwner:
-    """Who uses the edges.
-
-    Attributes:
-        ups: Incarnations that came up.
-        downs: Peers of those that ended, and whether politely.
-        got: Numbers of the messages that arrived.
-        failures: Errors to raise, one for each frame.
-    """
-
     def __init__(self) -> None:
         self.ups: list[Outbox] = []
         self.downs: list[tuple[str, bool]] = []
@@ -251,23 +221,18 @@ class FakeOwner:
         self.failures: list[Exception] = []
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Take note."""
         self.ups.append(outbox)
 
     def received(self, outbox: Outbox, entries: Sequence[Entry]) -> None:
-        """Take note, or fail."""
         if self.failures:
             raise self.failures.pop()
         self.got += [number_of(message) for message, _ in entries]
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Take note."""
         self.downs.append((outbox.edge.peer, is_polite))
 
 
 class Side:
-    """One process: a keeper, its manager and its owner."""
-
     def __init__(self, store: str, config: WorldConfig = RENDEZVOUS) -> None:
         self.manager = MemoryManager(config=config)
         self.manager.failures = []
@@ -275,13 +240,11 @@ class Side:
         self.keeper = EdgeKeeper(self.manager, store, config, self.owner)
 
     async def close(self) -> None:
-        """End the process."""
         await self.keeper.close()
         await self.manager.close()
 
 
 def ends(upper: str, lower: str) -> tuple[Edge, Edge]:
-    """Return an edge, as both of its processes see it."""
     name = f"edge:{upper}>{lower}"
     return Edge(name, lower, 0, is_upstream=False), Edge(
         name, upper, 1, is_upstream=True
@@ -290,7 +253,6 @@ def ends(upper: str, lower: str) -> tuple[Edge, Edge]:
 
 @pytest.fixture
 async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Side, Side]]:
-    """Return two processes that meet at a store of their own."""
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     store = f"memory://edges-{next(_numbers)}"
     one, other = Side(store), Side(store)
@@ -299,7 +261,6 @@ async def sides(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Side, Si
 
 
 async def test_edge_opens_and_carries_messages(sides: tuple[Side, Side]) -> None:
-    """Once both tables name it."""
     g, a = sides
     upper, lower = ends("g", "a")
     g.keeper.apply({"a": upper})
@@ -318,7 +279,7 @@ async def test_edge_opens_and_carries_messages(sides: tuple[Side, Side]) -> None
 async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
     sides: tuple[Side, Side],
 ) -> None:
-    """The peer sees a process that left; this side took it for given up."""
+    """The peer sees a polite exit; this side sees a loss."""
     g, a = sides
     upper, lower = ends("g", "a")
     g.keeper.apply({"a": upper})
@@ -338,7 +299,6 @@ async def test_edge_that_the_table_drops_is_left_and_its_last_message_sent(
 async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(
     sides: tuple[Side, Side],
 ) -> None:
-    """It is not polite, and messages flow again."""
     g, a = sides
     upper, lower = ends("g", "a")
     g.keeper.apply({"a": upper})
@@ -354,7 +314,7 @@ async def test_lost_peer_ends_the_incarnation_and_the_next_is_joined(
 async def test_owner_with_a_bug_closes_its_edge_which_then_opens_anew(
     sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Better none than a deaf one; nothing that comes after the bug is used."""
+    """No edge is better than a deaf one; nothing after the bug is used."""
     g, a = sides
     upper, lower = ends("g", "a")
     g.owner.failures.append(IndexError("as asked"))
@@ -373,7 +333,6 @@ async def test_owner_with_a_bug_closes_its_edge_which_then_opens_anew(
 async def test_join_that_fails_is_tried_again(
     sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever was wrong with it."""
     caplog.set_level(logging.CRITICAL)
     g, a = sides
     upper, lower = ends("g", "a")
@@ -387,7 +346,6 @@ async def test_join_that_fails_is_tried_again(
 async def test_close_leaves_every_edge_and_those_that_nobody_answers(
     sides: tuple[Side, Side],
 ) -> None:
-    """What was put into the outbox before still arrives."""
     g, a = sides
     upper, lower = ends("g", "a")
     g.keeper.apply({"a": upper, "b": ends("g", "b")[0]})

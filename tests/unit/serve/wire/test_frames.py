@@ -1,4 +1,4 @@
-"""Frames: what is put in comes out, and what is damaged is refused."""
+"""Frames: messages that are packed and unpacked, and damaged frames."""
 
 from __future__ import annotations
 
@@ -56,12 +56,10 @@ contents = st.lists(st.dictionaries(st.text(max_size=5), tensors, max_size=3))
 
 
 def work(items: list[Tensors]) -> Entry:
-    """Return work with these tensors, one item for each."""
     return Work((FULL,) * len(items)), items
 
 
 def answers(items: list[Tensors]) -> Entry:
-    """Return answers with these tensors, one item for each."""
     return Answers(tuple(AnswerItem((n, 1)) for n in range(len(items)))), items
 
 
@@ -75,7 +73,6 @@ entries = st.lists(
 
 
 def packed(*given: Entry) -> torch.Tensor:
-    """Return a frame."""
     return lay_out(given).pack()
 
 
@@ -84,19 +81,17 @@ def packed(*given: Entry) -> torch.Tensor:
 def test_messages_and_their_tensors_come_out_as_they_went_in(
     given_entries: list[Entry],
 ) -> None:
-    """Every kind of message, in order; tensors of any dtype, shape and name."""
     frame = packed(*given_entries)
     agrees(unpack(frame), given_entries)
     memory = bytearray(memory_of(frame))
     found = unpack(memoryview(memory))
-    memory[:] = bytes(len(memory))  # they were copied out of it
+    memory[:] = bytes(len(memory))  # the tensors were copied out of it
     agrees(found, given_entries)
 
 
 def agrees(
     found: list[tuple[EdgeMessage, list[Tensors]]], given_entries: list[Entry]
 ) -> None:
-    """Compare what came out with what went in."""
     assert [message for message, _ in found] == [m for m, _ in given_entries]
     for (_, before), (_, after) in zip(given_entries, found, strict=True):
         assert [list(one) for one in before] == [list(one) for one in after]
@@ -107,7 +102,6 @@ def agrees(
 
 
 def test_tensors_are_aligned_and_share_the_memory_of_the_frame() -> None:
-    """They are not copied again."""
     frame = packed(work([{"a": torch.ones(3), "b": torch.ones(1, dtype=torch.bool)}]))
     ((_, (content,)),) = unpack(frame)
     for tensor in content.values():
@@ -117,7 +111,6 @@ def test_tensors_are_aligned_and_share_the_memory_of_the_frame() -> None:
 
 
 def test_tensors_of_any_layout_are_packed() -> None:
-    """Large and small, transposed, or a part of another."""
     large, small = torch.randn(300, 200).T, torch.arange(10)[::2]
     ((_, (content,)),) = unpack(packed(work([{"l": large, "s": small}])))
     assert torch.equal(content["l"], large)
@@ -125,14 +118,12 @@ def test_tensors_of_any_layout_are_packed() -> None:
 
 
 def test_tensor_that_cannot_be_sent_is_refused() -> None:
-    """With a text that names what is wrong."""
     raw = torch.empty(2, dtype=torch.bits8)
     with pytest.raises(TensorMismatchError, match="bits8 cannot be sent"):
         lay_out([work([{"x": raw}])])
 
 
 def test_other_version_is_refused_by_name() -> None:
-    """The text says which versions are understood."""
     frame = packed((MESSAGES[0], []))
     for version in (PROTOCOL + 1, 999):
         changed = frame.clone()
@@ -143,7 +134,6 @@ def test_other_version_is_refused_by_name() -> None:
 
 
 def test_frame_that_is_cut_short_is_refused() -> None:
-    """Wherever it ends."""
     frame = packed((MESSAGES[0], []), work([{"x": torch.ones(100)}]))
     for length in range(0, frame.numel(), 7):
         with pytest.raises(MessageError, match="malformed"):
@@ -154,12 +144,11 @@ def test_frame_that_is_cut_short_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_tensors_of_no_item_and_items_without_tensors_are_refused(count: int) -> None:
-    """They are given to no other request."""
+    """Another request must not get them."""
     with pytest.raises(MessageError, match=f"{count} contents for 1 items"):
         unpack(packed((Work((FULL,)), [{"x": torch.ones(1)}] * count)))
 
 
 def test_frame_of_another_kind_is_refused() -> None:
-    """A tensor that is no frame at all."""
     with pytest.raises(MessageError):
         unpack(torch.ones(100))

@@ -1,4 +1,4 @@
-"""The messages between the processes of a service: versions, unknown ones, damage."""
+"""Messages between the processes of a service: versions, unknown kinds, damage."""
 
 from __future__ import annotations
 
@@ -63,18 +63,15 @@ NEWS_SENT: list[News] = [
 
 @pytest.mark.parametrize("order", ORDERS_SENT)
 def test_orders_arrive_as_they_were_sent(order: Order) -> None:
-    """With their types, nested ones too."""
     assert ORDERS.decode(ORDERS.encode(order)) == order
 
 
 @pytest.mark.parametrize("news", NEWS_SENT)
 def test_news_arrives_as_it_was_sent(news: News) -> None:
-    """With its types, nested ones too."""
     assert NEWS.decode(NEWS.encode(news)) == news
 
 
 def test_other_version_is_refused_by_name() -> None:
-    """The text says which versions are understood."""
     body = NEWS.encode(NEWS_SENT[0]).partition(" ")[2]
     assert NEWS.decode(f"{PROTOCOL - 1} {body}") == NEWS_SENT[0]
     for version in (str(PROTOCOL + 1), "", "one"):
@@ -83,7 +80,6 @@ def test_other_version_is_refused_by_name() -> None:
 
 
 def test_unknown_and_damaged_messages_are_refused_by_name() -> None:
-    """Nothing of them is used."""
     for body in (
         '["Vanish",1]',
         "[",
@@ -101,21 +97,20 @@ def test_unknown_and_damaged_messages_are_refused_by_name() -> None:
 
 
 class Grown(Message, frozen=True, tag="inject_partition"):
-    """``Cut`` of a later release, with one field more."""
+    """``InjectPartition`` of a later release, with one field more."""
 
     seconds: float
     reason: str = "none"
 
 
 def test_field_that_was_added_does_not_divide_releases() -> None:
-    """The older ignores it, the newer takes its default."""
+    """The older release ignores it; the newer one uses its default."""
     later: Codec[Grown] = Codec(Grown)
     assert ORDERS.decode(later.encode(Grown(1.5, "test"))) == InjectPartition(1.5)
     assert later.decode(ORDERS.encode(InjectPartition(1.5))) == Grown(1.5)
 
 
 def test_error_of_another_process_is_raised_as_what_it_was() -> None:
-    """Known kinds by their class, others as ``ServeError``."""
     error = RemoteError.of(ModelFailedError("broken", stage="head")).error()
     assert type(error) is ModelFailedError
     assert (str(error), error.stage) == ("broken", "head")
@@ -124,7 +119,7 @@ def test_error_of_another_process_is_raised_as_what_it_was() -> None:
     )
 
     class TooLongError(InvalidRequestError):
-        """One of a model."""
+        """Error that a model defines."""
 
     refused = RemoteError.of(TooLongError("long", param="x", code="too_long")).error()
     assert type(refused) is InvalidRequestError
@@ -134,7 +129,7 @@ def test_error_of_another_process_is_raised_as_what_it_was() -> None:
 
 
 def test_every_message_has_a_name_of_its_own() -> None:
-    """Two of one name could not be distinguished."""
+    """Two messages of one name could not be distinguished."""
     names = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
     names = [name for name in names if name != "inject_partition"]
     assert len(names) == len(set(names)) > 20
@@ -142,7 +137,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
 
 
 def test_text_of_an_error_can_be_sent_whatever_it_is() -> None:
-    """A model may raise with bytes of a client in it, and with many."""
+    """A model may raise with a client's bytes in the text, and with many."""
     error = RemoteError.of(ModelFailedError("no \udcff" + "x" * 10**6, stage="s"))
     assert len(error.text.encode()) < 5000
     assert error.text.startswith("no ?x")

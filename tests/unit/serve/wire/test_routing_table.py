@@ -18,7 +18,6 @@ READY = ReplicaState.READY
 
 
 def a_table() -> RoutingTable:
-    """Return two gateways and stages of one, two and one replicas."""
     replicas = [
         Replica(f"m/{stage}/{n}", "m", "1", stage, READY)
         for n, stage in enumerate((0, 1, 1, 2))
@@ -29,7 +28,6 @@ def a_table() -> RoutingTable:
 
 
 def test_edges_have_two_ends_that_agree() -> None:
-    """The same name, both ranks, and the upper one is rank 0."""
     table = a_table()
     processes = [*table.gateways, *table.replicas]
     ends = {
@@ -48,7 +46,6 @@ def test_edges_have_two_ends_that_agree() -> None:
 
 
 def test_edges_when_versions_differ_then_none() -> None:
-    """Two versions of a model never talk to each other."""
     table = a_table()
     newer = Replica("m/1/9", "m", "2", 1, READY)
     both = RoutingTable(4, (), table.routes, {**table.replicas, newer.name: newer})
@@ -67,6 +64,5 @@ def test_last_stage_of_text_reaches_the_first_while_its_model_is_removed() -> No
 
 
 def test_table_survives_the_wire() -> None:
-    """With the order that carries it."""
     table = a_table()
     assert ORDERS.decode(ORDERS.encode(TableChanged(table))) == TableChanged(table)

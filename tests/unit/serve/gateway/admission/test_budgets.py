@@ -1,4 +1,4 @@
-"""Budgets of tokens: at the controller, at gateways, and between them."""
+"""Token budgets at the controller, at gateways, and between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageRepo
 
 
 def at(text: str) -> float:
-    """Return a time in UTC, in seconds since the epoch."""
+    """Return the UTC time ``text`` in seconds since the epoch."""
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
@@ -35,18 +35,16 @@ DAY, MONTH = day_of(NOON), month_of(NOON)
 
 
 def row(tokens: int, minute: float = NOON, tenant: str = "acme") -> UsageRow:
-    """Return usage with as many tokens of a prompt and of an answer."""
     nothing = (0,) * 6
     return UsageRow(int(minute), tenant, "m", 1, *nothing, 0.0, tokens, tokens)
 
 
 def told(in_day: int, in_month: int) -> list[TokensUsed]:
-    """Return what the controller tells."""
+    """Return the tokens used, as the controller reports them."""
     return [TokensUsed("acme", DAY, in_day, MONTH, in_month)]
 
 
 def test_days_and_months_begin_in_utc() -> None:
-    """Also where a month is short, or the last one of a year."""
     assert at("2026-02-28") == DAY
     assert at("2026-02-01") == MONTH
     assert next_month_of(NOON) == at("2026-03-01")
@@ -54,7 +52,7 @@ def test_days_and_months_begin_in_utc() -> None:
 
 
 def test_ledger_adds_up_and_starts_over() -> None:
-    """A late report of yesterday counts for the month only."""
+    """A late report of yesterday counts only towards the month."""
     ledger = TokenLedger({"acme": 10}, {"acme": 100}, NOON)
     assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")]) == {"acme"}
     assert ledger.used("acme", NOON) == told(20, 114)[0]
@@ -64,7 +62,7 @@ def test_ledger_adds_up_and_starts_over() -> None:
 
 
 def test_usage_outlives_a_clock_that_jumps_and_jumps_back() -> None:
-    """Tokens of the time between belong to the day that the clock showed."""
+    """Tokens used after a clock jump count for the day that the clock showed."""
     ledger, budgets = TokenLedger({"acme": 90}, {"acme": 90}, NOON), TokenBudgets()
     tenant = Tenant(name="acme", tokens_per_day=100)
     jumped = NOON + 40 * DAY_S
@@ -72,7 +70,7 @@ def test_usage_outlives_a_clock_that_jumps_and_jumps_back() -> None:
         ledger.add([row(tokens, now)])
         budgets.set_used([ledger.used("acme", now)])
     assert ledger.used("acme", NOON) == told(102, 102)[0]
-    for day in range(1, 9):  # however many days it has jumped to
+    for day in range(1, 9):  # however many days it has shown
         ledger.add([row(1, NOON + day * DAY_S)])
     ledger.add([row(60, NOON)])
     assert ledger.used("acme", NOON).in_day >= 100
@@ -82,7 +80,6 @@ def test_usage_outlives_a_clock_that_jumps_and_jumps_back() -> None:
 
 
 def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
-    """Once that is stored, it is not counted twice."""
     budgets = TokenBudgets()
     tenant = Tenant(name="acme", tokens_per_day=100)
     assert budgets.check(tenant, NOON) is None
@@ -103,7 +100,6 @@ def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
 
 
 def test_month_is_a_budget_of_its_own() -> None:
-    """It is renewed with the month."""
     budgets = TokenBudgets()
     tenant = Tenant(name="acme", tokens_per_day=100, tokens_per_month=1000)
     budgets.set_used(told(3, 1000))
@@ -115,7 +111,6 @@ def test_month_is_a_budget_of_its_own() -> None:
 
 
 def test_authenticator_counts_tokens_until_they_are_stored() -> None:
-    """A refused request is counted by the name of its budget."""
     made = Authenticator(needs_key=False)
     made.directory.put([Tenant(name="")])
     admitted = made.admit({})
@@ -130,7 +125,7 @@ def test_authenticator_counts_tokens_until_they_are_stored() -> None:
 
 
 def test_tokens_of_a_running_stream_are_reported() -> None:
-    """Other gateways share the budget, and a killed one loses its last second only."""
+    """Gateways share the budget; a killed one loses only its last second of usage."""
     made = Authenticator(needs_key=False)
     admitted = made.admit({})
     admitted.model = "m"
@@ -152,7 +147,7 @@ def test_tokens_of_a_running_stream_are_reported() -> None:
 async def test_controller_tells_all_gateways_and_writes_the_end_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that comes twice counts once; a new controller knows it all."""
+    """A usage report that arrives twice counts once."""
     monkeypatch.setattr("time.time", lambda: NOON)
     sent: list[tuple[str, Order]] = []
 
@@ -185,7 +180,7 @@ async def test_controller_tells_all_gateways_and_writes_the_end_down(
     two = manager()
     greeting = [o for o in two.greeting() if isinstance(o, BudgetsUsed)]
     assert greeting[0].used[0].in_day == 120
-    # The first report of the next day uses it all up, and so on.
+    # The first report of each later day uses the budget up again.
     for day, count in ((1, 100), (2, 150)):
         monkeypatch.setattr("time.time", lambda day=day: NOON + 86_400 * day)
         late = row(count, NOON + 86_400 * day)

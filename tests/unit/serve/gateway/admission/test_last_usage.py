@@ -10,7 +10,7 @@ from multiworld.serve.tenants.registry import open_registry
 
 
 async def test_what_no_controller_confirmed_is_stored_once(tmp_path: Path) -> None:
-    """A batch that one has stored, but not confirmed, is not added again."""
+    """A batch that the controller stored without confirming it is not added again."""
     controller = open_registry(tmp_path)
     usage = UsageMeter()
     usage.at("acme", "m", 60.0).requests += 2

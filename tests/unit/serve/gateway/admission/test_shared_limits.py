@@ -1,4 +1,4 @@
-"""Limits of tenants that several gateways of a host count together."""
+"""Rate limits that several gateways of a host share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from multiworld.serve.tenants.directory import Tenant
 
 @pytest.fixture
 def gateways(tmp_path: Path) -> Iterator[list[RateLimiter]]:
-    """Return the limiters of three gateways."""
     made = [SharedLimits(tmp_path / "limits", b"boot") for _ in range(3)]
     yield [RateLimiter(shared) for shared in made]
     for shared in made:
@@ -28,14 +27,13 @@ def gateways(tmp_path: Path) -> Iterator[list[RateLimiter]]:
 def admitted(
     gateways: list[RateLimiter], tenant: Tenant, count: int, now: float
 ) -> int:
-    """Return how many of some requests are admitted, by one gateway after another."""
+    """Return how many of ``count`` requests are admitted by the gateways in turn."""
     turns = (gateways[n % len(gateways)] for n in range(count))
     return sum(turn.admit(tenant, len(gateways), now) is None for turn in turns)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_requests_a_minute_are_exact(gateways: list[RateLimiter], limit: int) -> None:
-    """To one request, through whichever gateway; again after a minute."""
     tenant = Tenant(name="a", rpm_limit=limit)
     assert admitted(gateways, tenant, limit + 5, 1000.5) == limit
     refused = gateways[1].admit(tenant, 3, 1030.0)
@@ -46,7 +44,6 @@ def test_requests_a_minute_are_exact(gateways: list[RateLimiter], limit: int) ->
 
 
 def test_requests_in_flight_are_exact(gateways: list[RateLimiter]) -> None:
-    """One that ends at one gateway makes room at another."""
     tenant = Tenant(name="a", max_parallel_requests=4)
     assert admitted(gateways, tenant, 9, 5.0) == 4
     gateways[0].release(tenant)
@@ -57,7 +54,6 @@ def test_requests_in_flight_are_exact(gateways: list[RateLimiter]) -> None:
 
 
 def test_tenants_do_not_share_limits(gateways: list[RateLimiter]) -> None:
-    """Each has a slot of its own, though there are many."""
     for number in range(200):
         tenant = Tenant(name=f"tenant {number}", rpm_limit=3)
         assert admitted(gateways, tenant, 5, 7.0) == 3
@@ -66,7 +62,6 @@ def test_tenants_do_not_share_limits(gateways: list[RateLimiter]) -> None:
 def test_slots_are_used_again(
     gateways: list[RateLimiter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tenants without recent requests."""
     monkeypatch.setattr(shared_limits, "SLOTS", 4)
     for number in range(40):
         tenant = Tenant(name=f"tenant {number}", rpm_limit=3)
@@ -77,7 +72,7 @@ def test_slots_are_used_again(
 
 
 def test_requests_of_a_killed_gateway_are_not_in_flight(tmp_path: Path) -> None:
-    """Those of a minute remain; nobody has to clean up after it."""
+    """They still count towards the requests per minute."""
     tenant = Tenant(name="a", max_parallel_requests=2, rpm_limit=5)
     path = tmp_path / "limits"
     shared = SharedLimits(path, b"boot")
@@ -85,7 +80,7 @@ def test_requests_of_a_killed_gateway_are_not_in_flight(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
         other = RateLimiter(SharedLimits(path, b"boot"))
-        shared.close()  # a gateway has not forked: its lock dies with it
+        shared.close()  # the inherited lock; a real gateway is not forked
         assert admitted([other], tenant, 0, 0.0) == 0
         other.admit(tenant, 2, 10.0)
         other.admit(tenant, 2, 10.0)
@@ -111,7 +106,7 @@ def test_requests_of_a_killed_gateway_are_not_in_flight(tmp_path: Path) -> None:
 def test_gateway_that_holds_a_lock_stops_no_other(
     tmp_path: Path, gateways: list[RateLimiter]
 ) -> None:
-    """They decide by their own part of the limit meanwhile."""
+    """Meanwhile each gateway applies its own share of the limit."""
     tenant = Tenant(name="a", rpm_limit=6)
     stopped = SharedLimits(tmp_path / "limits", b"boot")
     with stopped.use("a", 1.0) as used:
@@ -122,7 +117,7 @@ def test_gateway_that_holds_a_lock_stops_no_other(
 
 
 def test_counts_of_an_earlier_boot_are_forgotten(tmp_path: Path) -> None:
-    """The clock began anew."""
+    """The clock restarts at boot."""
     tenant, path = Tenant(name="a", rpm_limit=2), tmp_path / "limits"
     for boot in (b"first", b"second"):
         shared = SharedLimits(path, boot)
@@ -133,6 +128,6 @@ def test_counts_of_an_earlier_boot_are_forgotten(tmp_path: Path) -> None:
 def test_without_a_file_each_gateway_has_its_part(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full disk, or a folder that is gone, refuses nobody."""
+    """A full disk or a missing folder must not refuse requests."""
     assert shared_limits.shared_limits(tmp_path / "gone" / "limits") is None
     assert "divided between the gateways" in caplog.text

@@ -1,4 +1,4 @@
-"""Timing: the phases of a request add up to all of its time."""
+"""Phases of a request, which add up to its total time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from multiworld.serve.gateway.admission.timing import Phases, Timing
 
 
 def test_phases_add_up_to_the_whole_time() -> None:
-    """The way between processes is what is left."""
+    """``hop``, the time between the processes, is the remainder."""
     timing = Timing()
     timing.asked(11.0)
     timing.answered(19.0, queued_s=2.0, computed_s=3.0)
@@ -18,7 +18,7 @@ def test_phases_add_up_to_the_whole_time() -> None:
 
 
 def test_parts_of_a_request_count_as_their_average() -> None:
-    """They wait and are computed side by side."""
+    """Parts wait and are computed side by side, so their times overlap."""
     timing = Timing()
     for begin, end, queued_s, computed_s in (
         (1.0, 5.0, 1.0, 2.0),
@@ -31,7 +31,6 @@ def test_parts_of_a_request_count_as_their_average() -> None:
 
 
 def test_request_that_no_replica_answered_has_no_phases() -> None:
-    """It was refused, or failed."""
     timing = Timing()
     assert timing.phases(0.0, 1.0) is None
     timing.asked(0.5)
@@ -39,7 +38,7 @@ def test_request_that_no_replica_answered_has_no_phases() -> None:
 
 
 def test_no_phase_is_below_zero() -> None:
-    """Clocks of several processes are not read at the same moment."""
+    """The processes do not read their clocks at the same moment."""
     timing = Timing()
     timing.asked(1.0)
     timing.answered(2.0, queued_s=0.7, computed_s=0.7)

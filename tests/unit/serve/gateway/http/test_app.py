@@ -1,4 +1,4 @@
-"""The HTTP application: every route, every form of error, clients that hang up."""
+"""The HTTP application: its routes, its error formats, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ GETS = [
 
 
 async def get(fake: Fake, path: str, tenant: str = "") -> httpx.Response:
-    """Return the answer to a GET."""
     async with fake.client(tenant) as client:
         return await client.get(path)
 
@@ -78,7 +77,6 @@ async def get(fake: Fake, path: str, tenant: str = "") -> httpx.Response:
 async def infer(
     fake: Fake, *values: float, tenant: str = "", path: str = INFER, **more: Any
 ) -> httpx.Response:
-    """Return the answer to an inference request."""
     async with fake.client(tenant) as client:
         return await client.post(path, json=body(*values), **more)
 
@@ -88,7 +86,6 @@ async def infer(
 
 @pytest.mark.parametrize("path", GETS)
 async def test_route_answers(path: str) -> None:
-    """With 200, and as JSON where it is not text for people or for Prometheus."""
     answer = await get(Fake(), path)
     assert answer.status_code == 200
     if path not in ("/metrics", "/docs"):
@@ -97,7 +94,7 @@ async def test_route_answers(path: str) -> None:
 
 
 async def test_every_route_is_among_the_tested_ones() -> None:
-    """A new one is to be added to these tests."""
+    """A new route needs a test here."""
     posts = [INFER, "/v2/models/m/versions/1/infer", "/v1/embeddings"]
     posts.append("/v2/repository/index")
     # These are in tests/serve/test_generation.py.
@@ -113,7 +110,7 @@ async def test_every_route_is_among_the_tested_ones() -> None:
 
 
 async def test_answer_repeats_id_and_names_model_and_version() -> None:
-    """As the Open Inference Protocol says."""
+    """The Open Inference Protocol requires it."""
     fake = Fake()
     async with fake.client() as client:
         answer = await client.post(INFER, json=body(1.0, 2.0, id="mine"))
@@ -125,7 +122,6 @@ async def test_answer_repeats_id_and_names_model_and_version() -> None:
 
 
 async def test_binary_answer_tells_the_length_of_its_head() -> None:
-    """The tensors follow it."""
     async with Fake().client() as client:
         asked = body(3.0, parameters={"binary_data_output": True})
         answer = await client.post(INFER, json=asked)
@@ -140,7 +136,7 @@ async def test_binary_answer_tells_the_length_of_its_head() -> None:
 async def test_large_body_is_parsed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a thread, compressed or not."""
+    """Large bodies are parsed in a thread, compressed or not."""
     monkeypatch.setattr(request_body, "OFFLOAD_BYTES", 10)
     content = json.dumps(body(4.0)).encode()
     async with Fake().client() as client:
@@ -156,7 +152,6 @@ async def test_large_body_is_parsed_all_the_same(
 
 
 async def test_metadata_shows_inputs_and_outputs() -> None:
-    """The one of the active version."""
     said = (await get(Fake(), "/v2/models/m")).json()
     assert said["versions"] == ["1"]
     assert said["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
@@ -181,7 +176,7 @@ async def test_metadata_shows_inputs_and_outputs() -> None:
 async def test_deadline_of_a_request(
     parameters: dict[str, Any], header: str | None, seconds: float
 ) -> None:
-    """In seconds; Triton's ``timeout`` is in microseconds."""
+    """Triton's ``timeout`` is in microseconds."""
     fake = Fake()
     headers = {} if header is None else {"x-timeout-s": header}
     async with fake.client(**headers) as client:
@@ -194,7 +189,6 @@ async def test_deadline_of_a_request(
     "given", [0, -1, "soon", True, [], {}, 86401, "nan", "inf", 1e300, "-inf", ""]
 )
 async def test_deadline_that_cannot_be_is_refused(given: Any) -> None:
-    """Nothing is sent."""
     fake = Fake()
     async with fake.client() as client:
         answer = await client.post(
@@ -210,7 +204,7 @@ async def test_deadline_that_cannot_be_is_refused(given: Any) -> None:
     [(7, "\x007"), ("s", "\x00s"), (0, None), ("", None), (None, None)],
 )
 async def test_session_is_that_of_its_tenant(given: Any, session: str | None) -> None:
-    """Sessions of two tenants are two; Triton's 0 is none."""
+    """Session ids of two tenants do not collide; Triton's 0 means no session."""
     fake = Fake()
     async with fake.client() as client:
         await client.post(INFER, json=body(1.0, parameters={"sequence_id": given}))
@@ -238,7 +232,6 @@ async def test_session_is_that_of_its_tenant(given: Any, session: str | None) ->
 async def test_error_has_the_form_of_its_protocol(
     error: ServeError, status: int, headers: dict[str, str], is_openai: bool
 ) -> None:
-    """Its status, its message, and when to retry."""
     fake = Fake()
     fake.dispatcher.answers = raising(error)
     async with fake.client() as client:
@@ -251,7 +244,7 @@ async def test_error_has_the_form_of_its_protocol(
             answer = await client.post(INFER, json=body(1.0))
             text = answer.json()["error"]
     assert answer.status_code == status
-    if type(error) is not UnknownModelError:  # the gateway lists what there is
+    if type(error) is not UnknownModelError:  # the gateway lists the models there
         assert text == "text"
     assert {k: v for k, v in answer.headers.items() if k == "retry-after"} == headers
     assert fake.requests() == {("t" if is_openai else "m", str(status)): 1.0}
@@ -259,7 +252,6 @@ async def test_error_has_the_form_of_its_protocol(
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), InternalError("secret")])
 async def test_bug_is_an_error_500_that_tells_nothing_of_it(error: Exception) -> None:
-    """The log does."""
     fake = Fake()
     fake.dispatcher.answers = raising(error)
     answer = await infer(fake, 1.0)
@@ -282,7 +274,6 @@ async def test_bug_is_an_error_500_that_tells_nothing_of_it(error: Exception) ->
 async def test_unknown_address_answers_in_its_protocols_form(
     method: str, path: str, status: int
 ) -> None:
-    """It names the address, and where the API is described."""
     async with Fake().client() as client:
         answer = await client.request(method, path)
     error = answer.json()["error"]
@@ -293,7 +284,7 @@ async def test_unknown_address_answers_in_its_protocols_form(
 
 
 async def test_method_not_allowed_lists_those_that_are() -> None:
-    """RFC 9110 requires it of every 405."""
+    """RFC 9110 requires it for every 405."""
     assert (await get(Fake(), INFER)).headers["allow"] == "POST"
 
 
@@ -307,7 +298,6 @@ async def test_method_not_allowed_lists_those_that_are() -> None:
 async def test_unknown_model_or_version_lists_what_there_is(
     path: str, words: str
 ) -> None:
-    """The same for inference and for metadata."""
     fake = Fake()
     posted = await infer(fake, 1.0, path=path)
     got = await get(fake, path.removesuffix("/infer"))
@@ -320,7 +310,6 @@ async def test_unknown_model_or_version_lists_what_there_is(
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v1/embeddings"])
 async def test_answer_says_what_its_time_was_spent_on_if_asked(path: str) -> None:
-    """It is counted in any case."""
     fake = Fake()
     content = body(1.0) if "infer" in path else {"model": "t", "input": ["a", "b"]}
     async with fake.client() as client:
@@ -342,7 +331,7 @@ async def test_answer_says_what_its_time_was_spent_on_if_asked(path: str) -> Non
 
 
 async def test_unknown_models_do_not_become_labels_of_metrics() -> None:
-    """Else a client could fill the memory with names."""
+    """A client could otherwise fill the memory with names."""
     fake = Fake()
     for number in range(5):
         await infer(fake, 1.0, path=f"/v2/models/none{number}/infer")
@@ -353,7 +342,7 @@ async def test_unknown_models_do_not_become_labels_of_metrics() -> None:
 
 
 async def test_model_that_is_not_loaded_yet_is_to_be_retried() -> None:
-    """The table was faster than the spec."""
+    """The routing table can arrive before the spec."""
     fake = Fake()
     fake.gateway.models.clear()
     answer = await infer(fake, 1.0)
@@ -379,7 +368,7 @@ async def _nothing(model: str, tensors: Tensors) -> Tensors:
 
 
 async def test_service_is_ready_when_no_stage_lacks_a_replica() -> None:
-    """Stages that may scale to zero do not count; dedicated copies neither."""
+    """Stages that may scale to zero do not count, nor do dedicated replicas."""
     fake = Fake()
     fake.dispatcher.lacking = {"m": [0]}
     health = await get(fake, "/health")
@@ -398,7 +387,7 @@ async def test_service_is_ready_when_no_stage_lacks_a_replica() -> None:
 
 
 async def test_service_that_ends_or_serves_nothing_is_not_ready_but_lives() -> None:
-    """A load balancer sends it nothing more, and does not kill it."""
+    """A load balancer then sends it no requests, but does not kill it."""
     fake = Fake()
     fake.gateway.is_ending = True
     assert (await get(fake, "/v2/health/ready")).status_code == 503
@@ -413,7 +402,6 @@ async def test_service_that_ends_or_serves_nothing_is_not_ready_but_lives() -> N
 
 
 async def test_requests_without_a_valid_key_are_refused_everywhere() -> None:
-    """With what to do about it; health stays open."""
     fake = Fake(ACME)
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
         async with fake.client(**headers) as client:
@@ -438,7 +426,7 @@ async def test_requests_without_a_valid_key_are_refused_everywhere() -> None:
 
 
 async def test_tenant_sees_and_uses_its_models_only() -> None:
-    """Others are unknown to it, and their names are not disclosed."""
+    """The names of other models are not disclosed."""
     fake = Fake(ACME)
     assert (await get(fake, "/v2/models", "acme")).json() == {"models": [{"name": "m"}]}
     listed = (await get(fake, "/v1/models", "acme")).json()["data"]
@@ -452,7 +440,7 @@ async def test_tenant_sees_and_uses_its_models_only() -> None:
 
 
 async def test_metrics_are_for_operators_where_keys_are_needed() -> None:
-    """They show all tenants."""
+    """Metrics show all tenants."""
     fake = Fake(ACME, OPERATOR)
     refused = await get(fake, "/metrics", "acme")
     assert refused.status_code == 401
@@ -464,7 +452,6 @@ async def test_metrics_are_for_operators_where_keys_are_needed() -> None:
 
 
 async def test_parallel_request_slot_is_released_however_a_request_ends() -> None:
-    """After an answer, an error, a bug and a client that hung up."""
     fake = Fake(Tenant(name="acme", max_parallel_requests=1))
     hanging = fake.dispatcher.answers = Hanging()
     async with fake.client("acme") as client:
@@ -486,7 +473,6 @@ async def test_parallel_request_slot_is_released_however_a_request_ends() -> Non
 
 
 async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() -> None:
-    """A request that finds them removed goes to the shared ones."""
     fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
     fake.serve(m=MODEL, m__acme=MODEL)
     for tenant in ("acme", "beta"):
@@ -508,7 +494,7 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
 
 
 async def test_shared_replicas_serve_until_dedicated_ones_have_been_ready() -> None:
-    """Once they were, their tenant waits for them."""
+    """Once they have been ready, their tenant waits for them."""
     fake = Fake(Tenant(name="acme"))
     starting, ready = ReplicaState.STARTING, ReplicaState.READY
     for state, served in ((starting, "m"), (ready, "m@acme"), (starting, "m@acme")):
@@ -519,7 +505,6 @@ async def test_shared_replicas_serve_until_dedicated_ones_have_been_ready() -> N
 
 
 async def test_new_gateway_sends_no_request_of_a_tenant_to_others_replicas() -> None:
-    """Though it is not connected to the tenant's own yet."""
     fake = Fake(Tenant(name="acme"))
     fake.serve(m=MODEL, m__acme=MODEL)
     fake.dispatcher.lacking["m@acme"] = [0]
@@ -528,7 +513,6 @@ async def test_new_gateway_sends_no_request_of_a_tenant_to_others_replicas() -> 
 
 
 async def test_token_ids_count_for_the_tenant() -> None:
-    """Whatever route they come by."""
     fake = Fake(Tenant(name="acme"))
     inputs = [TensorSpec("input_ids", "INT64", (-1, -1))]
     fake.serve("2", m=dataclasses.replace(MODEL, inputs=inputs))
@@ -548,7 +532,6 @@ async def test_token_ids_count_for_the_tenant() -> None:
 
 
 async def test_poison_request_is_reported_once_and_not_retried() -> None:
-    """Other requests of the tenant, and the same of another one, are."""
     fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
     told: list[Any] = []
     fake.gateway.on_poison = lambda *found: told.append(found)
@@ -565,7 +548,6 @@ async def test_poison_request_is_reported_once_and_not_retried() -> None:
 
 
 async def test_several_poison_requests_quarantine_their_tenant_for_this_model() -> None:
-    """Its waiting requests are rejected, too."""
     fake = Fake(Tenant(name="acme"))
     fake.dispatcher.answers = raising(RequestPoisonedError("it kills"))
     for number in range(20):
@@ -581,7 +563,7 @@ async def test_several_poison_requests_quarantine_their_tenant_for_this_model() 
 
 
 async def test_client_that_hangs_up_withdraws_its_request() -> None:
-    """It is counted with nginx's status."""
+    """499 is nginx's status for it."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
     client = Disconnecting(fake.app, INFER, json.dumps(body(1.0)).encode())
@@ -594,7 +576,6 @@ async def test_client_that_hangs_up_withdraws_its_request() -> None:
 
 
 async def test_client_that_hangs_up_within_its_body_reaches_no_replica() -> None:
-    """Its bytes count as used."""
     fake = Fake()
     client = Disconnecting(fake.app, INFER, b'{"inputs"', b": [", is_whole=False)
     client.hang_up()
@@ -604,7 +585,6 @@ async def test_client_that_hangs_up_within_its_body_reaches_no_replica() -> None
 
 
 async def test_server_that_ends_counts_what_it_cancels() -> None:
-    """The request is withdrawn."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
     client = Disconnecting(fake.app, INFER, json.dumps(body(1.0)).encode())
@@ -634,7 +614,6 @@ async def test_version_that_changes_during_the_upload_is_the_one_that_answers() 
 async def test_version_that_changes_while_a_request_waits_is_the_one_that_answers() -> (
     None
 ):
-    """Its inputs are checked again; one for a version fails with it."""
     fake = Fake()
 
     async def update(model: str, tensors: Tensors) -> Tensors:
@@ -654,7 +633,6 @@ async def test_version_that_changes_while_a_request_waits_is_the_one_that_answer
 
 
 async def test_forgotten_versions_are_those_that_left_the_table() -> None:
-    """Their tokenizers with them."""
     fake = Fake()
     await fake.gateway.text("t", "1", TEXT)
     fake.serve("2", t=TEXT)

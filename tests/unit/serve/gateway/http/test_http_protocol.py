@@ -1,4 +1,4 @@
-"""The bounds of the HTTP protocol: a real server on loopback, clients of bytes."""
+"""Limits of the HTTP protocol, with a real server on loopback and clients of bytes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ HEADERS = list[Any]()
 """Headers of each request that was answered with the length of its body."""
 
 WAITING = set[int]()
-"""Requests at ``/wait``, which end with their client."""
+"""Open requests at ``/wait`` and ``/works``."""
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Read the body and answer with its length, or with much; refuse ``/early``."""
+    """Answer with the length of the body, except at a few paths."""
     if scope["path"] == "/wait":
         WAITING.add(id(scope))
         while (await receive())["type"] != "http.disconnect":
             pass
         WAITING.discard(id(scope))
         return
-    if scope["path"] == "/works":  # on a request that it has read
+    if scope["path"] == "/works":  # works on a request that it has read
         while (await receive())["more_body"]:
             pass
         WAITING.add(id(scope))
@@ -64,7 +64,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await lost.wait()
         WAITING.discard(id(scope))
         return
-    if scope["path"] == "/parts":  # of a length that is not known
+    if scope["path"] == "/parts":  # without a known length
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for part in (b"01234", b"", b"56789"):
             more = part != b"56789"
@@ -95,29 +95,23 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Client:
-    """One connection."""
-
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._reader, self._writer = reader, writer
 
     def send(self, data: bytes) -> None:
-        """Send bytes."""
         self._writer.write(data)
 
     async def head(self) -> bytes:
-        """Return the head of the next answer."""
         async with asyncio.timeout(HANG_S):
             return await self._reader.readuntil(b"\r\n\r\n")
 
     async def read(self, count: int) -> bytes:
-        """Return the next bytes."""
         async with asyncio.timeout(HANG_S):
             return await self._reader.readexactly(count)
 
     async def answer(self) -> tuple[int, bytes]:
-        """Return the status and the body of the next answer."""
         async with asyncio.timeout(HANG_S):
             head = await self._reader.readuntil(b"\r\n\r\n")
             lines = head.decode().lower().split("\r\n")
@@ -130,12 +124,10 @@ class Client:
         return int(lines[0].split()[1]), body
 
     async def ask(self, data: bytes = GET) -> tuple[int, bytes]:
-        """Send a request, and return its answer."""
         self.send(data)
         return await self.answer()
 
     async def is_closed(self, limit_s: float = HANG_S) -> bool:
-        """Return whether the server closes the connection, unasked, before long."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self._reader.read(1) == b""
@@ -145,13 +137,11 @@ class Client:
             return True
 
     def stop_reading(self) -> None:
-        """Leave everything that comes from now on in the socket."""
         transport = self._writer.transport
         assert isinstance(transport, asyncio.ReadTransport)
         transport.pause_reading()
 
     async def count_slowly(self) -> int:
-        """Return the number of bytes that come, with pauses between parts."""
         count = 0
         async with asyncio.timeout(HANG_S):
             while count < LARGE:
@@ -160,23 +150,19 @@ class Client:
         return count
 
     async def close(self) -> None:
-        """Hang up."""
         self._writer.close()
         try:
             await self._writer.wait_closed()
         except ConnectionError:
-            pass  # the server was faster
+            pass  # the server closed first
 
 
 class Server:
-    """A server under test."""
-
     def __init__(self, server: EmbeddedServer) -> None:
         self._server = server
         self.clients: list[Client] = []
 
     async def connect(self) -> Client:
-        """Return a new connection."""
         port = self._server.servers[0].sockets[0].getsockname()[1]
         client = Client(*await asyncio.open_connection("127.0.0.1", port))
         self.clients.append(client)
@@ -184,17 +170,15 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """Number of connections that the server has."""
         return len(self._server.server_state.connections)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head that its one connection has read so far."""
+        """Bytes of unfinished heads that the server has read."""
         connections = self._server.server_state.connections
         return sum(int(vars(one)["_unused_bytes"]) for one in connections)
 
     async def reads_more_than(self, before: int) -> None:
-        """Wait until ``head_bytes`` is another number."""
         await until(lambda: self.head_bytes != before)
 
 
@@ -202,7 +186,6 @@ class Server:
 async def serving(
     head_s: float = 30.0, most: int = 100, keep_alive_s: float = 30
 ) -> AsyncIterator[Server]:
-    """Return a server that runs."""
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
@@ -229,7 +212,7 @@ async def serving(
 
 
 async def test_http_1_0_client_gets_no_chunks() -> None:
-    """An answer whose length is not known ends with the connection (RFC 9112, 6.3)."""
+    """A response of unknown length ends with the connection (RFC 9112, 6.3)."""
     async with serving() as server:
         client = await server.connect()
         client.send(b"GET /parts HTTP/1.0\r\n\r\n")
@@ -259,7 +242,6 @@ async def test_http_1_0_client_gets_no_chunks() -> None:
 async def test_request_without_a_version_or_host_is_refused(
     head: bytes, words: bytes
 ) -> None:
-    """With 400, and the connection is closed."""
     async with serving() as server:
         client = await server.connect()
         status, body = await client.ask(head)
@@ -268,7 +250,6 @@ async def test_request_without_a_version_or_host_is_refused(
 
 
 async def test_connection_serves_request_after_request() -> None:
-    """Also those that come at once, and with bodies in pieces."""
     async with serving() as server:
         client = await server.connect()
         assert await client.ask() == (200, b"0")
@@ -287,7 +268,6 @@ async def test_connection_serves_request_after_request() -> None:
     "sent", [b"", b"GET", GET[:-2], b"GET / HTTP/1.1\r\nHost: x\r\nX: "]
 )
 async def test_head_that_does_not_come_gets_408(sent: bytes) -> None:
-    """However much of it did; the connection is closed."""
     async with serving(head_s=0.05) as server:
         client = await server.connect()
         client.send(sent)
@@ -298,7 +278,6 @@ async def test_head_that_does_not_come_gets_408(sent: bytes) -> None:
 
 
 async def test_time_for_a_later_head_begins_with_its_first_byte() -> None:
-    """Not with the answer before: until then the connection may idle."""
     async with serving(head_s=0.1) as server:
         client = await server.connect()
         assert (await client.ask())[0] == 200
@@ -309,7 +288,7 @@ async def test_time_for_a_later_head_begins_with_its_first_byte() -> None:
 
 
 async def test_empty_line_does_not_keep_a_connection_open() -> None:
-    """It begins no request, but ends the wait for one."""
+    """It starts no request, but ends the idle time."""
     async with serving(head_s=0.1) as server:
         client = await server.connect()
         assert (await client.ask())[0] == 200
@@ -319,7 +298,6 @@ async def test_empty_line_does_not_keep_a_connection_open() -> None:
 
 
 async def test_requests_that_wait_behind_each_other_are_bounded() -> None:
-    """All of those that come in one read, too."""
     async with serving() as server:
         client = await server.connect()
         client.send(GET.replace(b"GET / ", b"GET /wait ") + GET * 5000)
@@ -328,7 +306,7 @@ async def test_requests_that_wait_behind_each_other_are_bounded() -> None:
 
 
 async def test_client_that_leaves_ends_the_requests_before_its_last_one() -> None:
-    """Though uvicorn tells the last one only."""
+    """uvicorn notifies only the last request."""
     async with serving() as server:
         client = await server.connect()
         client.send(GET.replace(b"GET / ", b"GET /wait ") + GET)
@@ -338,7 +316,7 @@ async def test_client_that_leaves_ends_the_requests_before_its_last_one() -> Non
 
 
 async def test_body_may_take_longer_than_a_head() -> None:
-    """It has limits of its own."""
+    """Bodies have their own time limit."""
     async with serving(head_s=0.05) as server:
         client = await server.connect()
         client.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
@@ -359,7 +337,7 @@ async def test_body_may_take_longer_than_a_head() -> None:
 async def test_refusal_comes_after_the_answer_before_it(
     sent: bytes, status: int
 ) -> None:
-    """Its head within the answer's body would set clients and proxies out of step."""
+    """Inside the body of a response it would desynchronise clients and proxies."""
     async with serving(head_s=0.2) as server:
         client = await server.connect()
         client.send(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -371,7 +349,6 @@ async def test_refusal_comes_after_the_answer_before_it(
 
 
 async def test_long_head_in_segments_is_refused_after_the_answer_before_it() -> None:
-    """Its last segments are over the limit of what the parser keeps, too."""
     async with serving() as server:
         client = await server.connect()
         client.send(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -385,7 +362,6 @@ async def test_long_head_in_segments_is_refused_after_the_answer_before_it() -> 
 
 
 async def test_broken_body_is_refused_at_once() -> None:
-    """The request that waits for the rest of it ends."""
     async with serving() as server:
         client = await server.connect()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -395,7 +371,6 @@ async def test_broken_body_is_refused_at_once() -> None:
 
 
 async def test_long_head_gets_431() -> None:
-    """Whether it comes at once or in pieces; one below the limit is read."""
     async with serving() as server:
         for step in (HEAD_BYTES + 1000, 1000):
             client = await server.connect()
@@ -416,7 +391,6 @@ async def test_long_head_gets_431() -> None:
 
 
 async def test_large_body_is_not_counted_as_a_head() -> None:
-    """Nor what follows it on the connection."""
     async with serving() as server:
         client = await server.connect()
         size = 3 * HEAD_BYTES
@@ -426,7 +400,6 @@ async def test_large_body_is_not_counted_as_a_head() -> None:
 
 
 async def test_connection_too_many_gets_503_until_another_ends() -> None:
-    """The others are served meanwhile."""
     async with serving(most=2) as server:
         first, second = await server.connect(), await server.connect()
         assert [(await c.ask())[0] for c in (first, second)] == [200, 200]
@@ -444,7 +417,7 @@ async def test_connection_too_many_gets_503_until_another_ends() -> None:
 async def test_client_that_still_sends_reads_the_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its connection is not reset meanwhile, but only a few have this time."""
+    """Its connection is not reset at once, but only a few may linger."""
     monkeypatch.setattr(http_protocol, "LINGERING", 1)
     async with serving(most=1) as server:
         first = await server.connect()
@@ -461,7 +434,6 @@ async def test_client_that_still_sends_reads_the_refusal(
 
 
 async def test_refused_connections_take_no_place() -> None:
-    """Though they are still open, and their clients do not close them."""
     async with serving(most=1) as server:
         first, second = await server.connect(), await server.connect()
         assert (await second.answer())[0] == 503
@@ -475,7 +447,7 @@ async def test_refused_connections_take_no_place() -> None:
 async def test_nothing_is_served_after_a_refusal(
     before: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not even the rest of the request that is refused, or permission to send it."""
+    """That includes the rest of the refused request, and ``100 Continue``."""
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     async with serving() as server:
         client = await server.connect()
@@ -490,7 +462,6 @@ async def test_nothing_is_served_after_a_refusal(
 async def test_refused_connection_is_closed_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever its client does."""
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
     async with serving(most=1) as server:
         first, second = await server.connect(), await server.connect()
@@ -500,7 +471,6 @@ async def test_refused_connection_is_closed_in_the_end(
 
 
 async def test_client_that_hangs_up_leaves_nothing() -> None:
-    """Within a head, within a body, and before it asks anything."""
     async with serving(head_s=0.05) as server:
         for sent in (b"", GET[:9], b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\na"):
             client = await server.connect()
@@ -515,7 +485,6 @@ async def test_client_that_hangs_up_leaves_nothing() -> None:
     [b"\x16\x03\x01\x02\x00\x01", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"],
 )
 async def test_bytes_that_are_no_request_get_400(sent: bytes) -> None:
-    """The server continues."""
     async with serving() as server:
         client = await server.connect()
         client.send(sent)
@@ -525,7 +494,7 @@ async def test_bytes_that_are_no_request_get_400(sent: bytes) -> None:
 
 
 async def test_body_before_a_piece_of_the_next_head_is_not_counted() -> None:
-    """A client may send its next request before it has the answer."""
+    """A client may pipeline its next request."""
     async with serving() as server:
         client = await server.connect()
         size = HEAD_BYTES + 1000
@@ -536,7 +505,6 @@ async def test_body_before_a_piece_of_the_next_head_is_not_counted() -> None:
 
 
 async def test_connection_whose_body_was_not_read_is_closed_after_a_while() -> None:
-    """The request was answered before its body was complete."""
     async with serving(keep_alive_s=0.05) as server:
         client = await server.connect()
         head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -545,7 +513,7 @@ async def test_connection_whose_body_was_not_read_is_closed_after_a_while() -> N
 
 
 async def test_body_that_nobody_reads_any_more_does_not_hold_its_connection() -> None:
-    """Else a byte keeps a connection for ever, and they are limited."""
+    """A trickle of bytes would otherwise hold one of few connections for ever."""
     async with serving(head_s=0.05, keep_alive_s=0.05) as server:
         client = await server.connect()
         head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -555,7 +523,7 @@ async def test_body_that_nobody_reads_any_more_does_not_hold_its_connection() ->
 
 
 async def test_trailers_are_bounded_as_heads_are() -> None:
-    """Else one connection fills the memory, and stops the event loop meanwhile."""
+    """Otherwise one connection fills the memory and blocks the event loop."""
     async with serving() as server:
         client = await server.connect()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -565,7 +533,7 @@ async def test_trailers_are_bounded_as_heads_are() -> None:
 
 
 async def test_trailers_are_no_headers() -> None:
-    """A proxy that strips a header does not look for it there (RFC 9110, 6.5.1)."""
+    """A proxy that strips a header does not look at trailers (RFC 9110, 6.5.1)."""
     async with serving() as server:
         client = await server.connect()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -574,11 +542,10 @@ async def test_trailers_are_no_headers() -> None:
         assert HEADERS[-1] == [(b"host", b"x"), (b"transfer-encoding", b"chunked")]
 
 
-# Bytes that come at once, and clients that read nothing.
+# Bytes that arrive at once, and clients that read nothing.
 
 
 async def test_many_requests_in_one_segment_are_all_answered() -> None:
-    """Their bodies are not headers."""
     body = b"x" * 10_000
     post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with serving() as server:
@@ -589,7 +556,7 @@ async def test_many_requests_in_one_segment_are_all_answered() -> None:
 
 
 async def test_headers_are_counted_however_many_come_in_one_read() -> None:
-    """The parser takes them at once, so the read itself must not set the limit."""
+    """The parser sees a whole read at once, so the read must not set the limit."""
     line = b"X-Header: " + b"x" * 90 + b"\r\n"
     async with serving() as server:
         few = await server.connect()
@@ -609,7 +576,7 @@ async def test_headers_are_counted_however_many_come_in_one_read() -> None:
 
 @pytest.mark.parametrize("name", [b"Authorization", b"X-API-Key"])
 async def test_two_keys_in_one_request_are_refused(name: bytes) -> None:
-    """One would be checked and the other meant."""
+    """Otherwise one key could be checked and the other one used."""
     line = name + b": Bearer a\r\n"
     async with serving() as server:
         client = await server.connect()
@@ -624,7 +591,7 @@ async def test_two_keys_in_one_request_are_refused(name: bytes) -> None:
 async def test_client_that_reads_nothing_of_its_answer_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer would stay in memory for ever; a slow reader gets all of it."""
+    """Otherwise its answer would stay in memory for ever."""
     monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
     ask = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
     async with serving() as server:
@@ -639,7 +606,7 @@ async def test_client_that_reads_nothing_of_its_answer_is_closed(
 async def test_rest_of_an_answer_that_nobody_reads_keeps_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However little it is: closing waits for it, without a limit."""
+    """Closing a transport waits for unsent bytes without a time limit."""
     monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
     ours, theirs = socket.socketpair()
     for end in (ours, theirs):
@@ -659,27 +626,22 @@ async def test_rest_of_an_answer_that_nobody_reads_keeps_no_connection(
 
 
 class Written:
-    """A transport that keeps what is written, part by part."""
-
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.is_closed = False
 
     def write(self, data: bytes) -> None:
-        """Keep it."""
         self.parts.append(data)
 
     def close(self) -> None:
-        """Take note."""
         self.is_closed = True
 
     def is_closing(self) -> bool:
-        """Return whether it was closed."""
         return self.is_closed
 
 
 def test_head_of_an_answer_goes_with_what_follows_it() -> None:
-    """One packet instead of two; nothing stays behind."""
+    """This saves a packet."""
     transport = Written()
     given: Any = transport
     keeper = HeadKeeper(given)
@@ -703,7 +665,7 @@ def test_head_of_an_answer_goes_with_what_follows_it() -> None:
 
 
 async def test_answer_without_a_body_is_sent() -> None:
-    """Its head has nothing to wait for."""
+    """Its head must not wait for a body."""
     async with serving() as server:
         client = await server.connect()
         for _ in range(2):
@@ -712,7 +674,6 @@ async def test_answer_without_a_body_is_sent() -> None:
 
 
 async def test_client_that_waits_with_its_body_is_asked_for_it() -> None:
-    """And gets its answer then."""
     async with serving() as server:
         client = await server.connect()
         client.send(
@@ -726,7 +687,7 @@ async def test_client_that_waits_with_its_body_is_asked_for_it() -> None:
 UPGRADE = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
 )
-"""What Java's HttpClient and ``curl --http2`` send with their first request."""
+"""Headers of the first request of Java's HttpClient and ``curl --http2``."""
 
 BODIES = {
     "none": (b"GET", b"", b"0"),
@@ -742,7 +703,6 @@ BODIES = {
 @pytest.mark.parametrize("kind", BODIES)
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 async def test_upgrade_that_is_not_done_is_ignored(kind: str, piece: int) -> None:
-    """The request is answered, and the next one on the connection."""
     method, rest, size = BODIES[kind]
     text = method + b" / HTTP/1.1\r\nHost: x\r\n" + UPGRADE + (rest or b"\r\n")
     async with serving() as server:
@@ -755,7 +715,7 @@ async def test_upgrade_that_is_not_done_is_ignored(kind: str, piece: int) -> Non
 
 
 async def test_tunnel_is_refused() -> None:
-    """The parser takes it for an upgrade, too."""
+    """The parser treats CONNECT as an upgrade, too."""
     async with serving() as server:
         client = await server.connect()
         status, _ = await client.ask(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -767,7 +727,7 @@ async def test_tunnel_is_refused() -> None:
 async def test_client_that_leaves_is_noticed_however_long_its_body_was(
     more: bytes,
 ) -> None:
-    """Reading pauses while a body waits to be read, and is resumed after it."""
+    """Reading pauses while a body waits to be read, and must resume afterwards."""
     size = 100_000
     head = b"POST /works HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
     async with serving() as server:
@@ -781,11 +741,10 @@ async def test_client_that_leaves_is_noticed_however_long_its_body_was(
         await until(lambda: not WAITING)
 
 
-# What is used of uvicorn.
+# Internals of uvicorn.
 
 
 def names_on(tree: ast.AST, *owners: str) -> set[str]:
-    """Return the attributes of these names in a syntax tree."""
     return {
         node.attr
         for node in ast.walk(tree)
@@ -796,7 +755,7 @@ def names_on(tree: ast.AST, *owners: str) -> set[str]:
 
 
 def test_what_is_used_of_uvicorn_is_listed_and_there() -> None:
-    """A release of it that renames something fails here, and not under load."""
+    """A uvicorn release that renames an internal fails here instead of under load."""
     tree = ast.parse(inspect.getsource(BoundedProtocol))
     own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
     own |= {n for n in names_on(tree, "self") if n.startswith("_")} - INTERNALS

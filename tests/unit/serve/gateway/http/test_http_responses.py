@@ -1,4 +1,4 @@
-"""HTTP responses: forms of errors, and deadlines."""
+"""HTTP responses: error formats and deadlines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from multiworld.serve.gateway.http.http_responses import (
 
 
 def request(**headers: str) -> Request:
-    """Return a request with these headers."""
     encoded = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
     return Request({"type": "http", "method": "POST", "headers": encoded})
 
@@ -60,7 +59,6 @@ def request(**headers: str) -> Request:
 def test_errors_in_both_forms(
     error: ServeError, status: int, kind: str, code: str | None
 ) -> None:
-    """The same status and headers in both."""
     plain, openai = error_response(error), openai_error_response(error)
     assert plain.status_code == openai.status_code == status
     assert orjson.loads(plain.body) == {"error": "t"}
@@ -78,13 +76,13 @@ def test_errors_in_both_forms(
 def test_retry_after_is_in_whole_seconds_and_never_zero(
     after_s: float, header: str
 ) -> None:
-    """A zero would have the client back at once."""
+    """After 0 seconds the client would retry at once."""
     found = error_response(OverloadedError("t", retry_after_s=after_s))
     assert found.headers["retry-after"] == header
 
 
 def test_text_of_an_error_cannot_break_its_json() -> None:
-    """It may repeat what the client sent."""
+    """It may quote what the client sent."""
     text = 'a "quoted" \\ line\n\x00 €'
     assert orjson.loads(error_response(ServeError(text)).body) == {"error": text}
     assert json_response({}, 200, {"x-a": "b"}).headers["x-a"] == "b"
@@ -103,7 +101,7 @@ def test_text_of_an_error_cannot_break_its_json() -> None:
 def test_timeout_is_taken_from_parameters_then_the_header(
     parameters: dict[str, Any], header: str | None, seconds: float | None
 ) -> None:
-    """Triton's comes last, in microseconds."""
+    """Triton's ``timeout`` comes last and is in microseconds."""
     headers = {} if header is None else {"x_timeout_s": header}
     assert (
         timeout_of(
@@ -133,7 +131,6 @@ def test_timeout_is_taken_from_parameters_then_the_header(
 def test_timeout_that_cannot_be_is_refused(
     parameters: dict[str, Any], header: str | None
 ) -> None:
-    """The text repeats it."""
     headers = {} if header is None else {"x_timeout_s": header}
     with pytest.raises(InvalidRequestError, match="is not valid; give seconds"):
         timeout_of(

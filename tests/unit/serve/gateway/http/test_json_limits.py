@@ -1,4 +1,4 @@
-"""Limits on the values of a body, whatever their type."""
+"""Limits on the values of a JSON body, whatever their type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ HARMLESS = ['[{,"', "\\", '\\"', '\\\\"', '"', "\\[", "ä\n[", "\\u0022["]
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_is_in_a_string_does_not_count(text: str) -> None:
-    """However it is escaped."""
     many = text * (2 * MAX_VALUES)
     check_values(json.dumps({"prompt": many, "a": [1, 2], text: text}).encode())
 
@@ -29,7 +28,7 @@ def test_what_is_in_a_string_does_not_count(text: str) -> None:
 @pytest.mark.parametrize("escape", [b"\\\\", b'\\"', b"\\u0022", b"a\\"])
 @pytest.mark.parametrize("before", range(4))
 def test_pieces_do_not_cut_an_escape(before: int, escape: bytes) -> None:
-    """However many bytes come before it; text that is no JSON ends as well."""
+    """Bodies are scanned in pieces, and an escape may lie on a border."""
     many = b"[" * before + b'"' + escape * CHECKED_BYTES
     check_values(many)
     with pytest.raises(InvalidRequestError, match="lists"):
@@ -49,7 +48,6 @@ def test_pieces_do_not_cut_an_escape(before: int, escape: bytes) -> None:
 def test_too_many_of_a_kind_are_refused(
     value: object, most: int, said: str, text: str
 ) -> None:
-    """Before and after a string with anything in it."""
     whole = json.dumps([text, *[value] * (most + 1), text])
     with pytest.raises(InvalidRequestError, match=f"more than {most} {said}"):
         check_values(whole.encode())

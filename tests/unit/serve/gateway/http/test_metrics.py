@@ -1,4 +1,4 @@
-"""Metrics: what is counted and shown, under which labels, and what is forgotten."""
+"""Metrics: values, labels, and when they are dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def shown(
     gateways: dict[str, GatewayReport] | None = None,
     fleet: FleetReport | None = None,
 ) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Return all samples, as Prometheus reads them."""
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for kind, labels, value in counted:
         sums[kind, labels] += value  # type: ignore[assignment]
@@ -55,7 +54,7 @@ def of(**labels: str) -> frozenset[tuple[str, str]]:
 
 
 def test_requests_are_counted_by_status_and_only_answers_have_a_latency() -> None:
-    """Errors are fast, and would look like a good service."""
+    """Errors are fast and would make the latency look good."""
     counts = RequestCounts()
     for status in (200, 200, 429):
         counts.add("m", "", status, 0.003)
@@ -74,7 +73,6 @@ def test_requests_are_counted_by_status_and_only_answers_have_a_latency() -> Non
 
 
 def test_phases_of_answers_are_added_up() -> None:
-    """One that did not reach the replicas has none."""
     counts = RequestCounts()
     for _ in range(2):
         counts.add("m", "", 200, 1.5, Phases(0.1, 0.2, 0.3, 0.4, 0.5))
@@ -92,7 +90,6 @@ def test_phases_of_answers_are_added_up() -> None:
 
 
 def test_counts_of_several_gateways_are_added_up() -> None:
-    """Buckets as well."""
     one, other = RequestCounts(), RequestCounts()
     one.add("m", "acme", 200, 0.003)
     other.add("m", "acme", 200, 0.5)
@@ -108,7 +105,7 @@ def test_counts_of_several_gateways_are_added_up() -> None:
 
 
 def test_tenants_are_counted_until_they_are_removed() -> None:
-    """Else tenants that come and go would fill the memory."""
+    """Otherwise tenants that come and go would fill the memory."""
     counts = RequestCounts()
     for tenant in ("acme", "beta"):
         counts.add("m", tenant, 200, 0.5)
@@ -124,14 +121,13 @@ def test_tenants_are_counted_until_they_are_removed() -> None:
     seconds = of(tenant="beta", model="m")
     assert found["multiworld_tenant_seconds_total", seconds] == 0.5
     assert found["multiworld_requests_total", of(model="m", status="200")] == 2
-    counts.add("m", "acme", 200, 1.0)  # the same name again, from nothing
+    counts.add("m", "acme", 200, 1.0)  # the same name again starts at zero
     seconds = of(tenant="acme", model="m")
     found = shown(*counts.counted())
     assert found["multiworld_tenant_seconds_total", seconds] == 1.0
 
 
 def test_reports_of_gateways_are_shown_each() -> None:
-    """Replicas that they are connected to with their load, at 0 as well."""
     report = GatewayReport(
         in_flight=3,
         load={"m/0/1": 2, "gone": 9},
@@ -152,7 +148,7 @@ def test_reports_of_gateways_are_shown_each() -> None:
 
 
 def test_counts_of_events_and_refusals_are_shown_without_their_gateway() -> None:
-    """They are sums."""
+    """They are sums over all gateways."""
     found = shown(
         ("router_events", ("replayed",), 5),
         ("fleet_events", ("lost", "m", "0"), 2),
@@ -173,7 +169,7 @@ def test_counts_of_events_and_refusals_are_shown_without_their_gateway() -> None
 
 
 def test_reports_of_replicas_are_shown() -> None:
-    """Every count and gauge; one that is in no table by its name alone."""
+    """A replica that is in no table has only its name as a label."""
     counts = {name: number for number, name in enumerate(OF_WORK, start=1)}
     worker = WorkerReport(
         queued=3,
@@ -197,13 +193,13 @@ def test_reports_of_replicas_are_shown() -> None:
     assert found["multiworld_batch_seconds_sum", of(**OF_REPLICA)] == 1.5
     assert found["multiworld_process_cpu_seconds_total", of(process="m/0/1")] == 2.5
     unknown = of(model="", version="", stage="", replica="new")
-    # It has no batches: a histogram of steps would have a sum and no count.
+    # Without batches, a histogram of steps would have a sum and no count.
     assert ("multiworld_batch_seconds_sum", unknown) not in found
     assert found["multiworld_replica_queued", unknown] == 0
 
 
 def test_build_is_shown() -> None:
-    """A rolling update of gateways can be watched by it."""
+    """It shows the progress of a rolling update."""
     (labels,) = [
         dict(labels) for name, labels in shown() if name == "multiworld_build_info"
     ]
@@ -213,7 +209,6 @@ def test_build_is_shown() -> None:
 
 @given(st.text(max_size=20), st.text(min_size=1, max_size=20))
 def test_names_of_any_letters_can_be_read_again(model: str, tenant: str) -> None:
-    """Quotes, line ends and backslashes are escaped."""
     model, tenant = (
         text.encode("utf-8", "ignore").decode() for text in (model, tenant + "x")
     )

@@ -1,4 +1,4 @@
-"""Request bodies: too large, too slow, compressed, broken off."""
+"""Request bodies that are too large, too slow, compressed or incomplete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.unit.serve.edges import HANG_S, settle
 
 
 class FakeClient:
-    """A client whose messages a test gives; then it waits, or has hung up."""
+    """Client that sends the given parts, and then waits or hangs up."""
 
     def __init__(self, *parts: bytes, hangs_up: bool = False, is_whole: bool = True):
         last = len(parts) - 1
@@ -60,12 +60,10 @@ class FakeClient:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Disconnect."""
         self._is_gone.set()
         self._connection.lost()
 
     async def receive(self) -> Any:
-        """Return the next message."""
         if self.messages:
             return self.messages.pop(0)
         await self._is_gone.wait()
@@ -74,7 +72,6 @@ class FakeClient:
     def request(
         self, headers: Sequence[tuple[str, str]] = (), *, is_complete: bool = False
     ) -> HttpRequest:
-        """Return its request."""
         encoded = [(name.encode(), value.encode()) for name, value in headers]
         scope: dict[str, Any] = {"headers": encoded, CONNECTION: self._connection}
         if is_complete:
@@ -86,20 +83,17 @@ LIMITS = BodyLimits(json_bytes=100, body_bytes=200)
 
 
 def room(size: int = 1 << 20) -> Reservation:
-    """Return a new reservation of a budget of ``size`` bytes."""
     return Reservation(BodyBudget(size))
 
 
 async def read(
     *parts: bytes, limit: int = 100, headers: Sequence[tuple[str, str]] = ()
 ) -> bytes:
-    """Return the body that these parts make."""
     limits = BodyLimits(limit, limit)
     return bytes(await read_body(FakeClient(*parts).request(headers), limits, room()))
 
 
 async def test_parts_are_joined_and_each_is_counted_as_it_comes() -> None:
-    """Whatever becomes of the request."""
     sizes: list[int] = []
     client = FakeClient(b"ab", b"", b"cde", b"")
     assert await read_body(client.request(), LIMITS, room(), sizes.append) == b"abcde"
@@ -109,7 +103,6 @@ async def test_parts_are_joined_and_each_is_counted_as_it_comes() -> None:
 
 @pytest.mark.parametrize("length", ["101", "1" * 19, "1" * 5000])
 async def test_declared_length_beyond_the_limit_is_refused_unread(length: str) -> None:
-    """However many digits it has."""
     client = FakeClient(b"x")
     with pytest.raises(TooLargeError, match="max_json_mb"):
         await read_body(client.request([("content-length", length)]), LIMITS, room())
@@ -117,7 +110,6 @@ async def test_declared_length_beyond_the_limit_is_refused_unread(length: str) -
 
 
 async def test_body_beyond_the_limit_is_refused_where_it_exceeds_it() -> None:
-    """Though it declares no length, or a smaller one; the rest is not read."""
     for headers in ([], [("content-length", "3")]):
         client = FakeClient(b"x" * 60, b"x" * 60, b"x" * 60)
         sizes: list[int] = []
@@ -130,7 +122,7 @@ async def test_body_beyond_the_limit_is_refused_where_it_exceeds_it() -> None:
 async def test_body_has_a_limit_of_time_that_parts_do_not_renew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A byte now and then would hold it for ever."""
+    """Otherwise a byte now and then would hold it for ever."""
     monkeypatch.setattr(budgets, "FIRST_S", 0.1)
     client = FakeClient(b"{", is_whole=False)
     with pytest.raises(TooSlowError, match="1 bytes of the body arrived in 0 s"):
@@ -148,14 +140,14 @@ async def test_body_has_a_limit_of_time_that_parts_do_not_renew(
 
 
 def test_time_for_a_body_grows_with_what_has_arrived_up_to_a_limit() -> None:
-    """A slow but honest client with a large body gets through."""
+    """A slow but honest client gets a large body through."""
     assert limit_s(0) == 30.0
     assert limit_s(10_000_000) == 130.0
     assert limit_s(10**12) == 300.0
 
 
 async def test_json_has_a_lower_limit_than_binary_tensors() -> None:
-    """Its parsing costs far more; so does the JSON part of a binary body."""
+    """JSON costs far more to parse, also in the JSON part of a binary body."""
     limits = BodyLimits(json_bytes=100, body_bytes=1000)
     binary = [("inference-header-content-length", "50")]
     client = FakeClient(b"x" * 600)
@@ -176,7 +168,6 @@ async def test_json_has_a_lower_limit_than_binary_tensors() -> None:
 
 
 async def test_bodies_of_all_requests_share_a_budget() -> None:
-    """The one that does not fit is refused; what is released serves the next."""
     budget = BodyBudget(250)
     held = [Reservation(budget) for _ in range(3)]
     for one in held[:2]:
@@ -194,7 +185,6 @@ async def test_bodies_of_all_requests_share_a_budget() -> None:
 
 
 async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> None:
-    """Both the bytes as sent and the bytes added by decompression are returned."""
     limits = BodyLimits(10**6, 10**6)
     budget = BodyBudget(400_000)
     reservation = Reservation(budget)
@@ -212,7 +202,6 @@ async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> N
 
 
 async def test_decompression_of_a_body_that_is_refused_is_charged() -> None:
-    """Up to where it was given up."""
     packed = gzip.compress(b"x" * 10**6)
     request = FakeClient(packed).request([("content-encoding", "gzip")])
     limits, added = BodyLimits(10**5, 10**5), list[int]()
@@ -224,14 +213,13 @@ async def test_decompression_of_a_body_that_is_refused_is_charged() -> None:
 
 
 async def test_client_that_hangs_up_within_its_body_is_gone() -> None:
-    """There is nobody to answer to."""
     client = FakeClient(b"{", hangs_up=True, is_whole=False)
     with pytest.raises(ClientGoneError):
         await asyncio.wait_for(read_body(client.request(), LIMITS, room()), HANG_S)
 
 
 async def test_cancelling_ends_the_reading() -> None:
-    """It is not taken for a slow client."""
+    """A cancelled read is not mistaken for a slow client."""
     reading = asyncio.ensure_future(
         read_body(FakeClient(b"{", is_whole=False).request(), LIMITS, room())
     )
@@ -252,14 +240,12 @@ async def test_cancelling_ends_the_reading() -> None:
     ],
 )
 async def test_compressed_body_is_unpacked(encoding: str, packed: bytes) -> None:
-    """Also where it comes in pieces."""
     parts = [packed[k : k + 1] for k in range(len(packed))]
     assert await read(*parts, headers=[("content-encoding", encoding)]) == b"hello"
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "zstd", "", "chunked"])
 async def test_encoding_that_is_not_known_is_refused(encoding: str) -> None:
-    """With those that are."""
     with pytest.raises(UnknownEncodingError, match="send gzip, deflate"):
         await read(b"x", headers=[("content-encoding", encoding)])
 
@@ -279,14 +265,12 @@ async def test_encoding_that_is_not_known_is_refused(encoding: str) -> None:
 async def test_body_that_cannot_be_unpacked_is_refused(
     encoding: str, packed: bytes, words: str
 ) -> None:
-    """The text says why."""
     with pytest.raises(InvalidRequestError, match=words):
         await read(packed, headers=[("content-encoding", encoding)])
 
 
 @pytest.mark.parametrize(("size", "is_taken"), [(100, True), (101, False)])
 async def test_limit_holds_for_what_is_unpacked(size: int, is_taken: bool) -> None:
-    """To the byte."""
     packed = gzip.compress(b"x" * size)
     headers = [("content-encoding", "gzip")]
     if is_taken:
@@ -297,7 +281,6 @@ async def test_limit_holds_for_what_is_unpacked(size: int, is_taken: bool) -> No
 
 
 async def test_bomb_takes_no_memory() -> None:
-    """A kilobyte that unpacks to a megabyte is given up at the limit."""
     unpacked: list[int] = []
     real = zlib.decompressobj
 
@@ -325,14 +308,13 @@ async def test_bomb_takes_no_memory() -> None:
 
 
 async def test_gzip_of_several_members_is_unpacked_whole() -> None:
-    """RFC 1952 allows it: what follows is not to be dropped without a word."""
+    """RFC 1952 allows several members; none may be dropped silently."""
     packed = gzip.compress(b"[1, 2", mtime=0) + gzip.compress(b", 3]")
     found = await read(packed, headers=[("content-encoding", "gzip")])
     assert found == b"[1, 2, 3]"
 
 
 async def unpack(packed: bytes) -> bytes | bytearray:
-    """Return what a large gzip body holds."""
     request = FakeClient(packed).request([("content-encoding", "gzip")])
     limits, budget = BodyLimits(10**7, 10**7), BodyBudget(10**8)
     return await read_body(request, limits, Reservation(budget))
@@ -340,7 +322,7 @@ async def unpack(packed: bytes) -> bytes | bytearray:
 
 @pytest.mark.parametrize("size", [FIRST_BYTES, 2_500_000])
 async def test_large_members_are_unpacked_whole(size: int) -> None:
-    """What is packed is read in pieces, which end anywhere in a member."""
+    """Compressed data is read in pieces, which end anywhere in a member."""
     first, second = random.Random(1).randbytes(size), b"\0" * size
     packed = gzip.compress(first) + gzip.compress(second) + gzip.compress(b"end")
     assert await unpack(packed) == first + second + b"end"
@@ -361,7 +343,6 @@ EMPTY_BLOCKS = b"\0\0\0\xff\xff" * 10**6
 async def test_only_the_beginning_of_a_body_is_unpacked_on_the_loop(
     packed: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many members or blocks it has, and if they hold nothing."""
     sizes: list[int] = []
     real = zlib.decompressobj
 
@@ -385,7 +366,7 @@ async def test_only_the_beginning_of_a_body_is_unpacked_on_the_loop(
 
 
 async def test_gzip_of_too_many_members_is_refused() -> None:
-    """Each costs a copy of the rest of the body."""
+    """Each member costs a copy of the rest of the body."""
     packed = gzip.compress(b"", mtime=0) * 1000
     with pytest.raises(InvalidRequestError, match="more than 16 members"):
         await read(packed, limit=10**6, headers=[("content-encoding", "gzip")])
@@ -395,8 +376,6 @@ async def test_gzip_of_too_many_members_is_refused() -> None:
 
 
 async def test_result_or_error_of_the_work_is_the_callers() -> None:
-    """The client is still there."""
-
     async def work() -> int:
         return 5
 
@@ -411,7 +390,6 @@ async def test_result_or_error_of_the_work_is_the_callers() -> None:
 
 @pytest.mark.parametrize("is_client", [True, False])
 async def test_work_ends_with_the_client_or_with_the_caller(is_client: bool) -> None:
-    """Its clean-up is over before the caller continues."""
     client = FakeClient()
     seen: list[str] = []
 
@@ -435,7 +413,6 @@ async def test_work_ends_with_the_client_or_with_the_caller(is_client: bool) -> 
 
 
 async def test_work_is_not_begun_for_a_client_that_is_gone() -> None:
-    """It hung up after its body had been read."""
     client = FakeClient(hangs_up=True)
     seen: list[str] = []
 
@@ -461,7 +438,6 @@ async def test_client_that_hangs_up_after_its_answer_cancels_nothing() -> None:
 
 @pytest.mark.parametrize("parts", [[b"abc"], [b"a", b"b", b"c"], [b""]])
 async def test_body_that_has_arrived_is_read_as_any_other(parts: list[bytes]) -> None:
-    """The server says so; nothing has to be waited for."""
     client = FakeClient(*parts)
     request = client.request(is_complete=True)
     whole = await read_body(request, LIMITS, room())
@@ -469,7 +445,6 @@ async def test_body_that_has_arrived_is_read_as_any_other(parts: list[bytes]) ->
 
 
 async def test_body_that_has_arrived_is_bounded_as_any_other() -> None:
-    """In bytes, and if its client is gone."""
     client = FakeClient(b"x" * 101)
     with pytest.raises(TooLargeError):
         await read_body(client.request(is_complete=True), LIMITS, room())
@@ -479,7 +454,7 @@ async def test_body_that_has_arrived_is_bounded_as_any_other() -> None:
 
 
 async def test_one_tenant_has_half_of_the_budget() -> None:
-    """However many bodies it sends, others can send theirs."""
+    """One tenant's bodies must not keep out those of others."""
     budget = BodyBudget(100)
     one, other = Reservation(budget, "a"), Reservation(budget, "b")
     one.add(50)

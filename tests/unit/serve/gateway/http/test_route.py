@@ -1,4 +1,4 @@
-"""The table of routes: paths, what is checked first, and who serves a request."""
+"""The route table: paths, checks before a handler, and counts of answers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ VERSIONED = "/v2/models/{name}[/versions/{version}]/infer"
 
 
 async def named(call: Call) -> Response:
-    """Say what the path names."""
     return Response(f"{call.name} {call.version} {call.tenant.name}")
 
 
 async def broken(call: Call) -> Response:
-    """Fail."""
     raise ZeroDivisionError("a bug")
 
 
 async def refusing(call: Call) -> Response:
-    """Refuse."""
     raise OverloadedError("too much", retry_after_s=2.0)
 
 
@@ -45,13 +42,11 @@ async def receive() -> dict[str, Any]:
 
 
 def request(**headers: str) -> Request:
-    """Return a request with these headers."""
     encoded = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
     return Request({"type": "http", "method": "POST", "headers": encoded})
 
 
 def to(handler: Any) -> Route:
-    """Return a route to a handler."""
     return Route("POST", "/{name}", handler, Needs.BODY, Tag.INFERENCE)
 
 
@@ -139,14 +134,13 @@ async def test_errors_have_the_form_of_the_tag(needs: Needs) -> None:
 
 
 async def test_what_a_call_holds_is_given_back_when_its_answer_has_ended() -> None:
-    """Also if the client leaves before the first event."""
+    """This holds even if the client leaves before the first event."""
     given_back: list[str] = []
 
     async def one() -> Any:
         yield event_of("x")
 
     async def stream(call: AdmittedCall) -> Response:
-        """Stream."""
         call.held.callback(given_back.append, call.name)
         return EventStream(one())
 
@@ -168,7 +162,6 @@ async def test_what_a_call_holds_is_given_back_when_its_answer_has_ended() -> No
 
 
 def test_no_two_routes_take_the_same_request() -> None:
-    """Except for a fixed part, which comes first where it matters."""
     seen: dict[tuple[str, str], Route] = {}
     for route in ROUTES:
         for path in route.paths:
@@ -186,7 +179,7 @@ def test_every_route_is_described() -> None:
 
 
 async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
-    """Bytes that come in and go out, too; a model of another tenant is unknown."""
+    """A model that the tenant may not use counts as unknown."""
     fake = Fake(Tenant(name="acme", models=("m",)))
     door = fake.gateway.authenticator
     asked = request(authorization=f"Bearer {fake.keys['acme']}")
@@ -205,7 +198,6 @@ async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
 
 
 async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
-    """For the limit and for the usage of its tenant."""
     fake = Fake(Tenant(name="acme", models=("m",), bytes_per_s=0.1))
     door = fake.gateway.authenticator
     asked = request(authorization=f"Bearer {fake.keys['acme']}")
@@ -223,7 +215,7 @@ async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
     assert isinstance(answer, EventStream)
 
     async def send(message: Any) -> None:
-        """Take it."""
+        pass
 
     await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
     rows = [row for _, told in door.meter.take_due(1e9) for row in told]
@@ -231,7 +223,6 @@ async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
 
 
 async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
-    """It stands in the body."""
     fake = Fake()
 
     async def handler(call: AdmittedCall) -> Response:
@@ -243,7 +234,7 @@ async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
 
 
 async def test_cancelled_answer_is_counted_and_its_slot_released() -> None:
-    """With nginx's status."""
+    """499 is nginx's status for it."""
     fake = Fake(Tenant(name="acme", max_parallel_requests=1))
     asked = request(x_api_key=fake.keys["acme"])
     started = asyncio.Event()

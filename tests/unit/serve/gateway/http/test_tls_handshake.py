@@ -1,4 +1,4 @@
-"""Bounds of TLS handshakes: a real server on loopback."""
+"""Limits of TLS handshakes, with a real server on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with the scheme."""
     text = scope["scheme"].encode()
     if scope["path"] == "/large":
         text = b"x" * LARGE
@@ -34,23 +33,18 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 class Server:
-    """A server with TLS, and its clients."""
-
     def __init__(self, server: EmbeddedServer, trust: ssl.SSLContext) -> None:
         self._server, self._trust = server, trust
         self._writers: list[asyncio.StreamWriter] = []
 
     @property
     def connections(self) -> int:
-        """Number of connections after their handshakes."""
         return len(self._server.server_state.connections)
 
     def trust(self, trust: ssl.SSLContext) -> None:
-        """Let clients trust another authority from now on."""
         self._trust = trust
 
     async def connect(self, *, has_tls: bool = True) -> Pair:
-        """Return a connection, with or without a handshake."""
         port = self._server.servers[0].sockets[0].getsockname()[1]
         more = {"ssl": self._trust, "server_hostname": "localhost"} if has_tls else {}
         reader, writer = await asyncio.open_connection("127.0.0.1", port, **more)  # type: ignore[arg-type]
@@ -58,7 +52,6 @@ class Server:
         return reader, writer
 
     def hang_up(self) -> None:
-        """Abort all connections."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -79,7 +72,6 @@ def issue(folder: Path) -> ssl.SSLContext:
 async def serving(
     folder: Any, head_s: float = 30.0, most: int = 100
 ) -> AsyncIterator[Server]:
-    """Return a server that runs."""
     trust = issue(folder)
     certificate = Certificate(str(folder / "c"), str(folder / "k"))
     limits = ConnectionLimits(head_s, most)
@@ -107,7 +99,6 @@ async def serving(
 
 
 async def answer(pair: Pair) -> bytes:
-    """Send a request; return its answer."""
     pair[1].write(GET)
     async with asyncio.timeout(HANG_S):
         head = await pair[0].readuntil(b"\r\n\r\n")
@@ -115,7 +106,7 @@ async def answer(pair: Pair) -> bytes:
 
 
 async def closed(pair: Pair) -> bool:
-    """Wait until the server closes a connection; return whether it said nothing."""
+    """Wait until the server closes a connection; return whether it sent nothing."""
     try:
         async with asyncio.timeout(HANG_S):
             return await pair[0].read() == b""
@@ -134,7 +125,6 @@ async def test_connection_is_one_of_https(tmp_path: Any) -> None:
 async def test_handshake_that_is_not_completed_is_ended(
     tmp_path: Any, sent: bytes
 ) -> None:
-    """Clients that send nothing, a part of it, or something else."""
     async with serving(tmp_path, head_s=0.1) as server:
         pair = await server.connect(has_tls=False)
         pair[1].write(sent)
@@ -144,7 +134,6 @@ async def test_handshake_that_is_not_completed_is_ended(
 
 
 async def test_slow_reader_gets_all_of_a_last_answer(tmp_path: Any) -> None:
-    """The connection is closed behind it, and its time begins as it is written."""
     async with serving(tmp_path, head_s=0.3) as server:
         reader, writer = await server.connect()
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -157,7 +146,6 @@ async def test_slow_reader_gets_all_of_a_last_answer(tmp_path: Any) -> None:
 
 
 async def test_handshakes_count_as_connections(tmp_path: Any) -> None:
-    """Those beyond the limit are closed, and there is room again after them."""
     async with serving(tmp_path, most=3) as server:
         first = await server.connect()
         silent = [await server.connect(has_tls=False) for _ in range(3)]
@@ -177,7 +165,7 @@ async def test_handshakes_count_as_connections(tmp_path: Any) -> None:
 async def test_connection_that_is_lost_after_its_handshake_is_forgotten(
     tmp_path: Any,
 ) -> None:
-    """Also if its request came with the end of the handshake, and at once the end."""
+    """Its request, and the end of the connection, may come with the handshake's end."""
     async with serving(tmp_path) as server:
         for _ in range(20):
             _, writer = await server.connect()
@@ -188,7 +176,7 @@ async def test_connection_that_is_lost_after_its_handshake_is_forgotten(
 
 
 async def test_renewed_certificate_is_used_at_once(tmp_path: Path) -> None:
-    """Connections keep theirs; one whose key is not there yet is not used."""
+    """Open connections keep the old one; a certificate without its key is not used."""
     async with serving(tmp_path) as server:
         old = await server.connect()
         key = (tmp_path / "k").read_bytes()

@@ -1,4 +1,4 @@
-"""Messages of chats as chat templates take them."""
+"""Chat messages in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def call_of(arguments: Any, **more: Any) -> dict[str, Any]:
 
 
 def answer_of(*arguments: str) -> dict[str, Any]:
-    """Return an answer that calls a tool, as ``model_dump()`` of the client has it."""
+    """Return an answer that calls a tool, as the client's ``model_dump()`` has it."""
     return {
         "role": "assistant",
         "content": None,
@@ -30,7 +30,7 @@ def answer_of(*arguments: str) -> dict[str, Any]:
 
 
 def test_answers_of_the_client_come_back_as_templates_take_them() -> None:
-    """Arguments are objects, which templates write as JSON themselves."""
+    """Templates write arguments as JSON themselves, so these are objects."""
     (found,) = for_template([answer_of('{"city": "Köln", "days": [1, 2]}')])
     assert found == {
         "role": "assistant",
@@ -41,7 +41,7 @@ def test_answers_of_the_client_come_back_as_templates_take_them() -> None:
 
 @pytest.mark.parametrize("arguments", ["", None])
 def test_no_arguments_are_an_object_without_any(arguments: str | None) -> None:
-    """Some models write calls of tools without parameters so."""
+    """Some models write calls without arguments like this."""
     (found,) = for_template([{**answer_of("{}"), "tool_calls": [call_of(arguments)]}])
     assert found["tool_calls"] == [call_of({})]
 
@@ -54,7 +54,6 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
 
 
 def test_what_was_given_is_not_changed() -> None:
-    """The messages of the caller keep their form."""
     given = [answer_of('{"a": 1}')]
     before = json.dumps(given)
     for_template(given)
@@ -62,7 +61,6 @@ def test_what_was_given_is_not_changed() -> None:
 
 
 def test_parts_are_joined_and_what_is_null_is_left_out() -> None:
-    """Refusals are text as well; no calls are no field."""
     parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "will not"}]
     given: list[dict[str, Any]] = [
         {"role": "assistant", "content": parts, "tool_calls": []},
@@ -96,14 +94,13 @@ def test_parts_are_joined_and_what_is_null_is_left_out() -> None:
     ],
 )
 def test_other_messages_are_refused(message: dict[str, Any]) -> None:
-    """The field is named."""
     with pytest.raises(InvalidRequestError, match='"messages"') as caught:
         for_template([message])
     assert caught.value.param == "messages"
 
 
 def test_arguments_with_many_values_are_refused_before_they_are_decoded() -> None:
-    """Megabytes of lists in strings hold up nobody, in one call or in many."""
+    """Megabytes of lists in strings must not block the event loop."""
     lists = '{"a": [' + "[]," * (MAX_ARGUMENTS // 4) + "[]]}"
     assert for_template([answer_of(lists)])
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Digests of requests, by which poison requests are known."""
+"""Digests of requests, which identify poison requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from multiworld.serve.wire.generation_messages import Sampling
 
 
 def test_digest_is_of_all_parameters_but_the_seed() -> None:
-    """Biases count in any order."""
     biases = {28: -5.0, 3: 1.0}
     first = digest_of([], Sampling(seed=1, logit_bias=biases))
     swapped = dict(reversed(biases.items()))

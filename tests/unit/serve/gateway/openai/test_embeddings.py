@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: embeddings, their limits and their errors."""
+"""The OpenAI-compatible embeddings route: answers, limits and errors."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ from tests.unit.serve.gateway.fakes import (
 
 
 async def embed(fake: Fake, **asked: Any) -> Any:
-    """Return the answer to a request for embeddings of model ``t``."""
     async with fake.client() as client:
         return await client.post("/v1/embeddings", json={"model": "t", **asked})
 
 
 async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
-    """With the tokens that they took."""
     answer = await embed(Fake(), input=["a", "bc"])
     assert answer.status_code == 200
     said = answer.json()
@@ -50,7 +48,6 @@ async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
 
 
 async def test_tokens_of_embeddings_are_counted_for_the_tenant() -> None:
-    """Once, though an update is completed meanwhile; limits of tokens hold for them."""
     fake = Fake()
 
     async def answers(model: str, tensors: Tensors) -> Tensors:
@@ -69,13 +66,13 @@ async def test_tokens_of_embeddings_are_counted_for_the_tenant() -> None:
 
 @pytest.mark.parametrize("more", [{"encoding_format": None}, {"dimensions": None}])
 async def test_null_is_as_good_as_nothing(more: dict[str, None]) -> None:
-    """As clients send what their users did not set."""
+    """Clients send null for what their users did not set."""
     said = (await embed(Fake(), input="a", **more)).json()
     assert said["data"][0]["embedding"] == [97.0, -97.0]
 
 
 async def test_embeddings_of_one_answer_are_of_one_version() -> None:
-    """An update that is completed meanwhile begins them anew."""
+    """An update that completes meanwhile restarts them."""
     fake = Fake()
     tripled = dataclasses.replace(TEXT, text=FakeText)
 
@@ -93,7 +90,7 @@ async def test_embeddings_of_one_answer_are_of_one_version() -> None:
 
 
 async def test_embeddings_in_base64_are_little_endian_floats() -> None:
-    """OpenAI's client asks for these by default."""
+    """OpenAI's client requests these by default."""
     answer = await embed(Fake(), input="a", encoding_format="base64")
     packed = base64.b64decode(answer.json()["data"][0]["embedding"])
     assert struct.unpack("<2f", packed) == (97.0, -97.0)
@@ -102,7 +99,7 @@ async def test_embeddings_in_base64_are_little_endian_floats() -> None:
 async def test_many_letters_are_encoded_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others of this gateway are not held up."""
+    """Other requests of this gateway are not held up."""
     threads: set[int] = set()
 
     class Watched(FakeText):
@@ -123,8 +120,6 @@ async def test_many_letters_are_encoded_in_a_thread(
 async def test_token_ids_that_the_model_does_not_take_are_refused(
     tokens: list[int],
 ) -> None:
-    """As on the other routes, and nothing is computed."""
-
     class Ids(FakeText):
         def encode_tokens(self, ids: list[int]) -> Tensors:
             return {"ids": torch.tensor([ids])}
@@ -178,7 +173,6 @@ CODES = {'no "model"': "missing_required_parameter", "takes no text": None}
 async def test_bad_request_is_named_in_openais_form(
     asked: dict[str, Any], words: str
 ) -> None:
-    """Nothing is computed."""
     fake = Fake()
     answer = await embed(fake, **asked)
     assert answer.status_code == 400, answer.text
@@ -202,7 +196,6 @@ async def test_bad_request_is_named_in_openais_form(
     ],
 )
 async def test_body_that_is_no_request_is_refused(content: bytes) -> None:
-    """However deep or broken it is."""
     async with Fake().client() as client:
         answer = await client.post("/v1/embeddings", content=content)
     assert answer.status_code == 400
@@ -210,7 +203,7 @@ async def test_body_that_is_no_request_is_refused(content: bytes) -> None:
 
 
 async def test_unknown_model_has_openais_code() -> None:
-    """The client raises ``NotFoundError``."""
+    """OpenAI's client raises ``NotFoundError`` for it."""
     async with Fake().client() as client:
         posted = await client.post(
             "/v1/embeddings", json={"model": "none", "input": "x"}
@@ -222,7 +215,7 @@ async def test_unknown_model_has_openais_code() -> None:
 
 
 async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
-    """It leaves room in the queue for the others."""
+    """The window leaves room in the queue for other requests."""
     fake = Fake()
     in_flight, highest = 0, 0
     gate = asyncio.Event()
@@ -244,7 +237,6 @@ async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
 
 
 async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
-    """The answer is that input's error."""
     fake = Fake()
     hanging = Hanging()
 
@@ -263,7 +255,6 @@ async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
 
 
 async def test_client_that_hangs_up_cancels_all_its_inputs() -> None:
-    """None of them continues."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
     asked = b'{"model": "t", "input": ["a", "b"]}'
@@ -277,7 +268,6 @@ async def test_client_that_hangs_up_cancels_all_its_inputs() -> None:
 
 
 async def test_all_inputs_share_one_deadline() -> None:
-    """That of the header, or of the model."""
     fake = Fake()
     async with fake.client(**{"x-timeout-s": "5"}) as client:
         asked = {"model": "t", "input": ["a", "b"]}
@@ -289,7 +279,7 @@ async def test_all_inputs_share_one_deadline() -> None:
 
 
 async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
-    """One that breaks is the service's; neither ends the gateway."""
+    """If it fails otherwise, the service is at fault."""
     fake = Fake()
 
     class Broken:
@@ -304,7 +294,6 @@ async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
 
 
 async def test_model_without_its_embedding_is_an_error_of_the_service() -> None:
-    """It declares an output that it does not return."""
     fake = Fake()
     fake.dispatcher.answers = _other
     answer = await embed(fake, input="x")
@@ -317,7 +306,6 @@ async def _other(model: str, tensors: Tensors) -> Tensors:
 
 
 async def test_errors_of_one_kind_have_openais_names() -> None:
-    """A full queue is a rate limit to its client."""
     fake = Fake()
     fake.dispatcher.answers = raising(ModelFailedError("no"))
     assert (await embed(fake, input="x")).json()["error"]["type"] == "server_error"
@@ -328,7 +316,7 @@ async def test_errors_of_one_kind_have_openais_names() -> None:
 
 
 async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:
-    """It may take seconds, and much memory."""
+    """Loading may take seconds and much memory."""
     loads = 0
     gate = threading.Event()
 
@@ -342,7 +330,7 @@ async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:
     fake.serve(m=MODEL, t=Model(stages=TEXT.stages, outputs=TEXT.outputs, text=load))
     asking = [asyncio.ensure_future(embed(fake, input="x")) for _ in range(2)]
     await until(lambda: loads)
-    for _ in range(200):  # the second one has come as far
+    for _ in range(200):  # the second one waits as well
         await asyncio.sleep(0)
     gate.set()
     answers = await asyncio.wait_for(asyncio.gather(*asking), HANG_S)

@@ -1,4 +1,4 @@
-"""Routes of models that generate text, over streams that a test plays."""
+"""Text generation routes, over streams that a test sets."""
 
 from __future__ import annotations
 
@@ -59,21 +59,7 @@ PROMPT = [{"role": "user", "content": "hi"}]
 
 
 class PlayedStreams(Streams):
-    """Streams whose tokens a test says.
-
-    Attributes:
-        text: The tokens to generate.
-        error: Ends each stream after those; None: it ends well.
-        finish: Why it ends then.
-        wait_s: Seconds before each token.
-        first_s: Seconds before all tokens of the first choice.
-        prompts: Prompts that were asked for.
-        samplings: How each was to be sampled.
-        sessions: Session of each.
-        requests: Id of the request of each.
-        versions: Version of the model of each.
-        quarantined: Tenants and models.
-    """
+    """Streams that generate the tokens in ``text`` and record each request."""
 
     def __init__(self) -> None:
         super().__init__("gateway/1")
@@ -91,19 +77,16 @@ class PlayedStreams(Streams):
         self.quarantined: list[tuple[str, str]] = []
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
-        """Have room, unless the test says otherwise."""
         if not self.has_room:
             raise OverloadedError("the queue is full")
 
     def quarantine(self, tenant: str, model: str) -> None:
-        """Take note."""
         self.quarantined.append((tenant, model))
 
     @asynccontextmanager
     async def stream(
         self, model: str, tokens: Sequence[int], sampling: Sampling, **more: Any
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
-        """Generate what the test set."""
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
@@ -133,19 +116,13 @@ class PlayedStreams(Streams):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Return a tokenizer of bytes."""
+    """Return a tokenizer with one token per byte."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return Tokenizer(folder)
 
 
 class Played:
-    """A gateway with a model that generates what a test says.
-
-    Attributes:
-        streams: What it generates.
-    """
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -174,7 +151,7 @@ class Played:
     async def post(
         self, path: str, body: dict[str, Any], tenant: str = ""
     ) -> tuple[int, Any]:
-        """Return the status of an answer, and its content or the events of it."""
+        """Return the status of an answer, and its JSON or its events."""
         async with self.fake.client(tenant) as client:
             named = {} if path.startswith("/v2") else {"model": "g"}
             answer = await client.post(path, json={**named, **body})
@@ -183,12 +160,10 @@ class Played:
         return answer.status_code, answer.json()
 
     async def choices(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Return the choices of a streamed answer, chunk by chunk."""
         chunks = await self.chunks(path, body)
         return [choice for chunk in chunks for choice in chunk["choices"]]
 
     async def chunks(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Return the chunks of a streamed answer."""
         status, events = await self.post(path, {**body, "stream": True})
         assert status == 200, events
         assert events[-1] == "data: [DONE]"
@@ -199,7 +174,6 @@ class Played:
 async def test_answer_whose_deadline_passes_has_what_was_generated(
     tokenizer: Tokenizer, path: str
 ) -> None:
-    """Whole and streamed, with its usage; nothing is thrown away."""
     played = Played(tokenizer)
     played.streams.text = tokenizer.encode("so far", has_special=False)
     played.streams.late = DeadlineExceededError("deadline passed after 6 tokens")
@@ -222,7 +196,6 @@ async def test_answer_whose_deadline_passes_has_what_was_generated(
 async def test_answer_without_a_token_at_its_deadline_is_an_error(
     tokenizer: Tokenizer,
 ) -> None:
-    """There is nothing to return."""
     played = Played(tokenizer)
     played.streams.late = DeadlineExceededError("deadline passed after 0 tokens")
     status, answer = await played.post(CHAT, {"messages": PROMPT})
@@ -233,7 +206,6 @@ async def test_answer_without_a_token_at_its_deadline_is_an_error(
 async def test_unknown_fields_are_ignored_and_named(
     tokenizer: Tokenizer, is_streamed: bool
 ) -> None:
-    """In the log, and in a header; ``strict`` refuses them."""
     played = Played(tokenizer)
     played.streams.text = [7]
     tool = {"type": "function", "function": {"name": "f"}, "cache_control": {"a": 1}}
@@ -263,7 +235,6 @@ async def test_unknown_fields_are_ignored_and_named(
 async def test_fields_that_would_change_the_answer_are_refused(
     tokenizer: Tokenizer, more: dict[str, Any], words: str
 ) -> None:
-    """By name, and known ones that are misspelt."""
     played = Played(tokenizer)
     played.streams.text = [7]
     status, answer = await played.post(CHAT, {"messages": PROMPT, **more})
@@ -274,7 +245,7 @@ async def test_fields_that_would_change_the_answer_are_refused(
 async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Also while these are of another version than the shared ones."""
+    """Its replicas may run another version than the shared ones."""
     save_tokenizer(tmp_path, "<own>")
     played = Played(tokenizer, "acme", "beta")
     gateway, dispatcher = played.fake.gateway, played.fake.dispatcher
@@ -299,7 +270,6 @@ async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
 async def test_prompt_that_is_refused_is_not_charged(
     tokenizer: Tokenizer, is_streamed: bool
 ) -> None:
-    """Neither for a full queue nor for a time limit that cannot be."""
     played = Played(tokenizer)
     body = {"prompt": "hi", "stream": is_streamed}
     played.streams.has_room = False
@@ -326,7 +296,7 @@ async def test_large_body_is_parsed_in_a_thread(
     asked: dict[str, Any],
     parses: tuple[Any, str],
 ) -> None:
-    """The streams of this gateway go on meanwhile."""
+    """Streams of this gateway continue meanwhile."""
     threads: list[int] = []
     parse = getattr(*parses)
 
@@ -351,7 +321,6 @@ async def test_large_body_is_parsed_in_a_thread(
 async def test_poison_completion_is_reported_once_and_not_retried(
     tokenizer: Tokenizer, is_streamed: bool
 ) -> None:
-    """Whatever its seed; other texts of its tenant, and the same of another, are."""
     played = Played(tokenizer, "acme", "beta")
     told: list[Any] = []
     played.fake.gateway.on_poison = lambda *found: told.append(found)
@@ -374,7 +343,6 @@ async def test_poison_completion_is_reported_once_and_not_retried(
 async def test_several_poison_completions_quarantine_their_tenant(
     tokenizer: Tokenizer,
 ) -> None:
-    """On every route of the model; those of it that wait end, too."""
     played = Played(tokenizer, "acme")
     played.streams.error = RequestPoisonedError("it kills")
     for number in range(3):
@@ -396,7 +364,7 @@ async def test_several_poison_completions_quarantine_their_tenant(
 async def test_invalid_request_to_an_unknown_model_is_told_so_first(
     tokenizer: Tokenizer,
 ) -> None:
-    """Whether the body names it or the address; a body's name is none there."""
+    """A ``model`` in the body is an unknown field where the path names the model."""
     played = Played(tokenizer, "acme")
     asked = {"model": "nope", "messages": [], "temperature": -1}
     status, answer = await played.post(CHAT, asked, "acme")
@@ -421,7 +389,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 async def test_streamed_calls_tell_of_every_token_once(
     tokenizer: Tokenizer, text: str
 ) -> None:
-    """Ids and probabilities, however long the text of a call is held back."""
+    """The text of a call is held back, its tokens are not."""
     played = Played(tokenizer)
     wanted = [*tokenizer.encode(text, has_special=False), 0]
     played.streams.text, played.streams.finish = wanted, "stop"
@@ -457,7 +425,7 @@ async def test_streamed_calls_tell_of_every_token_once(
 async def test_calls_are_found_where_their_marks_are_control_tokens(
     tmp_path: Path,
 ) -> None:
-    """Such tokens are no part of a text otherwise."""
+    """Otherwise control tokens are not part of the text."""
     save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
     played = Played(Tokenizer(tmp_path))
     marked = Tokenizer(tmp_path).fast.encode(CALL, add_special_tokens=False).ids
@@ -485,7 +453,6 @@ TEMPLATE = (
 async def test_reasoning_is_answered_apart(
     tmp_path: Path, special: tuple[str, ...]
 ) -> None:
-    """Whole and streamed, with calls; the client may also leave it out."""
     save_tokenizer(tmp_path, *special, template=TEMPLATE)
     tokenizer = Tokenizer(tmp_path)
     played = Played(tokenizer)
@@ -520,7 +487,7 @@ async def test_reasoning_is_answered_apart(
     found = await played.choices(CHAT, hidden)
     assert not [c for c in found if "reasoning" in c["delta"]]
     assert [t for c in found for t in c["token_ids"]] == shown
-    # Where the prompt has ended the reasoning, all is the answer.
+    # If the prompt has ended the reasoning, all output is the answer.
     played.streams.text = [*tokenizer.encode("Yes </think>", has_special=False), 0]
     plain = {"messages": PROMPT, "chat_template_kwargs": {"thinking": False}}
     (choice,) = (await played.post(CHAT, plain))[1]["choices"]
@@ -532,7 +499,7 @@ async def test_reasoning_is_answered_apart(
 async def test_structure_of_an_answer_begins_after_its_reasoning(
     tmp_path: Path, special: tuple[str, ...]
 ) -> None:
-    """Whether the prompt began it or not; there is none if the prompt has ended it."""
+    """There is no reasoning if the prompt has already ended it."""
     save_tokenizer(tmp_path, *special, template=TEMPLATE)
     tokenizer = Tokenizer(tmp_path)
     played = Played(tokenizer)
@@ -557,7 +524,7 @@ async def test_structure_of_an_answer_begins_after_its_reasoning(
 async def test_marks_of_the_spec_come_before_those_of_the_template(
     tmp_path: Path,
 ) -> None:
-    """None leave the reasoning in the answer; other control tokens are not shown."""
+    """An empty list leaves the reasoning in the answer."""
     save_tokenizer(tmp_path, "<a>", "<b>", "<other>", template=TEMPLATE)
     tokenizer = Tokenizer(tmp_path)
     played = Played(tokenizer)
@@ -580,7 +547,6 @@ async def test_marks_of_the_spec_come_before_those_of_the_template(
 async def test_reasoning_of_former_answers_reaches_the_template(
     tmp_path: Path, name: str
 ) -> None:
-    """Under the name that this one reads."""
     save_tokenizer(tmp_path, template=TEMPLATE)
     tokenizer = Tokenizer(tmp_path)
     played = Played(tokenizer)
@@ -602,7 +568,6 @@ async def test_reasoning_of_former_answers_reaches_the_template(
 async def test_text_completion_tells_the_ids_of_its_prompt_once(
     tokenizer: Tokenizer,
 ) -> None:
-    """With the first token."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("yes", has_special=False))
     asked = {"prompt": [9, 8, 7], "return_token_ids": True}
@@ -630,7 +595,7 @@ async def test_text_completion_tells_the_ids_of_its_prompt_once(
 async def test_text_that_is_almost_a_call_is_given_out(
     tokenizer: Tokenizer, text: str
 ) -> None:
-    """Whole and streamed: a model may write anything."""
+    """A model may write anything."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode(text, has_special=False))
     asked = {"messages": PROMPT, "tools": TOOLS}
@@ -645,7 +610,6 @@ async def test_text_that_is_almost_a_call_is_given_out(
 async def test_one_call_is_all_if_no_more_are_wanted(
     tokenizer: Tokenizer, is_parallel: bool
 ) -> None:
-    """Whole and streamed; a required one has a structure that says so."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode(CALL + CALL, has_special=False))
     asked = {"messages": PROMPT, "tools": TOOLS, "parallel_tool_calls": is_parallel}
@@ -665,7 +629,6 @@ REQUIRED = '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parame'
 async def test_calls_before_a_cut_are_answered_and_the_rest_is_no_text(
     tokenizer: Tokenizer,
 ) -> None:
-    """Whole and streamed; the reason of the end says that it was cut."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode(REQUIRED, has_special=False))
     asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": "required"}
@@ -688,7 +651,6 @@ async def test_calls_before_a_cut_are_answered_and_the_rest_is_no_text(
 async def test_defaults_of_the_model_are_those_of_requests(
     tokenizer: Tokenizer, path: str
 ) -> None:
-    """A field that a request names counts; null is no value."""
     own = {"temperature": 0.25, "top_k": 20, "min_p": 0.125}
     played = Played(tokenizer, defaults=own)
     played.streams.text = [7]
@@ -713,7 +675,7 @@ async def test_defaults_of_the_model_are_those_of_requests(
 async def test_strict_tools_are_enforced_where_that_is_possible(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """By a structure, where the marks of calls are tokens of the model."""
+    """This needs marks of calls that are tokens of the model."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     function = {"name": "f", "parameters": schema, "strict": True}
     asked = {"messages": PROMPT, "tools": [{"type": "function", "function": function}]}
@@ -731,7 +693,6 @@ async def test_strict_tools_are_enforced_where_that_is_possible(
 async def test_tools_can_be_called_beside_an_answer_in_json(
     tokenizer: Tokenizer,
 ) -> None:
-    """The structure allows both; another kind of structure is refused with tools."""
     played = Played(tokenizer)
     played.streams.text = [7]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
@@ -747,7 +708,6 @@ async def test_tools_can_be_called_beside_an_answer_in_json(
 async def test_chat_tells_the_ids_of_its_prompt_where_vllm_does(
     tokenizer: Tokenizer,
 ) -> None:
-    """Beside the choices."""
     played = Played(tokenizer)
     played.streams.text = [7]
     asked = {"messages": PROMPT, "return_token_ids": True}
@@ -756,7 +716,7 @@ async def test_chat_tells_the_ids_of_its_prompt_where_vllm_does(
 
 
 async def test_every_chunk_may_tell_the_usage_so_far(tokenizer: Tokenizer) -> None:
-    """As vLLM's do."""
+    """vLLM has the same option."""
     played = Played(tokenizer)
     played.streams.text = [7, 8, 9]
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -769,7 +729,7 @@ async def test_every_chunk_may_tell_the_usage_so_far(tokenizer: Tokenizer) -> No
 
 
 async def test_tokens_beyond_the_model_are_not_decoded(tokenizer: Tokenizer) -> None:
-    """They would hold up everybody."""
+    """Decoding that many would hold up all other requests."""
     played = Played(tokenizer)
     status, answer = await played.post("/detokenize", {"tokens": [7] * 201})
     assert (status, answer["error"]["param"]) == (400, "tokens")
@@ -779,7 +739,6 @@ async def test_tokens_beyond_the_model_are_not_decoded(tokenizer: Tokenizer) -> 
 async def test_request_id_is_accepted_returned_and_passed_to_the_streams(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On every answer, and in the log of access; a bad one is replaced."""
     played = Played(tokenizer)
     played.streams.text = [7]
     gateway = played.fake.gateway
@@ -805,7 +764,7 @@ async def test_request_id_is_accepted_returned_and_passed_to_the_streams(
 
 
 async def test_call_that_was_cut_says_so(tokenizer: Tokenizer) -> None:
-    """Clients parse the arguments otherwise."""
+    """Otherwise clients would parse the incomplete arguments."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode('{"a', has_special=False))
     named = {"type": "function", "function": {"name": "f"}}
@@ -821,7 +780,6 @@ async def test_call_that_was_cut_says_so(tokenizer: Tokenizer) -> None:
 async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather than be cut."""
     played = Played(tokenizer)
     played.streams.text = [7, 8]
 
@@ -842,7 +800,6 @@ async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
 async def test_probabilities_of_prompts_are_bounded_in_all(
     tokenizer: Tokenizer,
 ) -> None:
-    """However they are asked for: prompts, choices and alternatives."""
     played = Played(tokenizer)
     played.streams.text = [7]
     asked = {"prompt": [[5] * 180] * 3, "max_tokens": 1, "echo": True, "logprobs": 20}
@@ -853,7 +810,6 @@ async def test_probabilities_of_prompts_are_bounded_in_all(
 
 
 async def test_list_of_models_reports_the_maximum_length(tokenizer: Tokenizer) -> None:
-    """Of those that generate text, as vLLM names it."""
     async with Played(tokenizer).fake.client() as client:
         listed = (await client.get("/v1/models")).json()["data"]
         one = (await client.get("/v1/models/g")).json()
@@ -897,7 +853,7 @@ async def test_answer_may_be_the_prompt_only(tokenizer: Tokenizer, finish: str) 
 async def test_slow_stream_is_kept_alive_by_comments(
     tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Proxies close connections on which nothing comes."""
+    """Proxies close connections on which nothing arrives."""
     monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
     played = Played(tokenizer)
     played.streams.text, played.streams.wait_s = (
@@ -919,7 +875,7 @@ async def test_slow_stream_is_kept_alive_by_comments(
 async def test_stream_is_kept_alive_while_a_call_is_held_back(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens come, and nothing of them can be shown before the call is whole."""
+    """None of its tokens can be shown before the call is complete."""
     monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode(CALL, has_special=False))
@@ -956,7 +912,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
 async def test_stream_that_nobody_reads_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pieces would fill the memory of the gateway."""
+    """Its unread pieces would fill the gateway's memory."""
     monkeypatch.setattr(choices, "MAX_UNREAD", 40)
     streams = PlayedStreams()
     streams.text = [7] * 50
@@ -984,7 +940,7 @@ async def test_stream_that_nobody_reads_ends(
 async def test_value_that_requests_nothing_of_another_field_is_refused(
     tokenizer: Tokenizer, field: dict[str, Any]
 ) -> None:
-    """It would be ignored."""
+    """A neutral value of one field is not neutral for another."""
     played = Played(tokenizer)
     status, answer = await played.post("/v1/completions", {"prompt": "hi", **field})
     assert (status, answer["error"]["param"]) == (400, next(iter(field)))
@@ -994,7 +950,7 @@ async def test_value_that_requests_nothing_of_another_field_is_refused(
 async def test_call_that_a_stop_string_cuts_says_so(
     tokenizer: Tokenizer, is_streamed: bool
 ) -> None:
-    """Its arguments are no JSON; clients parse those of complete calls."""
+    """Clients parse the arguments of complete calls, and these are not valid JSON."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode('{"a": "stop', has_special=False))
     body = {
@@ -1017,7 +973,7 @@ async def test_call_that_a_stop_string_cuts_says_so(
 async def test_forced_call_has_its_own_structure(
     tokenizer: Tokenizer, choice: Any
 ) -> None:
-    """Agents send the format of their last answer along; other structures clash."""
+    """Agents send the format of their last answer along; other structures conflict."""
     played = Played(tokenizer)
     played.streams.text = [5]
     asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": choice}
@@ -1034,7 +990,6 @@ async def test_forced_call_has_its_own_structure(
 async def test_arguments_of_a_call_are_shown_as_the_model_wrote_them(
     tokenizer: Tokenizer,
 ) -> None:
-    """Not as escapes."""
     played = Played(tokenizer)
     call = '<tool_call>{"name": "f", "arguments": {"city": "Köln 한"}}</tool_call>'
     played.streams.text = list(tokenizer.encode(call, has_special=False))
@@ -1046,7 +1001,6 @@ async def test_arguments_of_a_call_are_shown_as_the_model_wrote_them(
 async def test_places_of_text_count_what_a_stop_string_holds_back(
     tokenizer: Tokenizer,
 ) -> None:
-    """In a whole answer and in a stream."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("a cat", has_special=False))
     body = {"prompt": "hi", "logprobs": 0, "stop": ["cats"]}
@@ -1062,7 +1016,6 @@ async def test_places_of_text_count_what_a_stop_string_holds_back(
 async def test_places_of_an_echo_are_in_its_text(
     tokenizer: Tokenizer, skips_special: bool
 ) -> None:
-    """Of letters of several tokens, and of control tokens that are shown or not."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("yo", has_special=False))
     (end,) = sorted(tokenizer.special)[:1]
@@ -1107,7 +1060,7 @@ async def test_request_is_prepared_again_if_an_update_is_completed_meanwhile(
 
 
 async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -> None:
-    """A letter may take several tokens, and belongs to the last of them."""
+    """A character of several tokens belongs to the last of them."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("aé€b", has_special=False))
     body = {"prompt": "hi", "logprobs": 0}
@@ -1126,7 +1079,7 @@ async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -
 async def test_probabilities_of_a_whole_answer_are_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway keeps them until the answer is whole; a stream has no limit."""
+    """The gateway keeps them until the answer is complete; a stream has no limit."""
     monkeypatch.setattr(completion_answers, "MAX_LOGPROBS", 100)
     played = Played(tokenizer)
     played.streams.text = [7] * 6
@@ -1181,7 +1134,6 @@ async def test_probabilities_of_a_whole_answer_are_bounded(
 async def test_chat_that_cannot_be_met_names_the_field(
     tokenizer: Tokenizer, body: dict[str, Any], param: str
 ) -> None:
-    """No replica is asked."""
     played = Played(tokenizer)
     status, answer = await played.post(CHAT, body)
     assert (status, answer["error"]["param"]) == (400, param)
@@ -1189,7 +1141,6 @@ async def test_chat_that_cannot_be_met_names_the_field(
 
 
 def templated(folder: Path, template: str) -> Tokenizer:
-    """Return a tokenizer of bytes with a chat template."""
     save_tokenizer(folder, template=template)
     return Tokenizer(folder)
 
@@ -1197,7 +1148,6 @@ def templated(folder: Path, template: str) -> Tokenizer:
 async def test_tool_call_comes_back_in_the_next_turn(
     tmp_path: Path,
 ) -> None:
-    """As the client's own object for it, with null for what it has not."""
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
@@ -1217,7 +1167,6 @@ async def test_tool_call_comes_back_in_the_next_turn(
 
 
 async def test_variables_of_the_template_can_be_set(tmp_path: Path) -> None:
-    """Those that it has, and none that say how it is used."""
     template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
     tokenizer = templated(tmp_path, template)
     played = Played(tokenizer)
@@ -1238,7 +1187,6 @@ async def test_variables_of_the_template_can_be_set(tmp_path: Path) -> None:
 
 
 async def test_search_of_the_web_is_refused(tokenizer: Tokenizer) -> None:
-    """Also one without options."""
     asked: dict[str, Any] = {"messages": PROMPT, "web_search_options": {}}
     status, answer = await Played(tokenizer).post(CHAT, asked)
     assert (status, answer["error"]["param"]) == (400, "web_search_options")
@@ -1247,7 +1195,7 @@ async def test_search_of_the_web_is_refused(tokenizer: Tokenizer) -> None:
 async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
     tmp_path: Path,
 ) -> None:
-    """The template has written them, which takes no time; tokens do."""
+    """Rendering the template takes no time; tokenizing does."""
     tokenizer = templated(tmp_path, "{{ tools | tojson }}")
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 9000}}
     asked = {"messages": PROMPT, "tools": [tool], "tool_choice": "required"}
@@ -1257,7 +1205,6 @@ async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
 
 
 async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
-    """By what all of them are together."""
     played = Played(tokenizer)
     played.streams.text = [7]
     asked = {"prompt": ["a", "b"], "n": 33}
@@ -1274,7 +1221,7 @@ async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
 async def test_streamed_chat_begins_with_its_choices_in_order(
     tokenizer: Tokenizer,
 ) -> None:
-    """Also if a later one has the first token; the package openai relies on it."""
+    """The ``openai`` package relies on it, whichever choice has the first token."""
     played = Played(tokenizer)
     played.streams.text, played.streams.first_s = [7, 8], 0.1
     choices = await played.choices(CHAT, {"messages": PROMPT, "n": 2})
@@ -1286,7 +1233,7 @@ async def test_streamed_chat_begins_with_its_choices_in_order(
 async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
     tokenizer: Tokenizer,
 ) -> None:
-    """max_completion_tokens replaces max_tokens in OpenAI's API."""
+    """``max_completion_tokens`` replaces ``max_tokens`` in OpenAI's API."""
     played = Played(tokenizer)
     played.streams.text = [7]
     for fields, most in (
@@ -1314,14 +1261,13 @@ async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
 async def test_error_quotes_little_of_what_was_sent(
     tokenizer: Tokenizer, body: dict[str, Any]
 ) -> None:
-    """A large field in a body is no large answer."""
     status, answer = await Played(tokenizer).post(CHAT, body)
     assert status in (400, 404)
     assert len(json.dumps(answer)) < 2500
 
 
 async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> None:
-    """Clients send them; the session is the tenant's own."""
+    """Clients send such defaults."""
     played = Played(tokenizer)
     played.streams.text = [7]
     nothing = {
@@ -1344,7 +1290,7 @@ async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> No
 async def test_stop_string_that_the_last_token_completes_is_the_reason(
     tokenizer: Tokenizer,
 ) -> None:
-    """The token was the last one allowed, and ends within a character."""
+    """The last allowed token ends within a character, which completes the string."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("aé", has_special=False))[:-1]
     asked = {"messages": PROMPT, "stop": ["\ufffd"]}
@@ -1354,7 +1300,6 @@ async def test_stop_string_that_the_last_token_completes_is_the_reason(
 
 
 async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
-    """Also if it comes in several tokens, streamed or whole."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("one,END,two", has_special=False))
     asked = {"messages": PROMPT, "stop": ["END"]}
@@ -1370,7 +1315,7 @@ async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None
 async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
     tokenizer: Tokenizer,
 ) -> None:
-    """Bytes that are no letter are replaced at the end, never before it."""
+    """An incomplete character is replaced at the end, never before."""
     played = Played(tokenizer)
     letters = tokenizer.encode("aé€", has_special=False)
     assert len(letters) == 6
@@ -1385,7 +1330,6 @@ async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
 async def test_tokens_and_texts_are_turned_into_each_other(
     tokenizer: Tokenizer,
 ) -> None:
-    """A prompt, a chat with its template, and back."""
     played = Played(tokenizer)
     status, plain = await played.post("/tokenize", {"prompt": "hi!"})
     assert status == 200
@@ -1410,7 +1354,7 @@ async def test_tokens_and_texts_are_turned_into_each_other(
 async def test_chat_shows_the_asked_alternatives_of_each_token(
     tokenizer: Tokenizer,
 ) -> None:
-    """A probability of zero has a number in JSON."""
+    """JSON cannot write the logarithm of zero."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("ab", has_special=False))
     asked = {"messages": PROMPT, "logprobs": True, "top_logprobs": 2}

@@ -1,4 +1,4 @@
-"""Reasoning before an answer, however the output is cut into pieces."""
+"""Reasoning before an answer, in output that is cut into pieces anywhere."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def parsed(
 def test_reasoning_is_apart_from_the_answer(
     form: Reasoning, output: str, thought: str, text: str, places: list[int]
 ) -> None:
-    """The same in any pieces; space around it is in neither."""
+    """Whitespace around the reasoning belongs to neither."""
     assert parsed(form, cut(output, places)) == (thought, text, [])
 
 
 @given(places=st.lists(st.integers(0, 200), max_size=8))
 def test_calls_are_those_of_the_answer(places: list[int]) -> None:
-    """One that the model only thinks of is none."""
+    """A call that the model only reasons about is none."""
     call = '<tool_call>{"name": "weather", "arguments": {"place": "%s"}}</tool_call>'
     place = WEATHER[0][1]["place"]
     output = f"<think>{call % 'here'}</think>\nSo:{call % place}"
@@ -75,7 +75,6 @@ def test_calls_are_those_of_the_answer(places: list[int]) -> None:
 
 
 def test_required_call_comes_after_the_reasoning() -> None:
-    """Its arguments have none of it."""
     named = Calling(tuple(TOOLS), "now")
     thought, text, calls = parsed(BEGUN, ["Hm.", "</think>\n", "{}"], named)
     assert (thought, text) == ("Hm.", "")
@@ -91,7 +90,6 @@ def test_required_call_comes_after_the_reasoning() -> None:
     ],
 )
 def test_tokens_of_the_reasoning_are_counted(pieces: list[str], count: int) -> None:
-    """With its marks, and the space before them."""
     parser = AnswerParser(OPEN, None)
     for piece in pieces:
         assert list(parser.feed(piece, 5)) is not None
@@ -100,7 +98,7 @@ def test_tokens_of_the_reasoning_are_counted(pieces: list[str], count: int) -> N
 
 @pytest.mark.parametrize("form", [OPEN, BEGUN])
 def test_endless_space_is_not_held_back(form: Reasoning) -> None:
-    """Or each further token would look at all of it."""
+    """Otherwise each further token would scan all of it."""
     parser = AnswerParser(form, None)
     first = "" if form is OPEN else "a"
     found = [
@@ -111,7 +109,7 @@ def test_endless_space_is_not_held_back(form: Reasoning) -> None:
 
 
 def test_letters_of_a_mark_that_is_a_token_end_nothing() -> None:
-    """A model may write about it, and then write it."""
+    """A model may spell the mark out before it ends its reasoning."""
     form = Reasoning(*THINK, is_begun=True, begin_token=7, end_token=8)
     pieces = [("The mark", 5), (" </think", 5), ("> and </thi", 5), ("</think>", 8)]
     parser = AnswerParser(form, None)
@@ -124,7 +122,7 @@ def test_letters_of_a_mark_that_is_a_token_end_nothing() -> None:
 
 
 def test_marks_follow_from_the_template_unless_a_spec_gives_them() -> None:
-    """A template may end the reasoning of former answers only, or begin one only."""
+    """A template may contain only one of the two marks."""
     template = "{{ content.split('</think>')[-1] }}"
     assert marks_of(None, [template]) == THINK
     assert marks_of(None, ["", "[/THINK]"]) == ("[THINK]", "[/THINK]")
@@ -147,5 +145,5 @@ def test_marks_follow_from_the_template_unless_a_spec_gives_them() -> None:
 def test_prompt_may_begin_the_reasoning_or_leave_it_out(
     prompt: str, form: Reasoning | None
 ) -> None:
-    """As templates do, for models that always think, and where a client wants none."""
+    """Templates do either: for models that always reason, or if a client wants none."""
     assert reasoning_after(THINK, prompt) == form

@@ -1,4 +1,4 @@
-"""The OpenAPI description: complete, and of the same bounds as the parsers."""
+"""The OpenAPI description: completeness, and the same bounds as the parsers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def parses(name: str, body: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", ["ChatBody", "CompletionBody"])
 @pytest.mark.parametrize("field", sorted(RANGES))
 def test_bounds_are_those_of_the_parser(name: str, field: str) -> None:
-    """At both ends, and right beyond them."""
     body = CHAT if name == "ChatBody" else COMPLETION
     if field not in schemas()[name]["properties"]:
         return

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer, however it is cut into pieces."""
+"""Tool calls in the text of an answer that is cut into pieces anywhere."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def parsed(
 
 
 def cut(text: str, at: list[int]) -> list[str]:
-    """Return a text in pieces."""
     places = sorted({0, len(text), *(place % (len(text) + 1) for place in at)})
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
@@ -107,7 +106,6 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
 def test_calls_are_found_in_the_text_of_a_family(
     family: Family, text: str, said: str, calls: list[Any], at: list[int]
 ) -> None:
-    """Text that is no call is given out as it is."""
     found = parsed(FREE, family, cut(text, at))
     assert (found[0].strip(), found[1]) == (said.strip(), calls)
 
@@ -116,7 +114,6 @@ def test_calls_are_found_in_the_text_of_a_family(
 def test_required_calls_are_a_list_and_a_named_one_is_its_arguments(
     at: list[int],
 ) -> None:
-    """For any model; the arguments of a named one come as they are made."""
     text = json.dumps([{"name": "now", "parameters": {"a": 1}}])
     required = Calling(tuple(TOOLS), is_required=True)
     assert parsed(required, None, cut(text, at)) == ("", [("now", {"a": 1})])
@@ -126,7 +123,6 @@ def test_required_calls_are_a_list_and_a_named_one_is_its_arguments(
 
 
 def test_text_without_calls_is_not_held_back() -> None:
-    """More than what may begin a call."""
     parser = CallParser(FREE, "hermes")
     assert list(parser.feed("Hello <")) == ["Hello "]
     assert list(parser.feed("b>")) == ["<b>"]
@@ -139,7 +135,6 @@ def test_text_without_calls_is_not_held_back() -> None:
 
 
 def test_space_between_calls_is_no_text() -> None:
-    """Neither streamed nor whole."""
     call = f"<tool_call>{CALL}</tool_call>"
     for places in (0, 200):
         text = f"Sure. {call}\n{call}\n"
@@ -148,7 +143,7 @@ def test_space_between_calls_is_no_text() -> None:
 
 
 def test_arguments_are_an_object_where_a_schema_does_not_say() -> None:
-    """Clients expect one."""
+    """Clients expect an object."""
     properties: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
     several: list[dict[str, Any]] = [{}, properties, {"anyOf": [{}]}]
     for parameters in several:
@@ -159,7 +154,7 @@ def test_arguments_are_an_object_where_a_schema_does_not_say() -> None:
 
 
 class Appended(str):
-    """A text that notes the length of what it is appended to."""
+    """String that records the longest string it was appended to."""
 
     __slots__ = ()
     longest = 0
@@ -176,7 +171,7 @@ class Appended(str):
 def test_call_so_far_is_not_copied_for_each_token(
     family: Family, begin: str, end: str
 ) -> None:
-    """It is joined once it may be complete."""
+    """Its pieces are joined once it may be complete."""
     parser = CallParser(FREE, family)
     assert not list(parser.feed(begin + '{"name": "weather", "arguments": {"place": "'))
     for _ in range(100):
@@ -189,19 +184,18 @@ def test_call_so_far_is_not_copied_for_each_token(
 
 @pytest.mark.parametrize("name", ["", "a b", "a\n", "<|im_end|>", "x" * 65])
 def test_names_of_tools_are_those_of_openai(name: str) -> None:
-    """Others could not be generated, or would be parsed otherwise."""
+    """Other names could not be generated, or would be parsed differently."""
     with pytest.raises(InvalidRequestError, match="letters, digits"):
         calling_of([Tool("function", Function(name))], "auto")
 
 
 def test_few_ends_of_a_call_are_tried() -> None:
-    """Each of them parses all of it again."""
+    """Each attempt parses the whole text again."""
     text = '<tool_call>{"name": "' + "</tool_call>" * 1000
     assert parsed(FREE, "hermes", [*text]) == (text, [])
 
 
 def test_schemas_are_those_of_the_tools() -> None:
-    """All of them, or the named one."""
     required = calling_of(TOOLS, "required")
     assert required is not None
     assert [name for name, _ in required.forms()] == ["weather", "now"]
@@ -220,7 +214,6 @@ def test_schemas_are_those_of_the_tools() -> None:
 def test_cut_list_of_calls_has_those_that_are_complete(
     count: int, at: list[int]
 ) -> None:
-    """And no text, wherever it is cut."""
     calls = [{"name": "now", "parameters": {"a": '}]{\\"' * n}} for n in range(3)]
     text = json.dumps(calls)
     ends = [len(json.dumps(calls[: n + 1])) - 1 for n in range(3)]
@@ -242,7 +235,6 @@ def test_cut_list_of_calls_has_those_that_are_complete(
 def test_tools_that_do_not_fit_are_refused(
     tools: list[Tool] | None, choice: Any, text: str
 ) -> None:
-    """By name."""
     with pytest.raises(InvalidRequestError, match=text):
         calling_of(tools, choice)
 
@@ -258,6 +250,5 @@ def test_tools_that_do_not_fit_are_refused(
     ],
 )
 def test_arguments_are_read_as_models_write_them(arguments: str, wanted: Any) -> None:
-    """Null is no arguments; line breaks in strings need no escape."""
     text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
     assert parsed(FREE, "hermes", [text]) == ("", [("now", wanted)])

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: parsing, rendering, and errors."""
+"""Tensors of the Open Inference Protocol: parsing, rendering and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ ANY = Model(stages=MODEL.stages)
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    """Return a request, with changes to its first input."""
     x = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2.5, 3, 4]}
     n = {"name": "n", "datatype": "INT64", "shape": [2], "data": [7, 8]}
     return {"inputs": [{**x, **changes}, n]}
@@ -53,7 +52,6 @@ def test_json_is_read_flat_or_nested() -> None:
     ],
 )
 def test_binary_round_trip(datatype: str, dtype: torch.dtype) -> None:
-    """Bytes in, the same bytes out."""
     tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     raw = bytes(tensor.view(torch.uint8).flatten().tolist())
     parameters = {"binary_data_size": len(raw)}
@@ -76,7 +74,6 @@ def test_binary_round_trip(datatype: str, dtype: torch.dtype) -> None:
 
 
 def test_requested_outputs_are_rendered_each_in_its_form() -> None:
-    """JSON by default."""
     asked = body()
     asked["outputs"] = [{"name": "y", "parameters": {"binary_data": False}}]
     found = parse(json.dumps(asked).encode(), None, MODEL)
@@ -127,7 +124,6 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
     ],
 )
 def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:
-    """The error says what to change."""
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
         parse(json.dumps(body(**changes)).encode(), None, MODEL)
 
@@ -150,7 +146,6 @@ def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:
     ],
 )
 def test_bad_body_is_reported(raw: bytes, length: str | None, words: str) -> None:
-    """Before anything is computed."""
     with pytest.raises(InvalidRequestError, match=words):
         parse(raw, length, MODEL)
 
@@ -159,21 +154,20 @@ def test_bad_body_is_reported(raw: bytes, length: str | None, words: str) -> Non
     "parameters", [{"classification": 1}, {"shared_memory_region": "r"}]
 )
 def test_output_of_another_form_is_refused(parameters: dict[str, Any]) -> None:
-    """Else its client would take plain numbers for what it asked for."""
+    """Otherwise its client would take plain numbers for what it requested."""
     asked = {**body(), "outputs": [{"name": "y", "parameters": parameters}]}
     with pytest.raises(InvalidRequestError, match="classification and shared memory"):
         parse(json.dumps(asked).encode(), None, MODEL)
 
 
 def test_extra_bytes_are_an_error() -> None:
-    """A client with wrong lengths gets an error."""
     head = json.dumps(body()).encode()
     with pytest.raises(InvalidRequestError, match="3 extra bytes"):
         parse(head + b"abc", str(len(head)), MODEL)
 
 
 def test_rows_must_agree_even_without_input_specs() -> None:
-    """Else a stage could not assign rows to requests."""
+    """Otherwise a stage could not assign rows to requests."""
     n = {"name": "n", "datatype": "INT64", "shape": [3], "data": [7, 8, 9]}
     asked = json.dumps({"inputs": [body()["inputs"][0], n]}).encode()
     for model in (MODEL, ANY):
@@ -182,7 +176,6 @@ def test_rows_must_agree_even_without_input_specs() -> None:
 
 
 def test_unknown_outputs_are_an_error() -> None:
-    """The error lists the known outputs."""
     asked = {**body(), "outputs": [{"name": "z"}]}
     with pytest.raises(InvalidRequestError, match="model has no output z; it has y"):
         parse(json.dumps(asked).encode(), None, MODEL)
@@ -195,7 +188,7 @@ def test_unknown_outputs_are_an_error() -> None:
     "value", [1e39, -1e39, 3.5e38], ids=["over", "under", "just over"]
 )
 def test_number_that_the_datatype_cannot_hold_is_refused(value: float) -> None:
-    """It would become an infinity without a word."""
+    """It would silently become an infinity."""
     with pytest.raises(InvalidRequestError, match="too large for FP32"):
         parse(json.dumps(body(data=[1, 2, 3, value])).encode(), None, MODEL)
 
@@ -210,7 +203,7 @@ def test_what_is_no_json_number_is_refused(word: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_answer_that_json_cannot_carry_is_an_error(value: float) -> None:
-    """Never a silent null; as binary data it is carried."""
+    """It must not become a silent null; binary data can carry it."""
     asked = parse(json.dumps(body()).encode(), None, MODEL)
     tensors = {"y": torch.tensor([[1.0, value]])}
     with pytest.raises(NotFiniteError, match="output 'y' has NaN or an infinity"):
@@ -254,7 +247,6 @@ def test_brackets_without_numbers_make_no_lists(data: str) -> None:
 
 
 def test_long_list_is_decoded_in_pieces() -> None:
-    """Whatever its form, in the order of its values."""
     count = 300_000
     expected = torch.arange(count, dtype=torch.float32).view(-1, 2)
     for data in (list(range(count)), expected.tolist()):

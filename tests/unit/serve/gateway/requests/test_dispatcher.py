@@ -1,4 +1,4 @@
-"""The dispatcher: requests over real edges to replicas that a test plays."""
+"""The dispatcher: requests over real edges to fake replicas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ READY, STARTING = ReplicaState.READY, ReplicaState.STARTING
 
 
 def x(*values: float) -> Tensors:
-    """Return the tensors of a request, one row for each value."""
     return {"x": torch.tensor(values)}
 
 
@@ -69,7 +68,6 @@ def table(
     ongoing: int = 100,
     on_demand: tuple[int, ...] = (),
 ) -> RoutingTable:
-    """Return a table with these replicas, by stage."""
     replicas = {
         name: Replica(name, model, "1", stage, STARTING if name in starting else READY)
         for stage, names in enumerate(stages)
@@ -80,41 +78,34 @@ def table(
 
 
 class FakeReplica:
-    """A replica that does only what the test says."""
-
     def __init__(self, outbox: QuietOutbox, peer: Peer, tasks: list[Any]) -> None:
         self.outbox, self.peer, self.tasks = outbox, peer, tasks
 
     async def work(self) -> tuple[list[WorkItem], list[Tensors]]:
-        """Receive the next bundle of work."""
         header, contents = await self.peer.receive_with(inference_messages.Work)
         return list(header.items), list(contents)
 
     async def one(self) -> Attempt:
-        """Receive work that has one item; return which attempt it is."""
+        """Receive work that has one item; return its attempt."""
         (item,), _ = await self.work()
         return item.key[1], item.key[2]
 
     async def begin(self, *attempts: Attempt, is_isolated: bool = False) -> None:
-        """Report that it computes these."""
         await self.note(inference_messages.BatchBegun(attempts, is_isolated))
 
     async def note(self, note: Note) -> None:
-        """Report something, and wait until the dispatcher has read it."""
+        """Send a note, and wait until the dispatcher has read it."""
         await self.peer.send(note)
         await settle()
 
     async def answer(
         self, attempt: Attempt, *values: float, is_last: bool = True
     ) -> None:
-        """Answer one attempt."""
         header = inference_messages.Answers((AnswerItem(attempt, is_last),))
         await self.peer.send_with(header, [x(*values)])
 
 
 class Gate:
-    """A dispatcher under test and its edges."""
-
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.dispatcher = Dispatcher("g")
@@ -129,7 +120,6 @@ class Gate:
             await self.connect(name)
 
     async def connect(self, name: str) -> FakeReplica:
-        """Open the edge to a replica."""
         edge = Edge(f"edge:g>{name}", name, 0, is_upstream=False)
         outbox, peer = await connect(self._arena, edge)
         self.dispatcher.edge_up(outbox)
@@ -139,7 +129,6 @@ class Gate:
         return self.replicas[name]
 
     async def lose(self, name: str, *, is_polite: bool = False) -> None:
-        """End the edge to a replica."""
         replica = self.replicas.pop(name)
         if is_polite:
             await replica.peer.world.close()
@@ -155,13 +144,11 @@ class Gate:
         self._looking = asyncio.ensure_future(self.dispatcher.look())
 
     def ask(self, *values: float, **more: Any) -> asyncio.Task[Tensors]:
-        """Send a request to model ``m``."""
         call = asyncio.ensure_future(self.dispatcher.infer("m", x(*values), **more))
         self.calls.append(call)
         return call
 
     async def close(self) -> None:
-        """End everything."""
         tasks: list[asyncio.Task[Any]] = [*self.calls]
         if self._looking is not None:
             tasks.append(self._looking)
@@ -176,7 +163,6 @@ class Gate:
 async def gate(
     given: RoutingTable, monkeypatch: pytest.MonkeyPatch | None = None
 ) -> AsyncIterator[Gate]:
-    """Return a dispatcher whose replicas are connected."""
     if monkeypatch is not None:
         monkeypatch.setattr(module, "POLL_S", 0.001)
     async with Arena("memory") as arena:
@@ -189,7 +175,6 @@ async def gate(
 
 
 async def soon(work: Awaitable[Tensors]) -> list[float]:
-    """Return the values of an answer."""
     async with asyncio.timeout(HANG_S):
         return [float(value) for value in (await work)["x"]]
 
@@ -198,7 +183,6 @@ async def soon(work: Awaitable[Tensors]) -> list[float]:
 
 
 async def test_request_travels_with_its_header_and_its_answer_is_returned() -> None:
-    """The replica gets key, deadline, session and share; the caller its tensors."""
     async with gate(table(["a"])) as g:
         share = Share("acme", 2.0, 1)
         call = g.ask(1.0, 2.0, deadline_s=5.0, session="s", share=share)
@@ -221,7 +205,6 @@ async def test_request_travels_with_its_header_and_its_answer_is_returned() -> N
 
 
 async def test_waiting_requests_leave_in_one_bundle_when_a_replica_connects() -> None:
-    """Each keeps its own tensors."""
     async with Arena("memory") as arena:
         g = Gate(arena)
         g.dispatcher.table_changed(table(["a"]))
@@ -242,7 +225,7 @@ async def test_waiting_requests_leave_in_one_bundle_when_a_replica_connects() ->
 
 
 async def test_times_of_a_request_are_those_of_gateway_and_replicas() -> None:
-    """The wait at the gateway ends when it is first sent."""
+    """Waiting at the gateway ends when the request is first sent."""
     async with gate(table(["a"], ongoing=1)) as g:
         first, timing = g.ask(1.0), Timing()
         second = g.ask(2.0, timing=timing)
@@ -263,7 +246,6 @@ async def test_times_of_a_request_are_those_of_gateway_and_replicas() -> None:
 
 
 async def test_last_part_of_an_answer_is_returned() -> None:
-    """Parts before it are dropped."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         attempt = await g.replicas["a"].one()
@@ -273,7 +255,6 @@ async def test_last_part_of_an_answer_is_returned() -> None:
 
 
 async def test_answers_that_nobody_waits_for_are_dropped() -> None:
-    """Of unknown requests, and second answers."""
     async with gate(table(["a"])) as g:
         await g.replicas["a"].answer((99, 1), 1.0)
         call = g.ask(1.0)
@@ -289,7 +270,6 @@ async def test_answers_that_nobody_waits_for_are_dropped() -> None:
 
 
 async def test_unknown_model_and_disagreeing_rows_are_refused_uncounted() -> None:
-    """Nothing of them reaches a replica."""
     async with gate(table(["a"])) as g:
         with pytest.raises(UnknownModelError, match=r"'none' is served here.*: m$"):
             await g.dispatcher.infer("none", x(1.0))
@@ -301,7 +281,6 @@ async def test_unknown_model_and_disagreeing_rows_are_refused_uncounted() -> Non
 
 
 async def test_full_queue_refuses_and_counts_it() -> None:
-    """A request beyond ``max_queued_requests`` gets an error at once."""
     async with gate(table(["a"], queue=1, ongoing=1)) as g:
         first, second = g.ask(1.0), g.ask(2.0)
         await g.replicas["a"].one()
@@ -317,7 +296,7 @@ async def test_full_queue_refuses_and_counts_it() -> None:
 
 
 async def test_quarantine_rejects_what_waits_for_either_route_of_the_model() -> None:
-    """The tenant's dedicated copy is the same model; other tenants continue."""
+    """The tenant's dedicated replicas serve the same model."""
     async with gate(RoutingTable()) as g:
         routes = {name: Route("1", {"1": 1}) for name in ("m", "m@acme")}
         g.dispatcher.table_changed(RoutingTable(1, ("g",), routes))
@@ -337,7 +316,7 @@ async def test_quarantine_rejects_what_waits_for_either_route_of_the_model() -> 
 
 
 async def test_model_that_is_no_longer_served_rejects_what_waits() -> None:
-    """The caller is notified, and does not wait for its deadline."""
+    """The caller does not wait for its deadline."""
     async with gate(table([])) as g:
         call = g.ask(1.0)
         await settle()
@@ -347,7 +326,6 @@ async def test_model_that_is_no_longer_served_rejects_what_waits() -> None:
 
 
 async def test_failure_of_the_model_is_raised_as_what_it_was() -> None:
-    """Another request of the same batch is answered."""
     async with gate(table(["a"])) as g:
         bad, good = g.ask(1.0), g.ask(2.0)
         one, other = await g.replicas["a"].one(), await g.replicas["a"].one()
@@ -364,7 +342,6 @@ async def test_failure_of_the_model_is_raised_as_what_it_was() -> None:
 
 
 async def test_cancelled_caller_frees_the_replica() -> None:
-    """A cancellation goes after the work, and a late answer is dropped."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         attempt = await g.replicas["a"].one()
@@ -381,7 +358,6 @@ async def test_cancelled_caller_frees_the_replica() -> None:
 
 
 async def test_cancelled_caller_that_waited_leaves_the_queue() -> None:
-    """What is behind it is sent in its place."""
     async with gate(table(["a"], ongoing=1)) as g:
         first, second, third = g.ask(1.0), g.ask(2.0), g.ask(3.0)
         attempt = await g.replicas["a"].one()
@@ -398,7 +374,6 @@ async def test_cancelled_caller_that_waited_leaves_the_queue() -> None:
 async def test_deadline_is_raised_and_cancels_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error names where the request was."""
     async with gate(table(["a"]), monkeypatch) as g:
         g.look()
         call = g.ask(1.0, deadline_s=0.02)
@@ -414,7 +389,7 @@ async def test_deadline_is_raised_and_cancels_the_work(
 async def test_stage_without_a_replica_until_the_deadline_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The client may retry: it is no fault of the request."""
+    """The client may retry: the request is not at fault."""
     async with gate(table(["a"], []), monkeypatch) as g:
         g.look()
         with pytest.raises(NoReplicaError, match="no replica of stage 1"):
@@ -425,7 +400,6 @@ async def test_stage_without_a_replica_until_the_deadline_is_named(
 
 
 async def test_request_of_a_lost_replica_is_sent_to_another() -> None:
-    """The caller notices nothing."""
     async with gate(table(["a", "b"])) as g:
         call = g.ask(5.0)
         await settle()
@@ -441,7 +415,7 @@ async def test_request_of_a_lost_replica_is_sent_to_another() -> None:
 
 
 async def test_request_that_kills_whatever_computes_it_is_refused() -> None:
-    """After the first loss it is sent alone; after two more it is not tried again."""
+    """It is isolated after the first loss, and refused after two more."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         for nth in (1, 2, 3):
@@ -459,7 +433,7 @@ async def test_request_that_kills_whatever_computes_it_is_refused() -> None:
 
 
 async def test_replica_that_left_politely_makes_nobody_a_suspect() -> None:
-    """However often: it did not die of what it computed."""
+    """It did not die of what it computed."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         for nth in (1, 2, 3, 4):
@@ -474,7 +448,6 @@ async def test_replica_that_left_politely_makes_nobody_a_suspect() -> None:
 
 
 async def test_end_of_an_older_edge_does_not_end_the_newer_one() -> None:
-    """The keeper reports it late."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         older = g.replicas["a"]
@@ -491,7 +464,6 @@ async def test_end_of_an_older_edge_does_not_end_the_newer_one() -> None:
 async def test_silent_replica_is_hedged_and_the_first_answer_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The attempt at the silent one is cancelled once the other has answered."""
     async with gate(table(["a", "b"]), monkeypatch) as g:
         g.look()
         call = g.ask(1.0)
@@ -513,7 +485,6 @@ async def test_silent_replica_is_hedged_and_the_first_answer_counts(
 async def test_silence_that_ended_with_the_edge_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replica that is back gets work."""
     async with gate(table(["a"]), monkeypatch) as g:
         g.look()
         g.replicas["a"].outbox.quiet_s = 1.0
@@ -527,7 +498,7 @@ async def test_silence_that_ended_with_the_edge_is_forgotten(
 
 
 async def test_notes_about_the_next_stage_replay_what_did_not_reach_it() -> None:
-    """Work that came back or may be lost is sent again; stuck work a second time."""
+    """Returned or dropped work is sent again; stuck work is hedged."""
     async with gate(table(["a"], ["b"])) as g:
         call = g.ask(1.0)
         attempt = await g.replicas["a"].one()
@@ -553,7 +524,6 @@ async def test_notes_about_the_next_stage_replay_what_did_not_reach_it() -> None
 async def test_model_at_zero_is_asked_for_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the request and while it waits; not for one that a full fleet serves."""
     async with gate(table([], on_demand=(0,)), monkeypatch) as g:
         asked: list[str] = []
         g.dispatcher.on_missing = asked.append
@@ -574,7 +544,6 @@ async def test_model_at_zero_is_asked_for_again_and_again(
 
 
 async def test_probe_goes_through_a_starting_replica_and_is_not_counted() -> None:
-    """No client's request goes there."""
     async with gate(table(["a"], starting=["a"])) as g:
         call = g.ask(1.0)
         probe = asyncio.ensure_future(g.dispatcher.probe("a", x(0.0), 5.0))
@@ -588,7 +557,7 @@ async def test_probe_goes_through_a_starting_replica_and_is_not_counted() -> Non
 
 
 async def test_probe_of_an_unknown_replica_is_refused() -> None:
-    """The table may have changed since it was ordered."""
+    """The table may have changed since the probe was ordered."""
     async with gate(table(["a"])) as g:
         with pytest.raises(UnknownModelError, match="no replica 'z'"):
             await g.dispatcher.probe("z", x(0.0), 5.0)
@@ -597,7 +566,7 @@ async def test_probe_of_an_unknown_replica_is_refused() -> None:
 async def test_probe_of_a_replica_that_hangs_ends_at_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The controller gets an error and not silence."""
+    """The controller gets an error instead of silence."""
     async with gate(table(["a"]), monkeypatch) as g:
         g.look()
         with pytest.raises(DeadlineExceededError):
@@ -610,7 +579,6 @@ async def test_probe_of_a_replica_that_hangs_ends_at_its_limit(
 async def test_message_that_is_not_understood_closes_its_edge_and_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The keeper then opens it anew."""
     async with gate(table(["a", "b"])) as g:
         bad, good = g.replicas["a"], g.replicas["b"]
         await bad.peer.world.send(torch.ones(9), dst=0, tag=FRAMES)
@@ -622,7 +590,6 @@ async def test_message_that_is_not_understood_closes_its_edge_and_no_other(
 async def test_answer_with_tensors_of_no_item_closes_its_edge(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """None of them is given to a caller."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         replica = g.replicas["a"]

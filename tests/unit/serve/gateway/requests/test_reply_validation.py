@@ -1,4 +1,4 @@
-"""Messages about requests of replicas that have a say in them, and of others."""
+"""Validation of the messages that replicas send about requests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def hear(
 def test_replica_speaks_of_what_it_was_sent(
     peer: str, kind: object, attempt: tuple[int, int]
 ) -> None:
-    """And of requests that have ended, which nobody remembers."""
+    """Requests that have ended are forgotten, so messages about them pass."""
     assert callable(kind)
     hear(peer, kind(attempt))
 
@@ -106,7 +106,7 @@ def test_replica_of_a_model_that_was_removed_still_answers() -> None:
     ],
 )
 def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
-    """They are of another model or stage, or the attempt was never made."""
+    """Refuse replicas of another model or stage, and attempts that were never made."""
     with pytest.raises(MessageError):
         hear(peer, message)
 
@@ -123,6 +123,5 @@ def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
     ids=str,
 )
 def test_answer_has_a_row_for_each_row(tensors: Tensors) -> None:
-    """Whatever its replica may have computed."""
     with pytest.raises(MessageError):
         hear("last", inference_messages.Answers((AnswerItem((7, 1)),)), tensors)

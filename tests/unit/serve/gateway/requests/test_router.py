@@ -1,4 +1,4 @@
-"""The router: replicas answer, die, fall silent, or report too late."""
+"""The router: replicas that answer, die, fall silent, or report too late."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def table(
     ongoing: int = 100,
     version: str = "1",
 ) -> RoutingTable:
-    """Return a routing table with these replicas, by stage."""
     replicas = {
         name: Replica(
             name,
@@ -109,8 +108,6 @@ def table(
 
 
 class Run:
-    """A router under test, with its clock."""
-
     def __init__(self, given: RoutingTable) -> None:
         self.router = Router(random.Random(3).random)
         self.now = 0.0
@@ -119,7 +116,6 @@ class Run:
             self.handle(Connected(name))
 
     def handle(self, event: Event) -> list[Action]:
-        """Handle an event, and check the invariants."""
         actions = self.router.handle(event, self.now)
         check_router(self.router)
         return actions
@@ -127,7 +123,6 @@ class Run:
     def submit(
         self, number: int, deadline_at: float = 100.0, tenant: str = ""
     ) -> list[Action]:
-        """Submit a request."""
         job = Submitted(
             number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
         )
@@ -135,7 +130,6 @@ class Run:
 
 
 def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
-    """Return the dispatched attempts."""
     return [
         (a.replica, *a.attempt, a.is_isolated)
         for a in actions
@@ -144,12 +138,10 @@ def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
 
 
 def rejected(actions: list[Action]) -> dict[int, type[Exception]]:
-    """Return the rejected requests and their errors."""
     return {a.number: type(a.error) for a in actions if isinstance(a, Reject)}
 
 
 def test_request_goes_through_and_is_delivered_once() -> None:
-    """A second answer to it is dropped."""
     run = Run(table(["a"], ["b"]))
     assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
     run.handle(begun("a", ((1, 1),), False))
@@ -162,7 +154,7 @@ def test_request_goes_through_and_is_delivered_once() -> None:
 
 
 def test_the_only_replica_with_room_is_found() -> None:
-    """Among many full ones, where two random ones are compared."""
+    """The two random candidates may both be full."""
     names = [f"r{number}" for number in range(50)]
     run = Run(table(names, ongoing=1))
     assert {dispatched(run.submit(n))[0][0] for n in range(50)} == set(names)
@@ -173,7 +165,7 @@ def test_the_only_replica_with_room_is_found() -> None:
 def test_work_for_a_request_does_not_grow_with_the_replicas(
     session: str | None,
 ) -> None:
-    """While those that are compared have room."""
+    """This holds while the random candidates have room."""
 
     def lines(count: int) -> int:
         run = Run(table([f"r{number}" for number in range(count)]))
@@ -252,7 +244,6 @@ def test_tenant_of_a_poison_request_is_isolated_behind_other_suspects() -> None:
 
 
 def test_quarantine_rejects_the_waiting_requests_of_a_tenant() -> None:
-    """Requests in flight and those of other tenants are untouched."""
     run = Run(table(["a"]))
     _all_suspected(run, [1, 2], [3, 4])
     run.handle(Connected("a"))
@@ -282,7 +273,6 @@ def test_request_queued_at_a_lost_replica_is_replayed_at_once() -> None:
 
 
 def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> None:
-    """Other requests are dispatched meanwhile."""
     run = Run(table(["a", "b"]))
     for number in (1, 2, 3):
         run.submit(number)
@@ -301,7 +291,7 @@ def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> N
 
 @pytest.mark.parametrize("done", [0, 1])
 def test_first_loss_of_many_computed_together_makes_no_suspects(done: int) -> None:
-    """They are replayed together; the second loss makes suspects, like that of few."""
+    """They are replayed together; the second loss makes suspects."""
     run = Run(table(["a"]))
     numbers = range(8 + done)
     for number in numbers:
@@ -328,7 +318,6 @@ def test_first_loss_of_few_beside_queued_ones_makes_suspects() -> None:
 
 
 def test_request_in_isolation_at_two_losses_is_poison() -> None:
-    """Not before the second loss, and no other request."""
     run = Run(table(["a", "b", "c", "d"]))
     run.submit(1)
     for strike in range(3):
@@ -355,7 +344,7 @@ def test_queue_is_bounded_and_replays_are_not_refused() -> None:
 
 
 def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
-    """Requests wait for one; at their deadline they get 503, not 504."""
+    """At their deadline, requests that wait for a replica get 503, not 504."""
     run = Run(table(["a"], ["b"]))
     run.handle(Lost("b"))
     assert dispatched(run.submit(1, deadline_at=5.0)) == []
@@ -370,7 +359,7 @@ def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
 def test_replica_that_computes_what_was_given_up_gets_work_last(
     how: str, ongoing: int
 ) -> None:
-    """Until it begins another batch, or says that this one has ended."""
+    """It is last until it begins another batch, or reports the end of this one."""
     run = Run(table(["a", "b"], ongoing=ongoing))
     run.submit(1, deadline_at=5.0)
     (busy,) = run.router.locations(1)
@@ -394,7 +383,7 @@ def test_replica_that_computes_what_was_given_up_gets_work_last(
 
 
 def test_request_of_a_removed_model_is_not_replayed() -> None:
-    """It was in flight when the model was removed; nobody could take it any more."""
+    """It was in flight when the model was removed; no other replica can take it."""
     run = Run(table(["a"]))
     run.submit(1)
     run.handle(TableChanged(RoutingTable(2, ("g",), {}, {})))
@@ -406,7 +395,6 @@ def test_request_of_a_removed_model_is_not_replayed() -> None:
 def test_hedged_request_of_a_removed_model_is_not_replayed(
     is_silent_first: bool,
 ) -> None:
-    """It waits for another replica when the one that had it is lost."""
     run = Run(table(["a"]))
     run.submit(1)
     steps: list[Event] = [
@@ -438,7 +426,7 @@ def test_replica_that_is_lost_while_it_drains_makes_nobody_a_suspect(
         ((_, _, _, is_isolated),) = dispatched(run.handle(Lost(at)))
         assert not is_isolated
     run.handle(Answered((1, 4)))
-    # That one is back under its name, and its loss counts again.
+    # The replica is back under its name, and its loss counts again.
     run.handle(TableChanged(table(["a"])))
     run.handle(Connected("a"))
     run.submit(2)
@@ -448,7 +436,6 @@ def test_replica_that_is_lost_while_it_drains_makes_nobody_a_suspect(
 
 
 def test_deadline_ends_a_request_in_flight() -> None:
-    """Its attempt is cancelled."""
     run = Run(table(["a"]))
     run.submit(1, deadline_at=5.0)
     run.now = 5.0
@@ -458,7 +445,6 @@ def test_deadline_ends_a_request_in_flight() -> None:
 
 
 def test_withdrawn_request_is_cancelled_where_it_is() -> None:
-    """The router keeps nothing of it."""
     run = Run(table(["a"], ongoing=1))
     run.submit(1)
     run.submit(2)
@@ -468,7 +454,6 @@ def test_withdrawn_request_is_cancelled_where_it_is() -> None:
 
 
 def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
-    """The first answer counts; the other attempt is cancelled."""
     run = Run(table(["a", "b"]))
     run.submit(1)
     (at,) = run.router.locations(1)
@@ -481,7 +466,6 @@ def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
 
 
 def test_hedged_request_outlives_either_replica() -> None:
-    """The loss of one attempt does not cause a third."""
     run = Run(table(["a", "b"]))
     run.submit(1)
     (at,) = run.router.locations(1)
@@ -495,7 +479,6 @@ def test_hedged_request_outlives_either_replica() -> None:
 def test_request_stuck_at_a_later_stage_is_hedged_through_the_same_first_stage() -> (
     None
 ):
-    """A single replica of stage 0 suffices."""
     run = Run(table(["a"], ["b", "c"]))
     run.submit(1)
     run.handle(begun("a", ((1, 1),), False))
@@ -504,7 +487,6 @@ def test_request_stuck_at_a_later_stage_is_hedged_through_the_same_first_stage()
 
 
 def test_dropped_work_is_sent_again_without_suspicion() -> None:
-    """So is work of a replica that left."""
     run = Run(table(["a", "b"]))
     run.submit(1)
     run.handle(begun(run.router.locations(1)[0], ((1, 1),), False))
@@ -517,7 +499,6 @@ def test_dropped_work_is_sent_again_without_suspicion() -> None:
 
 
 def test_returned_work_is_never_suspected() -> None:
-    """However often it comes back."""
     run = Run(table(["a"], ["b"]))
     run.submit(1)
     for attempt in range(1, 6):
@@ -536,7 +517,6 @@ def test_note_of_a_lost_replica_counts_as_its_loss() -> None:
 
 
 def test_failure_of_the_model_is_the_answer() -> None:
-    """It is not retried."""
     run = Run(table(["a"]))
     run.submit(1)
     actions = run.handle(failed((1, 1), ModelFailedError("no")))
@@ -545,7 +525,7 @@ def test_failure_of_the_model_is_the_answer() -> None:
 
 
 def test_probe_skips_the_queue_and_may_use_a_starting_replica() -> None:
-    """Queued requests may wait for the replica that it makes ready."""
+    """Queued requests may wait for the replica that the probe makes ready."""
     run = Run(table(["a"], ["b"], starting=["a"]))
     assert dispatched(run.submit(1)) == []
     probe = Submitted(number=2, model="m", deadline_at=9.0, via={0: "a"})
@@ -553,7 +533,6 @@ def test_probe_skips_the_queue_and_may_use_a_starting_replica() -> None:
 
 
 def test_new_version_gets_unsent_requests() -> None:
-    """Requests in flight stay with the old version."""
     run = Run(table(["a"], ongoing=1))
     run.submit(1)
     run.submit(2)
@@ -567,7 +546,6 @@ def test_new_version_gets_unsent_requests() -> None:
 
 
 def test_request_for_another_version_is_checked_again() -> None:
-    """Whether it was never sent, or its replica is lost after the update."""
     run = Run(table(["a"], ongoing=1))
     for number in (1, 2, 3, 4):
         job = Submitted(number=number, model="m", deadline_at=100.0, version="1")
@@ -585,7 +563,7 @@ def test_request_for_another_version_is_checked_again() -> None:
 
 
 def test_request_is_not_hedged_by_another_version() -> None:
-    """Its first answer would be that of the new one, under the old one's name."""
+    """The first answer could be the new version's, under the old version's name."""
     run = Run(table(["a", "b"], ongoing=1))
     for number in (1, 2):
         job = Submitted(number=number, model="m", deadline_at=100.0, version="1")
@@ -604,7 +582,7 @@ def test_request_is_not_hedged_by_another_version() -> None:
 
 
 def test_sessions_that_wait_are_not_looked_at_while_all_replicas_are_full() -> None:
-    """Else each answer would cost a look at the whole queue."""
+    """Otherwise each answer would cost a scan of the whole queue."""
     counts = []
     for waiting in (10, 90):
         run = Run(table(["a", "b"], ongoing=1))
@@ -617,7 +595,7 @@ def test_sessions_that_wait_are_not_looked_at_while_all_replicas_are_full() -> N
         assert busy == {"a": 1, "b": 1}
         late = Submitted(number=1000, model="m", deadline_at=100.0, session="late")
         counts.append(lines_of(partial(run.router.handle, late, 0.0)))
-    assert counts[1] < counts[0] + 150  # some are of the queue itself, a list
+    assert counts[1] < counts[0] + 150  # the queue itself is a list
 
 
 # A simulation: whatever the order of events, each request gets one answer.
@@ -638,7 +616,6 @@ class Fleet:
         self.ended: dict[int, list[Action]] = {}
 
     def carry_out(self, actions: list[Action]) -> None:
-        """Carry out the router's actions."""
         for action in actions:
             match action:
                 case Dispatch(replica, (number, attempt), is_isolated):
@@ -651,11 +628,9 @@ class Fleet:
                         self.at[name] = [w for w in works if w[:2] != (number, attempt)]
 
     def handle(self, event: Event) -> None:
-        """Send an event to the router."""
         self.carry_out(self.run.handle(event))
 
     def compute(self, name: str) -> None:
-        """Let a replica compute its oldest work."""
         if not self.at[name] or name not in self.up:
             return
         number, attempt, is_isolated = self.at[name].pop(0)
@@ -689,7 +664,6 @@ class Fleet:
         self.handle(Lost(name))
 
     def revive(self, name: str) -> None:
-        """Bring a replica back, without work."""
         if name not in self.up:
             self.up.add(name)
             self.handle(Connected(name))
@@ -714,10 +688,7 @@ STEPS = st.lists(
 def test_every_request_ends_exactly_once(
     steps: list[tuple[str, str]], quick: frozenset[str]
 ) -> None:
-    """With an answer, unless it was in isolation at two losses.
-
-    Quick replicas announce only what is computed in isolation.
-    """
+    """Quick replicas announce only what they compute in isolation."""
     fleet = Fleet(quick)
     submitted = 0
     for what, name in steps:

@@ -1,9 +1,4 @@
-"""A simulated service that generates text: real gateways' streams and real workers.
-
-Only the edges and the threads are not real: messages arrive in the order of each edge,
-whenever the test wants, and a step is computed at once. Processes are killed, stopped
-(SIGSTOP) and continued. After every step and in every turn the limits are checked.
-"""
+"""Simulated text generation: real streams and workers, simulated edges and threads."""
 
 from __future__ import annotations
 
@@ -56,23 +51,19 @@ FACTS = Generation(
 
 
 def front(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
-    """Return hidden states of tokens that depend on all tokens before."""
     return mixed(rows[:, None].double(), positions, attention)
 
 
 def middle(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
-    """Return hidden states that depend on all of those before."""
     return mixed(rows, positions, attention)
 
 
 def back(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
-    """Return logits that favour one token."""
     chosen = mixed(rows, positions, attention)[wanted, 0].long()
     return torch.nn.functional.one_hot(chosen, WORDS).float()
 
 
 def only(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
-    """Return logits of the only stage that there is."""
     return back(rows[:, None].double(), positions, attention, wanted)
 
 
@@ -85,7 +76,7 @@ def mixed(rows: Any, positions: Any, attention: Any) -> Any:
 
 
 def reference(stages: int, prompt: Sequence[int], count: int) -> list[int]:
-    """Return what the model generates."""
+    """Return the tokens that the model must generate."""
     tokens = list(prompt)
     for _ in range(count):
         rows = tokens
@@ -97,7 +88,7 @@ def reference(stages: int, prompt: Sequence[int], count: int) -> list[int]:
 
 
 class InlineEngine(Engine):
-    """An engine that computes at once, in place of one in a thread."""
+    """Engine that computes at once instead of in a thread."""
 
     def __init__(self, function: Any, is_last: bool, limits: EngineLimits) -> None:
         stage = Stage(load=lambda _: function)
@@ -108,12 +99,10 @@ class InlineEngine(Engine):
         self.compiled: dict[int, Future[None]] = {}
 
     def open(self, start: SequenceStart) -> Future[None] | None:
-        """Let a sequence begin; return its structure, if a test has given it one."""
         super().open(start)
         return self.compiled.get(start.key[1])
 
     async def compute(self, parts: Any, rows: Any, spans: Any = ()) -> Any:
-        """Compute a step; messages may arrive while it is computed."""
         self.rows += len(rows)
         self.steps += 1
         found = self._run(self._chores(), parts, rows, spans)
@@ -124,55 +113,46 @@ class InlineEngine(Engine):
         return found
 
     async def tidy(self) -> None:
-        """Forget what is to be forgotten."""
         self._stage_engine.tidy(self._chores())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values."""
         return self._stage_engine.cache.nbytes
 
 
 @dataclass
 class FakeEdge:
-    """The name of the other end."""
-
     peer: str
 
 
 class FakeOutbox:
-    """One end of an edge; what is put in comes out of the net, or never."""
-
     def __init__(self, net: Net, here: str, peer: str) -> None:
         self._net, self._here, self.edge = net, here, FakeEdge(peer)
         self.is_up = True
 
     def put(self, message: Any, contents: Sequence[Any] = ()) -> None:
-        """Send a message."""
         copied = [{n: t.clone() for n, t in content.items()} for content in contents]
         if self.is_up:
             queue = self._net.queues.setdefault((self._here, self.edge.peer), deque())
             queue.append((message, copied))
 
     def flush(self) -> None:
-        """Do nothing: it was sent."""
+        """Do nothing: ``put`` has sent it."""
 
     def silent_s(self) -> float:
-        """Return the seconds since the peer was stopped, as this process sees it."""
         return self._net.silent_s(self._here, self.edge.peer)
 
 
 class Net:
-    """A service of one model.
+    """Service of one model; each edge keeps its order, the timing is random.
 
     Attributes:
         queues: Messages in flight, by sender and receiver; a function is called.
         lie: Changes a message of some sender on its way; None: it is lost.
-        refused: Messages that were not their sender's to send.
+        refused: Messages that their sender was not authorised to send.
         owners: Processes by name.
         may_fail: Whether steps may fail unexpectedly.
-        probing: Tasks that probe replacements, which are ready only afterwards; None:
-            replacements are ready at once.
+        probing: Tasks that probe replacements; None: replacements are ready at once.
     """
 
     def __init__(
@@ -215,7 +195,6 @@ class Net:
     # Processes.
 
     def start(self, stage: int, state: ReplicaState = ReplicaState.READY) -> str:
-        """Start a replica of the active version, and connect it."""
         self._numbers += 1
         name = f"r{stage}.{self._numbers}"
         is_last = stage == self.stages - 1
@@ -251,7 +230,7 @@ class Net:
         return name
 
     async def probed(self, name: str) -> None:
-        """Probe a replica that starts until it has passed; it is ready afterwards."""
+        """Probe a starting replica until it passes; it is ready afterwards."""
         while name in self.owners:
             try:
                 await self.streams.probe(name, (1, 1, 1, 1), 30.0)
@@ -276,20 +255,18 @@ class Net:
         task.add_done_callback(self.probing.discard)
 
     def _or_postpone(self, call: Callable[[], None]) -> None:
-        """Let the controller do something, once it runs."""
+        """Call this for the controller, once it runs."""
         if CONTROLLER in self._stopped:
             self._postponed.append(call)
         else:
             call()
 
     def drain(self, name: str) -> None:
-        """Let a replica get no new streams, and end once it has none."""
         old = self._replicas[name]
         self._replicas[name] = replace(old, state=ReplicaState.DRAINING)
         self._table_changed()
 
     def draining(self) -> list[str]:
-        """Return the replicas that drain."""
         states = self._replicas.items()
         return sorted(n for n, r in states if r.state is ReplicaState.DRAINING)
 
@@ -300,11 +277,9 @@ class Net:
                 self.kill(name)
 
     def stop(self, name: str) -> None:
-        """Stop a process, or the controller: SIGSTOP."""
         self._stopped.setdefault(name, self.now)
 
     def resume(self, name: str) -> None:
-        """Resume a stopped process: SIGCONT."""
         if self._stopped.pop(name, None) is None:
             return
         self._resumed[name] = self.now
@@ -317,18 +292,16 @@ class Net:
             self.owners[name].table_changed(self.table)
 
     def stopped(self) -> list[str]:
-        """Return the processes that are stopped."""
         return sorted(self._stopped)
 
     def silent_s(self, here: str, peer: str) -> float:
-        """Return for how long a process has not heard of another one."""
+        """Return for how long ``here`` has not heard from ``peer``."""
         since = self._stopped.get(peer)
         if since is None:
             return 0.0
         return self.now - max(since, self._resumed.get(here, 0.0))
 
     def kill(self, name: str) -> None:
-        """Kill a replica; its peers notice one after the other."""
         self.die(name)
         self.forget(name)
 
@@ -343,7 +316,6 @@ class Net:
         self._or_postpone(forget_and_start)
 
     def forget(self, name: str) -> None:
-        """Remove a dead replica from the table."""
         del self._replicas[name]
         self._table_changed()
 
@@ -362,12 +334,11 @@ class Net:
                 queue.append(self._lost(here, name))
 
     def flap(self, one: str, other: str) -> None:
-        """Break the edge of two replicas, and connect them again."""
         self.part(one, other)
         self.connect(one, other)
 
     def part(self, one: str, other: str) -> None:
-        """Break the edge of two replicas."""
+        """Break the edge between two replicas."""
         for here, there in ((one, other), (other, one)):
             queue = self.queues.setdefault((there, here), deque())
             queue.clear()
@@ -375,7 +346,7 @@ class Net:
             queue.append(self._lost(here, there))
 
     def connect(self, one: str, other: str) -> None:
-        """Connect two processes; each notices when it wants."""
+        """Connect two processes; each notices at its own time."""
         for here, there in ((one, other), (other, one)):
             self.queues.setdefault((there, here), deque()).append(self._up(here, there))
 
@@ -412,11 +383,9 @@ class Net:
                 owner.table_changed(self.table)
 
     def alive(self) -> list[str]:
-        """Return the replicas that live."""
         return sorted(self._replicas.keys() & self.owners.keys())
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of replicas that are connected."""
         return sorted(
             (a, b)
             for a, b in self._ends
@@ -425,18 +394,16 @@ class Net:
         )
 
     def worker(self, name: str) -> GenerationWorker:
-        """Return a replica."""
         found: GenerationWorker = self.owners[name]
         return found
 
     def engine(self, name: str) -> InlineEngine:
-        """Return the engine of a replica."""
         return self._engines[name]
 
     # Time.
 
     async def turn(self) -> bool:
-        """Let something happen; return False if nothing could."""
+        """Perform one random event; return False if nothing could happen."""
         self.now += 0.01
         self.check()
         if self.chance.random() < 0.1:
@@ -465,20 +432,18 @@ class Net:
         return min(wakes, default=math.inf) < math.inf or any(self.queues.values())
 
     def _tick(self) -> None:
-        """Let processes that run look at their clocks."""
         for name, owner in self.owners.items():
             if name not in self._stopped:
                 owner.tick()
 
     def check(self) -> None:
-        """Check that every limit holds."""
         for name in self.alive():
             worker, limits = self.worker(name), self._limits
             report = worker.report()
             assert self.engine(name).most_blocks <= limits.blocks
             assert self.may_fail or not report.counts.get("failed_steps", 0)
             probes = sum(s.start.is_probe for s in worker.recovery.table)
-            places = limits.max_num_seqs + probes  # they need none
+            places = limits.max_num_seqs + probes  # probes need none
             assert report.computing <= places or name[1] != "0"
             assert 0.0 <= report.kv_usage <= 1.0
             assert worker.kept_bytes <= self._log_bytes + self._prefix_bytes
@@ -488,7 +453,6 @@ class Net:
             assert streams.router.without_token["m"].count <= most
 
     async def _compute(self, name: str) -> bool:
-        """Let a replica compute a step; messages arrive meanwhile."""
         computing = asyncio.ensure_future(self.worker(name).compute_next())
         await asyncio.sleep(0)
         if not computing.done() and self.chance.random() < 0.5:
@@ -514,11 +478,11 @@ class Net:
             self.flap(pair[0], here)
 
     async def connected(self) -> None:
-        """Let all edges come up."""
+        """Wait until all edges are up."""
         await self.settle(lambda: not any(self.queues.values()))
 
     async def settle(self, is_done: Callable[[], bool], turns: int = 20_000) -> None:
-        """Let things happen until something is so."""
+        """Perform events until ``is_done`` returns True."""
         idle = 0
         for _ in range(turns):
             if is_done():
@@ -530,12 +494,6 @@ class Net:
 
 
 class Client:
-    """A client that reads one stream.
-
-    Attributes:
-        items: Its tokens so far.
-    """
-
     def __init__(
         self,
         net: Net,
@@ -572,7 +530,6 @@ class Client:
                 self.times.append(self._net.now)
 
     def check(self) -> None:
-        """Check that every token is there, once, and right."""
         assert [item.index for item in self.items] == list(range(self.count))
         found = [item.token for item in self.items]
         assert found == reference(self._net.stages, self.prompt, self.count)

@@ -40,7 +40,7 @@ LIMITS = EngineLimits(
 
 
 async def whole(net: Net, *clients: Client) -> None:
-    """Let all streams end, and check them."""
+    """Run until all streams have ended, and check them."""
     await net.settle(lambda: all(c.task.done() for c in clients))
     for client in clients:
         await client.task
@@ -48,12 +48,11 @@ async def whole(net: Net, *clients: Client) -> None:
 
 
 async def have_tokens(net: Net, clients: list[Client]) -> None:
-    """Let every stream get a token."""
     await net.settle(lambda: all(client.items for client in clients))
 
 
 async def freed(net: Net) -> None:
-    """Check that nothing is left of any stream, and that nobody was refused."""
+    """Check that no stream left anything behind, and that no message was refused."""
     assert not net.refused
     await net.settle(lambda: not net.probing)
     for _ in range(250):  # twenty minutes
@@ -68,7 +67,6 @@ async def freed(net: Net) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -> None:
-    """Only that stage recomputes the sequence."""
     net = Net(random.Random(1), [1, 1, 1, 1], LIMITS)
     client = Client(net, [5, 6, 7] * 10, 30)
     await net.settle(lambda: len(client.items) == 12)
@@ -90,7 +88,7 @@ async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -
 async def test_replacement_is_probed_though_streams_that_wait_have_all_memory(
     lost: int,
 ) -> None:
-    """They wait for the replacement, which is ready only once it was probed."""
+    """The streams wait for the replacement, which is ready only after its probe."""
     limits = replace(LIMITS, blocks=24)
     for seed in range(4):
         net = Net(random.Random(seed), [1, 1, 1], limits)
@@ -115,7 +113,7 @@ async def passes(net: Net, seconds: float) -> None:
 
 @pytest.mark.parametrize("away_s", [0.05, 0.3, 0.9])
 async def test_connection_that_comes_back_costs_no_row(away_s: float) -> None:
-    """Every replica has still what the stream needs."""
+    """Every replica still has what the stream needs."""
     net = Net(random.Random(1), [1, 1, 1], LIMITS)
     await net.connected()
     first, middle, _ = net.alive()
@@ -128,11 +126,11 @@ async def test_connection_that_comes_back_costs_no_row(away_s: float) -> None:
     net.connect(first, middle)
     await whole(net, client)
     for name, rows in before.items():
-        assert net.engine(name).rows - rows <= left + 5  # steps that were on their way
+        assert net.engine(name).rows - rows <= left + 5  # steps in flight
 
 
 async def test_streams_go_round_a_connection_that_stays_away() -> None:
-    """One of them finds it; the others begin at another replica."""
+    """One stream discovers it; later ones begin at another replica."""
     net = Net(random.Random(2), [1, 2, 1], LIMITS)
     await net.connected()
     _, middle, _, last = net.alive()
@@ -161,7 +159,7 @@ async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> Non
 
 
 async def test_two_stages_at_once_are_filled_from_further_up() -> None:
-    """The one before both has the log."""
+    """The stage before both has the log."""
     net = Net(random.Random(3), [1, 1, 1, 1], LIMITS)
     client = Client(net, [9, 8] * 8, 24)
     await net.settle(lambda: len(client.items) == 10)
@@ -176,7 +174,7 @@ async def test_two_stages_at_once_are_filled_from_further_up() -> None:
 
 
 async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() -> None:
-    """In no stage; and a replacement is filled although nobody computed it for this."""
+    """A replacement is rebuilt although nobody computed the prefix for this request."""
     net = Net(random.Random(6), [1, 1, 1], LIMITS, prefix_bytes=1 << 20)
     await net.connected()
     shared = list(range(1, 41))
@@ -200,7 +198,7 @@ async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() ->
 
 
 async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None:
-    """In no stage, nor does it push rows of others out of the log."""
+    """It pushes no rows of other sequences out of the log, either."""
     limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(7), [1, 1, 1], limits, prefix_bytes=1 << 20)
     await net.connected()
@@ -225,7 +223,7 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
 
 
 async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
-    """A replacement knows no prompts: all stages compute, once it is their turn."""
+    """A replacement knows no prompts: all stages compute them when it is their turn."""
     limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(8), [1, 1, 1], limits, prefix_bytes=1 << 20)
     await net.connected()
@@ -249,7 +247,7 @@ async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> None:
-    """What a later stage holds may be heard after the stream was returned."""
+    """What a later stage holds may become known after the stream was returned."""
     limits = replace(LIMITS, max_num_batched_tokens=64)
     for seed in range(6):
         net = Net(random.Random(seed), [1, 1, 1], limits)
@@ -287,7 +285,6 @@ async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> N
 async def test_streams_whose_chain_is_whole_notice_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only the others make another attempt."""
     caplog.set_level("INFO", "multiworld.serve")
     net = Net(random.Random(11), [2, 2, 2], LIMITS)
     await net.connected()
@@ -306,7 +303,7 @@ async def test_streams_whose_chain_is_whole_notice_nothing(
 
 
 async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
-    """It is computed once that is done; also if its stages are replaced meanwhile."""
+    """It starts when compilation is done, even if its stages are replaced meanwhile."""
     net = Net(random.Random(9), [1, 1, 1], LIMITS)
     await net.connected()
     made: Future[None] = Future()
@@ -328,7 +325,7 @@ async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
 
 
 async def test_session_prefers_its_replicas_while_these_have_room() -> None:
-    """The same ones at any gateway; the others get what would be too much."""
+    """Every gateway prefers the same ones; others take the excess."""
     chains = {await _chain_of_a_session(seed) for seed in range(6)}
     assert len(chains) == 1
 
@@ -352,7 +349,6 @@ async def _chain_of_a_session(seed: int) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("seed", some(range(20), 5))
 async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
-    """However many replicas die with it at once, one after the other."""
     net = Net(random.Random(seed), [3, 3, 3], LIMITS)
     clients = [Client(net, [5, 6, 7 + n], 20) for n in range(4)]
     await net.settle(lambda: any(len(client.items) > 3 for client in clients))
@@ -368,7 +364,7 @@ async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
 
 
 async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
-    """After two of those; before it was with others, and twice in two seconds."""
+    """Only the last two of its losses happen in isolation."""
     net = Net(random.Random(9), [1, 1], LIMITS)
     await net.connected()
     net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
@@ -399,10 +395,7 @@ async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
 async def test_suspects_that_take_turns_with_a_killer_are_no_poison(
     seed: int, sources: int
 ) -> None:
-    """They have long prompts, and had steps of their own before those that kill.
-
-    Each replica of the first stage lets one run alone; all send to one of the second.
-    """
+    """Each replica of the first stage runs one alone; all send to one of the second."""
     net = Net(random.Random(seed), [sources, 1], LIMITS)
     await net.connected()
     others = [Client(net, [1, 2, 3] * 40, 5) for _ in range(3)]
@@ -464,7 +457,7 @@ async def test_stream_that_kills_in_decoding_is_poison(seed: int) -> None:
 
 
 class Killer:
-    """Loses each replica that computes a step with one of some streams."""
+    """Kills each replica that decodes one of some streams."""
 
     def __init__(self, net: Net, *numbers: int) -> None:
         self._net, self._numbers = net, {*numbers}
@@ -480,7 +473,6 @@ class Killer:
         return None
 
     async def whole(self, clients: list[Client]) -> None:
-        """Replace what is lost until all streams have ended."""
         while not all(client.task.done() for client in clients):
             await self._net.turn()
             await asyncio.sleep(0)
@@ -501,7 +493,6 @@ CROWD = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=128, blocks=2000
 async def test_poison_of_a_crowd_is_found_within_some_losses(
     seed: int, replicas: list[int], losses: int
 ) -> None:
-    """Only that stream ends; the others have all their tokens."""
     net = Net(random.Random(seed), replicas, CROWD)
     await net.connected()
     clients = [Client(net, [1, 2, 3 + n], 60) for n in range(64)]
@@ -519,7 +510,6 @@ async def test_poison_of_a_crowd_is_found_within_some_losses(
 
 @pytest.mark.parametrize("seed", some(range(6), 2))
 async def test_two_poison_streams_of_a_crowd_are_found(seed: int) -> None:
-    """Wherever they are; no other stream ends."""
     net = Net(random.Random(seed), [1, 1], CROWD)
     await net.connected()
     clients = [Client(net, [1, 2, 3 + n], 60) for n in range(32)]
@@ -550,7 +540,7 @@ async def work_of(losses: int, streams: int, seed: int) -> tuple[list[int], list
         net.replace(lost)
         (fresh,) = {*net.alive()} - known
         engines[fresh] = net.engine(fresh)
-        until = net.now + 2.5  # the next loss counts
+        until = net.now + 2.5  # so that the next loss counts
         before = [len(client.items) for client in clients]
         while net.now < until:
             await net.turn()
@@ -572,7 +562,7 @@ async def work_of(losses: int, streams: int, seed: int) -> tuple[list[int], list
 async def test_crowd_that_loses_replicas_by_chance_computes_little_again(
     seed: int, losses: int
 ) -> None:
-    """At most what the lost stages held, and some steps for each split."""
+    """Only what the lost stages held is recomputed, plus some steps for each split."""
     streams = 32
     rows, steps = await work_of(0, streams, seed)
     more_rows, more_steps = await work_of(losses, streams, seed)
@@ -585,7 +575,6 @@ async def test_crowd_that_loses_replicas_by_chance_computes_little_again(
 
 @pytest.mark.parametrize("seed", some(range(10), 4))
 async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) -> None:
-    """They die at once, or one after the other; nothing is computed alone."""
     net = Net(random.Random(seed), [2, 2, 2], LIMITS)
     await net.connected()
     clients = [Client(net, [5, 6, 7 + n] * 4, 30) for n in range(16)]
@@ -600,7 +589,7 @@ async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) ->
     net.lie = watch
     chains = [s.chain for s in net.streams.router.streams.values() if s.chain]
     gone = net.chance.choice(chains)[:2]
-    net.stop(CONTROLLER)  # it hears of it later than the gateway
+    net.stop(CONTROLLER)  # it learns of the losses later than the gateway
     for name in gone:
         net.replace(name)
         for _ in range(net.chance.choice([0, 40])):
@@ -613,7 +602,7 @@ async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) ->
 
 
 async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
-    """The stage after it gave the stream back, which is computed elsewhere by now."""
+    """A later stage returned the stream, which runs elsewhere by now."""
     net = Net(random.Random(2), [2, 1], LIMITS)
     await net.connected()
     net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
@@ -634,7 +623,7 @@ async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
 
 
 async def test_suspect_and_the_others_take_turns() -> None:
-    """A long prompt that is computed alone lets the others have a token in between."""
+    """A long prompt that runs alone lets the others have a token in between."""
     net = Net(random.Random(4), [1, 1], LIMITS)
     await net.connected()
     others = [Client(net, [5, n], 60) for n in range(3)]
@@ -666,7 +655,7 @@ async def test_suspect_and_the_others_take_turns() -> None:
 async def test_replica_holds_no_more_than_its_memory_when_another_is_gone(
     seed: int, count: int
 ) -> None:
-    """All streams come to the survivor; after every step the limit is checked."""
+    """The net checks the limit after every step."""
     limits = replace(LIMITS, blocks=60)
     net = Net(random.Random(seed), [2, 2, count], limits, gateways=2)
     await net.connected()
@@ -679,7 +668,7 @@ async def test_replica_holds_no_more_than_its_memory_when_another_is_gone(
     if seed % 2:
         net.drain(name)
     else:
-        net.die(name)  # the table says so later
+        net.die(name)  # the table changes later
         for _ in range(500):
             await net.turn()
         net.forget(name)
@@ -697,7 +686,7 @@ async def test_replica_holds_no_more_than_its_memory_when_another_is_gone(
 async def test_gateway_that_reads_nothing_until_all_is_computed_loses_nothing(
     seed: int, stages: int
 ) -> None:
-    """Though a replica is lost then, and its streams begin again before their end."""
+    """A replica is lost meanwhile, so streams start over before their end."""
     net = Net(random.Random(seed), [2] * stages, LIMITS)
     await net.connected()
     clients = [Client(net, [5, 6, 7 + n], 12) for n in range(6)]
@@ -715,7 +704,7 @@ async def test_gateway_that_reads_nothing_until_all_is_computed_loses_nothing(
 
 @pytest.mark.parametrize("seed", some(range(10), 4))
 async def test_pause_of_a_gateway_replays_nothing(seed: int) -> None:
-    """It finds what arrived meanwhile, and takes nobody for silent."""
+    """It reads what arrived meanwhile, and considers no peer silent."""
     net = Net(random.Random(seed), [2, 2, 2], LIMITS, gateways=2)
     await net.connected()
     clients = [
@@ -736,7 +725,7 @@ async def test_pause_of_a_gateway_replays_nothing(seed: int) -> None:
 
 
 async def test_gateway_to_which_all_replicas_are_silent_replays_nothing() -> None:
-    """There is no other one to replay on, and it may be the gateway that is cut off."""
+    """There is no other replica, and the gateway itself may be cut off."""
     net = Net(random.Random(3), [2, 2], LIMITS)
     await net.connected()
     clients = [Client(net, [5, 6, 7 + n], 30) for n in range(8)]
@@ -755,7 +744,6 @@ async def test_gateway_to_which_all_replicas_are_silent_replays_nothing() -> Non
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_streams_of_a_stopped_replica_continue_with_another(stage: int) -> None:
-    """When it continues, it does not disturb them."""
     net = Net(random.Random(stage), [2, 2, 2], LIMITS)
     await net.connected()
     clients = [Client(net, [5, 6, 7 + n], 40) for n in range(6)]
@@ -770,7 +758,7 @@ async def test_streams_of_a_stopped_replica_continue_with_another(stage: int) ->
 
 
 async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> None:
-    """Those that keep the stream for the replacement are notified."""
+    """Replicas that keep its state for the replacement are notified."""
     net = Net(random.Random(4), [1, 1, 1], LIMITS)
     client = Client(net, [1, 2, 3], 50)
     await net.settle(lambda: len(client.items) == 5)
@@ -786,7 +774,6 @@ async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> N
 async def test_streams_of_a_drained_stage_continue_while_another_is_prepared(
     left: int,
 ) -> None:
-    """Nobody else computes a token again, and no attempt is made anew."""
     # While there are two first stages, each may have half of the blocks.
     limits = replace(LIMITS, blocks=2 * LIMITS.blocks)
     net = Net(random.Random(left), [1, 1, 1], limits)
@@ -812,7 +799,6 @@ async def test_streams_of_a_drained_stage_continue_while_another_is_prepared(
 
 
 async def test_streams_continue_with_a_new_version_of_the_same_weights() -> None:
-    """All stages are prepared, from the tokens."""
     net = Net(random.Random(5), [1, 1, 1], LIMITS)
     await net.connected()
     client = Client(net, [3, 1] * 40, 50)
@@ -829,7 +815,7 @@ async def test_streams_continue_with_a_new_version_of_the_same_weights() -> None
 async def test_loss_in_an_update_to_other_weights_leaves_streams_their_version() -> (
     None
 ):
-    """They continue on the replicas that drain, as long as there are any."""
+    """They continue on draining replicas while there are any."""
     net = Net(random.Random(5), [1, 2, 1], LIMITS)
     await net.connected()
     clients = [Client(net, [3, number] * 10, 40) for number in range(2)]
@@ -846,7 +832,6 @@ async def test_loss_in_an_update_to_other_weights_leaves_streams_their_version()
 
 
 async def test_new_replica_takes_its_share_of_the_streams() -> None:
-    """They are moved one after the other, until both have about as many."""
     net = Net(random.Random(6), [1, 1, 1], LIMITS)
     await net.connected()
     clients = [Client(net, [number] * 10, 90) for number in range(1, 7)]
@@ -863,7 +848,7 @@ async def test_new_replica_takes_its_share_of_the_streams() -> None:
 async def test_stream_without_a_log_moves_around_what_cannot_fill_its_neighbour(
     seed: int,
 ) -> None:
-    """Other replicas of the stages before take their places, up to the tokens."""
+    """Other replicas of the stages before take their places, back to the tokens."""
     limits = replace(LIMITS, blocks=2 * LIMITS.blocks)
     net = Net(random.Random(seed), [2, 2, 2], limits, log_bytes=0)
     await net.connected()
@@ -899,12 +884,11 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 @pytest.mark.timeout(240)
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32))
-@example(212906137)  # a text begins with a part of a known block
+@example(212906137)  # a prompt begins with a part of a cached block
 @example(2025488)  # a replica of stage 0 has no room for what is prepared there
 @example(597)  # a probe is longer than a step
 @example(5263954)  # the only one that runs is preempted, and another is prepared
 def test_streams_survive_whatever_happens(seed: int) -> None:
-    """Kills, broken edges, scaling, little memory, dropped logs, clients that leave."""
     asyncio.run(survive(random.Random(seed)))
 
 
@@ -913,12 +897,11 @@ def test_streams_survive_whatever_happens(seed: int) -> None:
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**32))
 def test_streams_survive_whatever_happens_for_long(seed: int) -> None:
-    """The same, more often."""
     asyncio.run(survive(random.Random(seed)))
 
 
 async def survive(chance: random.Random) -> None:
-    """Let streams go through faults, and check them."""
+    """Run streams through losses, broken edges, scaling and clients that leave."""
     stages = chance.randint(2, 4)
     replicas = [chance.randint(1, 2) for _ in range(stages)]
     limits = EngineLimits(
@@ -988,7 +971,7 @@ async def survive(chance: random.Random) -> None:
 
 
 def update(net: Net) -> None:
-    """Start another version with the same weights; the first one drains."""
+    """Start version 2 of every stage; version 1 drains."""
     old, net.version = set(net.alive()) - set(net.draining()), "2"
     for stage in range(net.stages):
         net.start(stage)
@@ -997,8 +980,10 @@ def update(net: Net) -> None:
 
 
 async def moved_on(net: Net, clients: list[Client]) -> None:
-    """Let every stream get a token, and those that run alone enough to be cleared:
-    those that kill one lone replica after another are poison."""
+    """Wait until every stream progressed and none runs alone.
+
+    A stream that loses one lone replica after another counts as poison.
+    """
     made = [len(client.items) for client in clients]
 
     def has_moved() -> bool:

@@ -1,4 +1,4 @@
-"""The choice of chains: even loads, and steps that are split as little as possible."""
+"""Chain selection: even loads, and steps that are split as little as possible."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ from multiworld.serve.wire.routing_table import (
 
 
 def table_of(*counts: int, version: str = "1", weights: str = "w") -> RoutingTable:
-    """Return a table with some replicas of each stage."""
     replicas = {
         name: Replica(name, "m", version, k, ReplicaState.READY, weights=weights)
         for k, count in enumerate(counts)
@@ -51,12 +50,11 @@ def table_of(*counts: int, version: str = "1", weights: str = "w") -> RoutingTab
 
 
 def stream(number: int = 0) -> Stream:
-    """Return a stream."""
     return Stream(number, "m", "1", [1], 1, Sampling(), 1e9, {}, NO_LIMITS, 0.0)
 
 
 def chains(table: RoutingTable) -> ChainSelection:
-    """Return the choice of a gateway that is connected to all."""
+    """Return the chain selection of a gateway that is connected to all replicas."""
     made = ChainSelection(ReplicaView(), random.Random(0).random)
     for name in table.replicas:
         made.view.connect(name)
@@ -65,13 +63,11 @@ def chains(table: RoutingTable) -> ChainSelection:
 
 
 def use(made: ChainSelection, table: RoutingTable, now: float) -> None:
-    """Use another routing table."""
     made.view.table_changed(table)
     made.table_changed(now)
 
 
 def placed(made: ChainSelection, count: int) -> list[Stream]:
-    """Place streams."""
     found = []
     for number in range(count):
         one = stream(number)
@@ -85,7 +81,6 @@ def placed(made: ChainSelection, count: int) -> list[Stream]:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_even_fleet_becomes_separate_pipelines(size: int) -> None:
-    """Each replica has steps of one scheduler, and all have as many streams."""
     made = chains(table_of(size, size, size))
     schedulers = defaultdict(set)
     for one in placed(made, 4 * size):
@@ -96,7 +91,6 @@ def test_even_fleet_becomes_separate_pipelines(size: int) -> None:
 
 
 def test_uneven_fleet_is_loaded_evenly_within_a_few_streams() -> None:
-    """However its replicas are shared."""
     made = chains(table_of(2, 3, 1))
     placed(made, 60)
     for k, count in enumerate((2, 3, 1)):
@@ -106,7 +100,6 @@ def test_uneven_fleet_is_loaded_evenly_within_a_few_streams() -> None:
 
 
 def test_streams_that_leave_are_forgotten() -> None:
-    """And so are the replicas that send their steps."""
     made = chains(table_of(2, 2))
     for one in placed(made, 9):
         made.leave(one.chain)
@@ -115,7 +108,6 @@ def test_streams_that_leave_are_forgotten() -> None:
 
 
 def test_draining_replica_is_replaced_in_the_chain() -> None:
-    """The others stay; without another replica there is no other chain."""
     table = table_of(2, 2)
     made = chains(table)
     (one,) = placed(made, 1)
@@ -133,7 +125,6 @@ def test_draining_replica_is_replaced_in_the_chain() -> None:
 
 
 def test_stream_of_a_removed_model_ends_where_it_is() -> None:
-    """Its replicas drain, and the table has no route to others."""
     table = table_of(1, 1)
     made = chains(table)
     (one,) = placed(made, 1)
@@ -167,7 +158,6 @@ def test_another_version_is_taken_if_it_has_the_same_weights(
 
 
 def test_new_replica_takes_streams_for_a_while() -> None:
-    """Half of the difference, until it is not new any more."""
     table = table_of(1, 1)
     made = chains(table)
     placed(made, 6)
@@ -181,7 +171,6 @@ def test_new_replica_takes_streams_for_a_while() -> None:
 
 
 def test_surplus_is_half_of_a_large_difference() -> None:
-    """Small ones are left."""
     assert [surplus_of(*loads) for loads in ((2, 0), (3, 1), (5, 3), (8, 1))] == [
         1,
         1,
@@ -191,7 +180,7 @@ def test_surplus_is_half_of_a_large_difference() -> None:
 
 
 def test_step_takes_the_oldest_and_those_of_its_route() -> None:
-    """Nobody waits for ever."""
+    """No sequence waits for ever."""
     routes = ("a", "b", "b", "a")
     ready = [
         ScheduledSequence(("g", n, 0), [1], route=("first", route), last_step=9 - n % 3)
@@ -202,7 +191,6 @@ def test_step_takes_the_oldest_and_those_of_its_route() -> None:
 
 
 def test_all_replicas_have_steps_to_compute() -> None:
-    """Those of a stage with many replicas, too."""
     assert steps_for([1, 1, 1]) == 3
     assert steps_for([2, 4, 3]) == 5
     assert steps_for([4, 2, 0]) == 3
@@ -219,7 +207,6 @@ def test_all_replicas_have_steps_to_compute() -> None:
 
 
 def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
-    """However busy; without one it continues elsewhere."""
     table = table_of(4)
     for name in ("v1.0.0", "v1.0.1"):
         table.replicas[name] = replace(table.replicas[name], fingerprint="a")
@@ -263,7 +250,7 @@ def test_stream_never_changes_the_noise_of_its_tokens() -> None:
 def test_known_prefix_outweighs_as_much_load_as_it_saves(
     tokens: int, busier: int, is_taken: bool
 ) -> None:
-    """A stream more for each 128 tokens; beyond that the others are better."""
+    """128 cached tokens outweigh one more stream."""
     made = chains(table_of(3))
     before, after = stream(1), stream(2)
     for one in (before, after):
@@ -280,7 +267,7 @@ def test_known_prefix_outweighs_as_much_load_as_it_saves(
 
 @pytest.mark.parametrize("wait_s", [0.4, 0.6])
 def test_limits_of_the_first_token_and_between_tokens_are_apart(wait_s: float) -> None:
-    """Each counts from the last event; the whole has the deadline."""
+    """Each counts from the last event; the deadline covers the whole stream."""
     one = stream()
     one.limits, one.deadline_at = TimeLimits(0.5, 0.5), 10.0
     assert bool(one.late(wait_s)) == (wait_s > 0.5)

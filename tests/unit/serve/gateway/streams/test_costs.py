@@ -1,4 +1,4 @@
-"""The cost of one event at a gateway does not grow with the number of its streams."""
+"""The cost of an event at a gateway, whatever its number of streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ TICK = Ticked(frozenset(), 0.0)
 
 
 def table_of(*counts: int, draining: str = "") -> RoutingTable:
-    """Return a table with some replicas of each stage."""
     states = {draining: ReplicaState.DRAINING}
     replicas = {
         name: Replica(name, "m", "1", k, states.get(name, ReplicaState.READY))
@@ -54,8 +53,6 @@ def table_of(*counts: int, draining: str = "") -> RoutingTable:
 
 
 class Bench:
-    """A router with streams, and shorthands."""
-
     def __init__(self, *counts: int, streams: int = 0) -> None:
         self.router = StreamRouter("g", random.Random(0).random)
         self.now = 0.0
@@ -104,7 +101,6 @@ def work_beside(streams: int) -> list[int]:
 
 
 def test_work_for_an_event_does_not_grow_with_the_streams() -> None:
-    """A token, an end, an arrival or a tick."""
     assert work_beside(1000) == work_beside(10)
 
 
@@ -125,7 +121,6 @@ def work_while_they_wait(streams: int) -> list[int]:
 
 
 def test_work_for_a_tick_does_not_grow_with_the_streams_that_wait() -> None:
-    """Whether replicas keep parts of them or not."""
     assert work_while_they_wait(1000) == work_while_they_wait(10)
 
 
@@ -138,20 +133,17 @@ def work_for_an_arrival(replicas: int, session: str) -> int:
 
 @pytest.mark.parametrize("session", ["", "a"])
 def test_work_for_an_arrival_does_not_grow_with_the_replicas(session: str) -> None:
-    """Whether it belongs to a session or not."""
     few, many = (work_for_an_arrival(n, session) for n in (100, 1000))
     assert many < few + 10  # which replica is drawn takes a line or two
 
 
 def test_streams_are_spread_evenly_over_many_replicas() -> None:
-    """Though not all of them are compared."""
     with recorded(stream_router, ChainSelection) as made:
         Bench(300, 300, streams=900)
     assert set(made[0].load.values()) <= {2, 3, 4, 5}
 
 
 def test_streams_go_to_their_prefix_and_their_home_among_many_replicas() -> None:
-    """Where these are not among those that are drawn."""
     bench = Bench(300, 300)
     for number in range(0, 40, 2):
         prefixes = [bytes([number])]
@@ -186,12 +178,11 @@ def choices_while_draining(streams: int, monkeypatch: pytest.MonkeyPatch) -> int
 def test_one_chain_is_looked_for_while_a_replica_cannot_be_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the number of its streams."""
     assert choices_while_draining(500, monkeypatch) == 1
 
 
 def test_loads_of_replicas_that_are_gone_are_forgotten() -> None:
-    """Names are not used again."""
+    """Replica names are never used again."""
     with recorded(stream_router, ChainSelection) as made:
         bench = Bench(3, 3, streams=9)
     for number in range(9):
@@ -202,7 +193,7 @@ def test_loads_of_replicas_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_streams_are_late_when_a_look_at_all_finds_them_late(seed: int) -> None:
-    """After tokens and pauses of the process, with any limits."""
+    """The router finds the same late streams as a scan of all, with any limits."""
     chance = random.Random(seed)
     bench = Bench(1, 1)
     resumed_at, number = 0.0, 0

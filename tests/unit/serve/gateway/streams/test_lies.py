@@ -1,4 +1,4 @@
-"""Members of a service that send what is not true, or not theirs to send."""
+"""False and unauthorised messages between the processes of a service."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ async def begun(chance: int, replicas: list[int], count: int = 3) -> tuple[Net, 
 
 
 async def whole(net: Net, clients: list[Client]) -> None:
-    """Let streams end, and check them."""
     await net.settle(lambda: all(client.task.done() for client in clients))
     for client in clients:
         await client.task
@@ -67,7 +66,7 @@ async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) 
 
 @pytest.mark.parametrize("kind", [messages.StepDone, messages.Step])
 async def test_step_that_never_comes_back_is_given_up(kind: type) -> None:
-    """A few are lost on their way, without a loss of the connection."""
+    """Some messages are lost although the connection is not."""
     net, clients = await begun(3, [1, 2, 1], 4)
     left = [3]
 
@@ -91,7 +90,7 @@ LIES: dict[str, Callable[[Key], Any]] = {
 
 @pytest.mark.parametrize("what", LIES)
 async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
-    """Another replica of the same stage has no say; its edge is closed."""
+    """A message of another replica of the same stage closes its edge."""
     net, clients = await begun(5, [2, 1, 2], 3)
     stream = net.streams.router.streams[1]
     place = 0 if what == "alone" else 2
@@ -104,7 +103,6 @@ async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
 
 
 async def test_tokens_of_another_gateways_stream_are_not_ours() -> None:
-    """And none comes after the last one."""
     net, clients = await begun(5, [1, 1])
     stream = net.streams.router.streams[1]
     (last,) = [n for n in net.alive() if n.startswith("r1.")]
@@ -153,7 +151,7 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
 
 @pytest.mark.parametrize("what", TO_WORKERS)
 async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
-    """Everybody else's edge is closed, and the completions are right."""
+    """Messages that their sender is not authorised to send close its edge."""
     net, clients = await begun(7, [1, 1, 1])
     sender, receiver, make = TO_WORKERS[what]
     stream = net.streams.router.streams[1]
@@ -199,14 +197,13 @@ async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> N
     ids=str,
 )
 def test_numbers_that_cannot_be_are_refused_as_they_arrive(message: Any) -> None:
-    """No process has to live with them."""
     with pytest.raises(MessageError):
         unpack(packed(message))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 def test_share_without_weight_is_refused(weight: float) -> None:
-    """It would be divided by."""
+    """Costs are divided by the weight."""
     share = Share("t", weight)
     start = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling(), share)
     with pytest.raises(MessageError):
@@ -229,7 +226,6 @@ def test_share_without_weight_is_refused(weight: float) -> None:
     ids=str,
 )
 async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -> None:
-    """Nothing of it is left."""
     net, clients = await begun(7, [1, 1, 1])
     given = {
         "key": (GATEWAY, 9, 0),
@@ -252,5 +248,4 @@ async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -
 
 
 def packed(message: Any) -> torch.Tensor:
-    """Return a frame with one message."""
     return lay_out([(message, [])]).pack()

@@ -1,4 +1,4 @@
-"""Streams within their objectives, and those that are late or refused."""
+"""SLO attainment of streams, and streams that are late or refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMITS = EngineLimits(
 async def test_stream_attains_its_objectives_or_not(
     ttft_s: float | None, tpot_s: float | None, attained: int
 ) -> None:
-    """The first token, and the mean of the others."""
+    """Objectives cover the first token, and the mean time of the others."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     await net.connected()
     route = replace(net.table.routes["m"], ttft_s=ttft_s, tpot_s=tpot_s)
@@ -50,7 +50,7 @@ async def test_stream_attains_its_objectives_or_not(
 
 
 async def test_tenant_that_fills_the_queue_leaves_room_for_others() -> None:
-    """As much again, which they share."""
+    """The others share as much room again."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():
         net.kill(name)
@@ -74,7 +74,7 @@ async def test_tenant_that_fills_the_queue_leaves_room_for_others() -> None:
 
 
 async def test_request_of_many_completions_needs_room_for_all() -> None:
-    """It is refused before any of them begins; for good, if there never is."""
+    """If even an empty queue has no room for all, the request is invalid."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():
         net.kill(name)
@@ -92,7 +92,7 @@ async def test_request_of_many_completions_needs_room_for_all() -> None:
 
 
 async def test_streams_of_a_model_that_is_removed_end() -> None:
-    """Those that wait, and those that lose a replica."""
+    """Waiting streams end at once, running ones when they lose a replica."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     await net.connected()
     running = Client(net, [1, 2], 50)
@@ -120,7 +120,7 @@ async def test_streams_of_a_model_that_is_removed_end() -> None:
 
 
 def test_messages_about_many_streams_are_few() -> None:
-    """Those that follow each other to a replica, in their order."""
+    """Consecutive messages of one kind to a replica are merged."""
     keys = [("g", number, 0) for number in range(100)]
     given: list[Action] = []
     for key in keys:
@@ -139,7 +139,7 @@ def test_messages_about_many_streams_are_few() -> None:
 
 
 async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
-    """One that leaves in time has neither attained nor missed."""
+    """A client that leaves in time has neither attained nor missed."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():
         net.kill(name)
@@ -163,7 +163,7 @@ async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
 
 
 async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -> None:
-    """So that requests that arrive together cannot all find the last place."""
+    """Otherwise requests that arrive together could all find the last place."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():
         net.kill(name)
@@ -187,7 +187,6 @@ async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -
 
 
 async def test_stream_that_no_replica_could_begin_says_so() -> None:
-    """At its deadline, with the stage that had none, and when to retry."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     await net.connected()
     lost = next(name for name in net.alive() if name.startswith("r1"))

@@ -1,4 +1,4 @@
-"""A new replica relieves the busiest one of its stage, of streams that may go there."""
+"""A new replica that relieves the busiest one of its stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TICK = Ticked(frozenset(), 0.0)
 
 
 class Bench:
-    """Four streams at a replica of kind ``a``, to which another one is added."""
+    """Four streams at a replica with fingerprint ``a``, and a new replica."""
 
     def __init__(self, kind: str, *, has_tokens: bool) -> None:
         self.router = StreamRouter("g", random.Random(0).random)
@@ -61,7 +61,6 @@ class Bench:
         self.add("new", kind)
 
     def add(self, name: str, kind: str) -> None:
-        """Add a replica to the table, and connect it."""
         known = dict(self.router.view.table.replicas)
         known[name] = Replica(name, "m", "1", 0, ReplicaState.READY, kind)
         route = Route("1", {"1": 1}, 10**6, generates=True)
@@ -73,7 +72,6 @@ class Bench:
         return self.router.handle(event, self.now)
 
     def sent(self, kind: type[Any], seconds: int = 1) -> list[str]:
-        """Return the replicas that get messages of a kind, in some ticks."""
         found = []
         for _ in range(seconds):
             actions = self.handle(TICK)
@@ -90,7 +88,7 @@ def test_running_stream_moves_to_a_new_replica_of_its_kind_only() -> None:
 
 
 def test_stream_without_a_token_starts_over_at_the_new_replica_or_stays() -> None:
-    """The busy one, which it prefers for its prompt, would compute it all again."""
+    """The busy one, which has its prefix, would compute it all again."""
     bench = Bench("a", has_tokens=False)
     assert bench.sent(BeginSequences, 20) == ["new", "new"]
     at = sorted(stream.chain for stream in bench.router.streams.values())
@@ -99,7 +97,7 @@ def test_stream_without_a_token_starts_over_at_the_new_replica_or_stays() -> Non
 
 
 def test_stream_that_the_new_replica_gave_back_does_not_go_there_again() -> None:
-    """It may be the only one that cannot compute it."""
+    """That replica may be the only one that cannot compute it."""
     bench = Bench("a", has_tokens=False)
     assert bench.sent(BeginSequences, 20) == ["new", "new"]
     there = [s for s in bench.router.streams.values() if s.chain == ("new",)]
@@ -111,7 +109,7 @@ def test_stream_that_the_new_replica_gave_back_does_not_go_there_again() -> None
 
 
 def test_stream_with_a_replica_that_is_gone_is_not_moved() -> None:
-    """It begins anew where all replicas of its chain are known."""
+    """It starts over where all replicas of its chain are known."""
     bench = Bench("a", has_tokens=True)
     table = bench.router.view.table
     left = {n: r for n, r in table.replicas.items() if n == "new"}

@@ -1,4 +1,4 @@
-"""Streams that a replica gives back."""
+"""Streams that a replica returns."""
 
 from __future__ import annotations
 

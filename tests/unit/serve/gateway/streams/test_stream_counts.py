@@ -1,4 +1,4 @@
-"""Counts of streams."""
+"""Counts of streams, and of their times and tokens."""
 
 from __future__ import annotations
 
