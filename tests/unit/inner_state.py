@@ -1,7 +1,4 @@
-"""What must be empty or agree inside of objects that tests use.
-
-The one file of tests that looks at private state: nothing but a test asks for it.
-"""
+"""Checks of private state for tests; no other test file looks at it."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 
 
 def check_router(router: Router) -> None:
-    """Check that every request is at one place, which its replica knows."""
+    """Check that every request waits, or is held by the replica of each attempt."""
     requests, held_by = router._requests, router._held
     for number, request in requests.items():
         assert request.is_waiting or request.attempts, f"{number} is nowhere"
@@ -36,7 +33,7 @@ def check_router(router: Router) -> None:
 
 
 def leaks_of(worker: Any) -> dict[str, int]:
-    """Return what is in use, by kind; all of it must be gone with the sequences."""
+    """Return what the worker still holds, by kind; empty if nothing leaks."""
     match worker:
         case EngineSequences():
             found = {
@@ -62,12 +59,12 @@ def leaks_of(worker: Any) -> dict[str, int]:
 
 
 def is_clean(inbound: Inbound) -> bool:
-    """Return whether every message that has begun is complete."""
+    """Return whether no message is partially received."""
     return inbound._start == inbound._end and inbound._arrival is None
 
 
 def held_bytes(mailbox: Mailbox) -> int:
-    """Return the bytes of held messages, with ``MESSAGE_BYTES`` for each."""
+    """Return the bytes of held messages, including ``MESSAGE_BYTES`` for each."""
     return sum(mailbox._held.values())
 
 
@@ -76,5 +73,5 @@ def world_count(registry: Registry) -> int:
 
 
 def apart_count(totals: Totals) -> int:
-    """Return the number of processes whose counts are kept apart."""
+    """Return the number of processes whose counts are kept separately."""
     return len(totals._latest)

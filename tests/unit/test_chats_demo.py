@@ -15,25 +15,21 @@ PROMPT = [50, 60, 70]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a decoder with random weights."""
     return save_decoder(tmp_path_factory.mktemp("decoder"))
 
 
 def verdict_of(folder: Path, tokens: list[int], error: str = "") -> Verdict:
-    """Return the verdict on one chat."""
     chat = Chat(0, "?", prompt=PROMPT, tokens=tokens, error=error)
     return check(folder, [chat], lambda done: None)
 
 
 def test_chat_of_the_undisturbed_model_is_equal_to_it(folder: Path) -> None:
-    """Every token."""
     tokens = greedy(folder, PROMPT, 20)
     assert verdict_of(folder, tokens) == Verdict(wrong=0, equal=1, broken=())
 
 
 @pytest.mark.parametrize("place", [0, 10, 19])
 def test_token_that_is_another_one_is_found(folder: Path, place: int) -> None:
-    """Wherever it is."""
     tokens = greedy(folder, PROMPT, 20)
     tokens[place] = (tokens[place] + 1) % 300
     found = verdict_of(folder, tokens)
@@ -43,7 +39,7 @@ def test_token_that_is_another_one_is_found(folder: Path, place: int) -> None:
 
 @pytest.mark.parametrize("change", ["repeated", "missing"])
 def test_token_that_came_twice_or_never_is_found(folder: Path, change: str) -> None:
-    """The others do not follow from what is before them."""
+    """The tokens after it do not follow from what is before them."""
     tokens = greedy(folder, PROMPT, 20)
     at = next(n for n in range(5, 19) if tokens[n] != tokens[n + 1])
     if change == "repeated":
@@ -55,7 +51,6 @@ def test_token_that_came_twice_or_never_is_found(folder: Path, change: str) -> N
 
 
 def test_chat_that_was_cut_is_reported(folder: Path) -> None:
-    """However right its tokens are."""
     found = verdict_of(folder, greedy(folder, PROMPT, 20), "the stream was cut")
     assert found.equal == 0
     assert found.broken == ("chat 0: the stream was cut",)

@@ -1,4 +1,4 @@
-"""WorldConfig refuses what cannot work."""
+"""Checks of the fields of ``WorldConfig``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from multiworld import ConfigError, WorldConfig
     ],
 )
 def test_config_when_value_is_bad_then_names_the_field(field: str, value: Any) -> None:
-    """The error carries field and rule."""
     with pytest.raises(ConfigError, match=field) as caught:
         WorldConfig(**{field: value})
     assert caught.value.field == field
@@ -42,7 +41,7 @@ def test_config_when_value_is_bad_then_names_the_field(field: str, value: Any) -
 
 
 def test_replace_checks_again() -> None:
-    """A copy is no way around the rules."""
+    """A copy must not bypass the checks."""
     assert WorldConfig().replace(silence_s=5).silence_s == 5
     with pytest.raises(ConfigError):
         WorldConfig().replace(silence_s=0)

@@ -1,4 +1,4 @@
-"""Waits of the demos: they last as long as anything changes."""
+"""Waits of the demos, which last as long as anything changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from multiworld.demo.chats import story
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scale the times down."""
     monkeypatch.setattr(story, "POLL_S", 0.001)
     monkeypatch.setattr(story, "STILL_S", 0.2)
     monkeypatch.setattr(story, "TELL_S", 0.05)
@@ -29,7 +28,7 @@ def after(polls: int) -> Callable[[], Awaitable[str | None]]:
 
 
 async def test_wait_lasts_as_long_as_something_changes() -> None:
-    """It outlasts ``STILL_S``, and says now and then what it waits for."""
+    """400 polls take longer than ``STILL_S``."""
     changes, told = itertools.count(), []
     probe = after(400)
     found = await story.until(probe, lambda: next(changes), lambda: told.append(1))
@@ -38,6 +37,5 @@ async def test_wait_lasts_as_long_as_something_changes() -> None:
 
 
 async def test_wait_fails_when_nothing_changes() -> None:
-    """After ``STILL_S``."""
     with pytest.raises(TimeoutError):
         await story.until(after(10**6), lambda: 0, lambda: None)

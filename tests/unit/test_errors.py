@@ -51,7 +51,7 @@ MADE = [
 def test_error_when_pickled_then_keeps_every_field(
     error: errors.MultiWorldError,
 ) -> None:
-    """Errors cross process boundaries whole."""
+    """Errors cross process boundaries, where no field may be lost."""
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
@@ -60,21 +60,20 @@ def test_error_when_pickled_then_keeps_every_field(
 
 
 def test_every_exported_error_is_made_here() -> None:
-    """No error escapes the pickling test."""
+    """Otherwise an error could escape the test of pickling."""
     made = {type(error).__name__ for error in MADE}
     abstract = {"MultiWorldError", "WorldError", "BrokenWorldException"}
     assert made == set(errors.__all__) - abstract
 
 
 def test_broken_world_exception_takes_two_positional_arguments() -> None:
-    """As programs for pymultiworld make it."""
+    """Programs for pymultiworld create it like this."""
     error = errors.BrokenWorldException("world1", "gone")
     assert str(error) == "world1 broken: gone"
     assert isinstance(error, errors.WorldBrokenError)
 
 
 def test_errors_are_also_what_python_programs_expect() -> None:
-    """ValueError for bad values and names, TimeoutError for deadlines."""
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.WorldExistsError, ValueError)
     assert issubclass(errors.UnknownWorldError, ValueError)

@@ -1,4 +1,4 @@
-"""What the check for leaks counts as one."""
+"""The check for leaks: what counts as one."""
 
 from __future__ import annotations
 

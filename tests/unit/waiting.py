@@ -17,6 +17,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def turns(count: int = 20) -> None:
-    """Run the event loop for some turns, so that whatever is due has happened."""
+    """Run the event loop for some turns, so that everything due has happened."""
     for _ in range(count):
         await asyncio.sleep(0)

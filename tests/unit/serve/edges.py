@@ -1,4 +1,4 @@
-"""Edges on the memory backend, with which tests play the other process."""
+"""Edges on the memory backend, whose other process the tests play."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HANG_S = 10.0
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """Let the other tasks run until something is so."""
+    """Let the other tasks run until `is_so`."""
     async with asyncio.timeout(HANG_S):
         while not is_so():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
 
 
 async def settle() -> None:
-    """Let every task run until nothing is left to do at this moment."""
+    """Let every task run until all of them wait."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -49,7 +49,7 @@ async def break_world(world: World) -> None:
 
 
 async def close_executor(executor: Executor, thread: Thread | None) -> None:
-    """End an executor, and wait for its thread, in which it has loaded its stage.
+    """Close an executor and wait for the thread in which it has loaded its stage.
 
     Python 3.11 cannot parse a traceback's source in two threads at once, and pytest
     does so after a failure.
@@ -60,41 +60,29 @@ async def close_executor(executor: Executor, thread: Thread | None) -> None:
 
 
 class QuietOutbox(Outbox):
-    """An outbox whose peer has been silent for as long as a test says.
-
-    Attributes:
-        quiet_s: Seconds of silence.
-    """
+    """An outbox whose peer has been silent for `quiet_s` seconds."""
 
     quiet_s = 0.0
 
     def silent_s(self) -> float:
-        """Return ``quiet_s``."""
         return self.quiet_s
 
     def hold(self, sending: Awaitable[Any]) -> None:
-        """Send nothing more until something has ended."""
+        """Send nothing more until `sending` is done."""
         self._rest = sending
         self._has_rest.set()
 
 
 class Controller:
-    """The other process of a control world, played by the test.
-
-    Args:
-        world: The world, seen by that process.
-        rank: Rank of the process under test.
-    """
+    """The other process of a control world; `rank` is the process under test."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self._rank = world, rank
 
     async def send(self, codec: Codec[M], message: M) -> None:
-        """Send a message."""
         await self.world.send_object(codec.encode(message), dst=self._rank)
 
     async def receive(self, codec: Codec[M]) -> M:
-        """Receive a message."""
         async with asyncio.timeout(HANG_S):
             return codec.decode(await self.world.recv_object(src=self._rank))
 
@@ -109,12 +97,7 @@ class Controller:
 
 
 class Peer:
-    """The other process of an edge, played by the test.
-
-    Args:
-        world: The world, seen by that process.
-        rank: Rank of the process under test.
-    """
+    """The other process of an edge; `rank` is the process under test."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self._rank = world, rank
@@ -131,7 +114,6 @@ class Peer:
     async def send_with(
         self, message: EdgeMessage, contents: Sequence[Tensors]
     ) -> None:
-        """Send a message and the tensors of its items."""
         await self._send([(message, contents)])
 
     async def _send(self, entries: list[Entry]) -> None:

@@ -64,7 +64,6 @@ GATEWAY_REPORT: dict[str, Any] = {
 
 
 def process(**changes: Any) -> dict[str, Any]:
-    """Return a process, by default a worker of model ``m``."""
     shown = {
         "name": "m/0/1",
         "model": "m",

@@ -10,11 +10,7 @@ from multiworld.serve.controller.client import Service
 
 
 class CannedService(Service):
-    """A client that gets the same answer for each route, without a controller.
-
-    Attributes:
-        asked: Method, target and body of each request.
-    """
+    """A client that gets the same answer for each route, without a controller."""
 
     def __init__(self, answers: Mapping[str, object], status: int = 200) -> None:
         super().__init__(None, Path("none"))

@@ -1,4 +1,4 @@
-"""The routes of the admin interface: each answers with its declared type."""
+"""The routes of the admin interface and the types of their answers."""
 
 from __future__ import annotations
 
@@ -52,29 +52,26 @@ SPEC = "app: under-test\nmodels: {m: {factory: 'a:b', version: '1', stages: [{}]
 
 
 class Operations:
-    """Operations that only say what they would do."""
+    """Operations that change nothing."""
 
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool
     ) -> answers.Scaled:
-        """Return the outcome; model "x" is unknown."""
         if model == "x":
             raise UnknownModelError("no model 'x'")
         return answers.Scaled(1, replicas)
 
     def update(self, app: Any) -> int:
-        """Return the number of the last event; app "other" is refused."""
         if app.app == "other":
             raise SpecError("another name", problems=("app: other",))
         return 7
 
     def drain(self, name: str) -> None:
-        """Do nothing."""
+        pass
 
     def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
     ) -> RunningProcess:
-        """Return the replica."""
         return RunningProcess("m/0/1", 123, 0)
 
 
@@ -107,18 +104,15 @@ class FakeController:
         )
 
     async def identify(self, app: AppSpec) -> AppSpec:
-        """Return the spec: it names no files."""
         return app
 
     async def find_changes(self, app: AppSpec) -> dict[str, str]:
-        """Return that nothing has changed."""
         return {}
 
     async def confirmed(self) -> None:
-        """Return at once: nothing is written."""
+        pass
 
     def status(self) -> answers.StatusAnswer:
-        """Return the status."""
         return status_of(
             StatusSources(
                 app=self.app,
@@ -139,15 +133,12 @@ class FakeController:
         )
 
     async def reports(self) -> Reports:
-        """Return a report of each process."""
         return Reports(
             {"m/0/1": WorkerReport(queued=2)}, {"gateway/1": GatewayReport()}
         )
 
 
 class Client:
-    """A client of the admin application."""
-
     def __init__(self, controller: FakeController, ended: asyncio.Event) -> None:
         self.controller, self.ended = controller, ended
         app = make_admin(cast("Controller", controller), ended)
@@ -155,7 +146,6 @@ class Client:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://admin")
 
     async def ask(self, method: str, path: str, kind: type[T], **what: Any) -> T:
-        """Send a request; return its answer."""
         response = await self.http.request(method, path, **what)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "application/json"
@@ -164,7 +154,6 @@ class Client:
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
-    """Return a client of a fake controller."""
     made = Client(FakeController(tmp_path), asyncio.Event())
     async with made.http:
         yield made
@@ -172,7 +161,6 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
 
 
 async def test_status_is_as_the_examples_show(client: Client) -> None:
-    """All of its fields, in their order; reports only when they are asked for."""
     client.controller.history.say("scale", "m: from 1 to 2")
     found = (await client.http.get("/status")).json()
     wanted: Any = examples.STATUS
@@ -196,7 +184,6 @@ async def test_status_is_as_the_examples_show(client: Client) -> None:
 
 
 async def test_nodes_have_free_resources_and_replicas(client: Client) -> None:
-    """In the order of the fields that the example shows."""
     (node,) = await client.ask("GET", "/nodes", list[answers.NodeShown])
     assert (node.free_cpus, node.free_memory_bytes) == (3.5, 2000)
     assert (node.free_gpu_memory_bytes, node.replicas) == ({0: 60}, ("m/0/1",))
@@ -205,7 +192,6 @@ async def test_nodes_have_free_resources_and_replicas(client: Client) -> None:
 
 
 async def test_decisions_have_snapshots_if_asked_for(client: Client) -> None:
-    """And the latest reasons beside them."""
     journal = client.controller.journal
     for number in range(3):
         inputs: Any = partial(dict, now=number)
@@ -222,7 +208,6 @@ async def test_decisions_have_snapshots_if_asked_for(client: Client) -> None:
 
 
 async def test_events_are_read_on_from_a_number(client: Client) -> None:
-    """As the history keeps them."""
     for kind in ("ready", "lost"):
         client.controller.history.say(kind, "text", "m/0/1")
     params = {"params": {"since": 1}}
@@ -231,7 +216,7 @@ async def test_events_are_read_on_from_a_number(client: Client) -> None:
 
 
 async def test_update_has_the_time_of_the_model_that_needs_most(client: Client) -> None:
-    """A client that waits for it does not stop before."""
+    """A client that waits for the update must not give up earlier."""
     desired = client.controller.fleet.desired.models
     desired["m"] = replace(desired["m"], start_s=600.0)
     updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
@@ -241,7 +226,6 @@ async def test_update_has_the_time_of_the_model_that_needs_most(client: Client) 
 async def test_update_that_fetches_a_model_holds_up_nobody(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither other commands nor the end of the service."""
     goes_on, began = threading.Event(), threading.Event()
 
     def fetch(app: object) -> None:
@@ -264,7 +248,7 @@ async def test_update_that_fetches_a_model_holds_up_nobody(
 async def test_update_that_was_overtaken_is_refused(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later one does not wait for its download, and is not undone by it."""
+    """A later update neither waits for the download nor is undone by it."""
     goes_on, began = threading.Event(), threading.Event()
 
     def fetch(app: Any) -> None:
@@ -287,7 +271,7 @@ async def test_update_that_was_overtaken_is_refused(
 async def test_update_before_anything_is_desired_has_the_versions_of_its_spec(
     client: Client,
 ) -> None:
-    """While the service waits for machines."""
+    """Nothing is desired while the service waits for machines."""
     client.controller.fleet.desired.models.clear()
     updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
     assert updated.versions == {"m": "1"}
@@ -295,7 +279,7 @@ async def test_update_before_anything_is_desired_has_the_versions_of_its_spec(
 
 
 async def test_keys_in_place_of_names_are_not_logged(client: Client) -> None:
-    """The secret of one that is valid is in no log."""
+    """A user may paste a whole key, whose secret must not be logged."""
     made = await client.ask(
         "POST", "/tenants", answers.TenantWithKey, json={"name": "acme"}
     )
@@ -305,7 +289,6 @@ async def test_keys_in_place_of_names_are_not_logged(client: Client) -> None:
 
 
 async def test_operations_answer_with_their_outcome(client: Client) -> None:
-    """And a shutdown sets the event that ends the service."""
     what: dict[str, Any] = {"model": "m", "stage": "0", "replicas": 2}
     scaled = await client.ask("POST", "/scale", answers.Scaled, json=what)
     assert scaled == answers.Scaled(1, 2)
@@ -341,7 +324,7 @@ async def test_operations_answer_with_their_outcome(client: Client) -> None:
 async def test_service_that_ends_refuses_changes(
     client: Client, path: str, what: dict[str, Any]
 ) -> None:
-    """It would ignore them."""
+    """It would ignore the changes."""
     client.ended.set()
     refused = await client.http.post(f"/{path}", json=what)
     assert refused.status_code == 409
@@ -361,7 +344,7 @@ async def test_refusals_have_a_status_and_the_problems(client: Client) -> None:
 
 
 async def test_tenants_are_shown_without_digests(client: Client) -> None:
-    """A key is shown once, where it is made."""
+    """A key is shown only once, when it is made."""
     asked: dict[str, Any] = {"name": "acme", "rpm_limit": 5, "weight": 2}
     made = await client.ask("POST", "/tenants", answers.TenantWithKey, json=asked)
     assert made.keys[0].id in made.key
@@ -386,7 +369,6 @@ async def test_tenants_are_shown_without_digests(client: Client) -> None:
 
 
 async def test_usage_is_summed(client: Client) -> None:
-    """Counts are whole numbers, as in the example."""
     row = UsageRow(60, "acme", "m", 9, 7, 1, 1, 7, 100, 200, 3.5)
     client.controller.tenanting.registry.add_usage("meter", 1, [row])
     (found,) = (await client.http.get("/usage")).json()

@@ -1,4 +1,4 @@
-"""The answers of the controller: their form on the wire, and forms that do not fit."""
+"""The answers of the controller on the wire, including malformed ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXAMPLES: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("kind", "wire"), EXAMPLES)
 def test_answer_makes_the_way_there_and_back(kind: Any, wire: Any) -> None:
-    """Names, nesting and the order of the fields stay as they are on the wire."""
+    """Field names, nesting and order must not change on the wire."""
     text = json.dumps(wire)
     answer = decode(text, kind)
     assert decode(encode(answer), kind) == answer
@@ -52,7 +52,6 @@ def test_answer_makes_the_way_there_and_back(kind: Any, wire: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "wire"), EXAMPLES)
 def test_answer_with_fields_of_a_later_release_is_read(kind: Any, wire: Any) -> None:
-    """Unknown fields are ignored."""
     one = wire[0] if isinstance(wire, list) else wire
     later = {**one, "later": {"a": [1]}}
     text = json.dumps([later] if isinstance(wire, list) else later)
@@ -73,13 +72,11 @@ def test_answer_with_fields_of_a_later_release_is_read(kind: Any, wire: Any) -> 
     ],
 )
 def test_answer_of_another_form_is_refused(content: bytes) -> None:
-    """Whether it is no JSON, lacks a field or has one of another type."""
     with pytest.raises(AnswerFormError):
         decode(content, answers.Scaled)
 
 
 def test_reports_are_those_of_their_processes() -> None:
-    """A worker's and a gateway's differ; who did not answer has none."""
     status = decode(json.dumps(examples.WITH_REPORTS), answers.StatusAnswer)
     worker, gateway = status.processes
     assert (worker.is_gateway, gateway.is_gateway) == (False, True)
@@ -97,7 +94,7 @@ def test_reports_are_those_of_their_processes() -> None:
 
 @pytest.mark.parametrize("name", ["m/0/1", "gateway/1"])
 def test_report_of_another_form_is_refused(name: str) -> None:
-    """At once, not when it is read."""
+    """The error comes when the status is decoded, not when the report is read."""
     reports = {**examples.WITH_REPORTS["reports"], name: {"counts": "many"}}
     text = json.dumps({**examples.STATUS, "reports": reports})
     with pytest.raises(AnswerFormError, match="counts"):
@@ -105,8 +102,6 @@ def test_report_of_another_form_is_refused(name: str) -> None:
 
 
 def test_facts_of_a_policy_may_be_anything() -> None:
-    """Those that JSON does not know become text."""
-
     class Odd:
         def __str__(self) -> str:
             return "odd"

@@ -1,4 +1,4 @@
-"""The client of a controller: typed answers, refusals, and answers that do not fit."""
+"""The client of a controller: typed answers, refusals and malformed answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SCALE = {"model": "m", "stage": "add", "replicas": 2}
 
 
 def test_answer_is_of_the_expected_type() -> None:
-    """The request is sent as JSON, with its query."""
     service = CannedService({"/scale?quick=true": {"before": 1, "replicas": 2}})
     found = service.ask("POST", "/scale", Scaled, json=SCALE, params={"quick": True})
     assert found == Scaled(1, 2)
@@ -28,7 +27,6 @@ def test_answer_is_of_the_expected_type() -> None:
 
 @pytest.mark.parametrize("content", [{"app": "shop"}, [], "ready", None])
 def test_answer_of_an_unknown_form_names_the_route(content: object) -> None:
-    """The remedy is named, too."""
     service = CannedService({"/status": content})
     with pytest.raises(ServeError, match=r"answered GET /status in a form .*same"):
         service.ask("GET", "/status", StatusAnswer)
@@ -43,7 +41,6 @@ def test_answer_of_an_unknown_form_names_the_route(content: object) -> None:
     ],
 )
 def test_refusal_is_an_error_with_its_status(content: object, text: str) -> None:
-    """A refusal of another form is shown as it is."""
     service = CannedService({"/scale": content}, status=404)
     with pytest.raises(ServeError) as found:
         service.ask("POST", "/scale", Scaled, json=SCALE)
@@ -51,7 +48,7 @@ def test_refusal_is_an_error_with_its_status(content: object, text: str) -> None
 
 
 def test_end_of_a_log_is_shown_without_its_time(tmp_path: Path) -> None:
-    """Else no two failures would look equal, and a first start never be given up."""
+    """Otherwise no two failures would be equal, and a first start never given up."""
     log = tmp_path / "m-0-2.log"
     texts = []
     for second in (1, 2):
@@ -63,7 +60,6 @@ def test_end_of_a_log_is_shown_without_its_time(tmp_path: Path) -> None:
 
 
 def test_missing_controller_is_named(tmp_path: Path) -> None:
-    """With what to do about it."""
     with pytest.raises(
         ServeError, match=r"no controller answers in .*multiworld serve"
     ):

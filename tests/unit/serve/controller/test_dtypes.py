@@ -23,12 +23,10 @@ FAST, SLOW, UNKNOWN = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the folder of a decoder whose weights are bfloat16."""
     return save_decoder(tmp_path, dtype=torch.bfloat16)
 
 
 def app_of(folder: Path, **more: Any) -> AppSpec:
-    """Return a spec of a decoder in two stages that book memory."""
     generation = more.pop("generation", {})
     stages = [{"memory_mb": 10.0, **more}, {"memory_mb": 10.0, **more}]
     model = {"path": str(folder), "generation": generation, "stages": stages}
@@ -36,7 +34,6 @@ def app_of(folder: Path, **more: Any) -> AppSpec:
 
 
 def dtype_of(app: AppSpec) -> str | None:
-    """Return the dtype that the spec names."""
     generation = app.models["m"].generation
     assert generation is not None
     return generation.dtype
@@ -63,20 +60,18 @@ def test_folder_in_bfloat16_is_widened_where_a_host_computes_that_slowly(
 
 
 def test_host_that_no_stage_may_use_does_not_matter(folder: Path) -> None:
-    """Only those that the stages name."""
     app = app_of(folder, nodes=["fa*"])
     assert dtype_of(resolve(app, [FAST, SLOW], {}).app) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_dtype_of_the_spec_overrides_it(folder: Path, dtype: str) -> None:
-    """Whatever the hosts have measured."""
     app = app_of(folder, generation={"dtype": dtype})
     assert resolve(app, [SLOW], {}).app == app
 
 
 def test_known_version_keeps_its_dtype(folder: Path) -> None:
-    """After a restart of the controller, on whichever hosts; a new one does not."""
+    """A restarted controller may see other hosts."""
     app = app_of(folder)
     wide = resolve(app, [SLOW], {}).app
     assert resolve(app, [FAST], {"m": {"1": wide.models["m"]}}).app == wide
@@ -85,7 +80,7 @@ def test_known_version_keeps_its_dtype(folder: Path) -> None:
 
 
 def test_memory_of_the_wider_weights_is_booked(folder: Path) -> None:
-    """Each stage books as much more as its weights have in the folder."""
+    """Converting bfloat16 to float32 adds as many bytes as the weights have."""
     app = app_of(folder)
     wide = resolved_here("m", app.models["m"], SLOW)
     (facts, widened) = (
@@ -103,6 +98,5 @@ def test_memory_of_the_wider_weights_is_booked(folder: Path) -> None:
 
 
 def test_folder_in_float32_stays_as_it_is(tmp_path: Path) -> None:
-    """There is nothing to decide."""
     app = app_of(save_decoder(tmp_path))
     assert resolve(app, [SLOW], {}).app == app

@@ -1,7 +1,4 @@
-"""Metrics at the controller: sums for the gateway that asks, without its own.
-
-Sums over processes that come and go never fall, and stay small.
-"""
+"""Metrics at the controller, summed for a gateway over all other processes."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ from tests.unit.inner_state import apart_count
 
 
 class Fleet:
-    """The processes of a service, and what they answer."""
-
     def __init__(self) -> None:
         self.processes: dict[str, Process] = {}
         self.reports = Reports()
@@ -32,31 +27,26 @@ class Fleet:
         self.metrics = FleetMetrics(self.ask, self.processes, self.history)
 
     async def ask(self, limit_s: float) -> Reports:
-        """Return the reports."""
         return self.reports
 
     def gateway(self, name: str, count: float) -> None:
-        """Add a gateway that answers with a count."""
         self.processes[name] = Process(name)
         counted: tuple[Counted, ...] = (("requests", ("m", "200"), count),)
         self.reports.gateways[name] = GatewayReport(in_flight=1)
         self.reports.counted[name] = counted
 
     def replica(self, name: str, count: int) -> None:
-        """Add a replica that answers with a count."""
         self.processes[name] = Process(name, "m", "1", 0)
         report = WorkerReport(counts={"requests": count}, computed_s=0.5)
         self.reports.workers[name] = report
 
     def end(self, name: str) -> None:
-        """End a process."""
         del self.processes[name]
         self.reports.gateways.pop(name, None)
         self.reports.workers.pop(name, None)
 
 
 async def test_gateway_gets_the_sums_of_all_others() -> None:
-    """Those of processes that have ended too; they come with their reports."""
     fleet = Fleet()
     fleet.gateway("g1", 1)
     fleet.gateway("g2", 10)
@@ -79,7 +69,7 @@ async def test_gateway_gets_the_sums_of_all_others() -> None:
 
 
 async def test_process_that_does_not_answer_counts_with_its_last_report() -> None:
-    """It may hang; what it had counted does not vanish."""
+    """It may hang, and sums must not fall."""
     fleet = Fleet()
     fleet.gateway("g1", 1)
     fleet.gateway("g2", 10)
@@ -90,7 +80,7 @@ async def test_process_that_does_not_answer_counts_with_its_last_report() -> Non
 
 
 async def test_last_report_of_a_process_counts_after_its_end() -> None:
-    """It comes over another connection than the news of the end."""
+    """The report and the news of the exit use different connections."""
     fleet = Fleet()
     fleet.replica("a", 7)
     fleet.gateway("g", 1)
@@ -106,7 +96,6 @@ async def test_last_report_of_a_process_counts_after_its_end() -> None:
 
 
 async def test_little_is_kept_of_processes_that_have_ended() -> None:
-    """However many come and go."""
     fleet = Fleet()
     sizes = []
     for part in range(1, 4):
@@ -124,12 +113,10 @@ async def test_little_is_kept_of_processes_that_have_ended() -> None:
 
 
 def summed(totals: Totals, without: str = "") -> dict[tuple[str, ...], float]:
-    """Return the sums, by kind and labels."""
     return {(kind, *labels): value for kind, labels, value in totals.sums(without)}
 
 
 def test_latest_counts_of_all_processes_are_added_up() -> None:
-    """A later report of one replaces its earlier ones."""
     totals = Totals()
     totals.heard("a", [("requests", ("m", "200"), 1), ("requests", ("m", "500"), 2)])
     totals.heard("b", [("requests", ("m", "200"), 10)])
@@ -142,7 +129,6 @@ def test_latest_counts_of_all_processes_are_added_up() -> None:
 
 
 def test_last_counts_of_a_process_may_come_after_its_end() -> None:
-    """Until many others have ended."""
     totals = Totals()
     totals.heard("a", [("rows", (), 1)])
     totals.keep_apart({})
@@ -156,7 +142,6 @@ def test_last_counts_of_a_process_may_come_after_its_end() -> None:
 def test_sums_never_fall_and_few_processes_are_remembered(
     steps: list[tuple[int, bool]],
 ) -> None:
-    """Whichever report and end, in whatever order."""
     totals = Totals()
     alive: dict[str, int] = {}
     ended: set[str] = set()
@@ -178,7 +163,6 @@ def test_sums_never_fall_and_few_processes_are_remembered(
 
 
 def test_tenants_that_do_not_exist_any_more_are_forgotten() -> None:
-    """At processes that have ended too; what has no tenant stays."""
     totals = Totals()
     counts = [
         ("tenant_requests", ("acme", "m", "200"), 1.0),

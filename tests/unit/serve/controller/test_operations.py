@@ -27,7 +27,6 @@ from multiworld.serve.spec.schema import AppSpec
 
 
 def app(version: str) -> AppSpec:
-    """Return a service of a model with two stages, of two replicas each at first."""
     bounds = {"min_replicas": 0, "max_replicas": 9, "initial_replicas": 2}
     stages: list[dict[str, Any]] = [{"name": "pre"}] if version == "3" else []
     stages += [
@@ -39,7 +38,7 @@ def app(version: str) -> AppSpec:
 
 
 class Service:
-    """A fleet of which no process is ever ready, in an update to a version."""
+    """A fleet in an update to version `new`, in which no process becomes ready."""
 
     def __init__(self, new: str = "2") -> None:
         self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
@@ -61,17 +60,15 @@ class Service:
         )
 
     def admit(self, asks: list[Any]) -> None:
-        """Refuse more replicas than there is room for."""
         if sum(count for _, _, count, _ in asks) > self.room:
             raise PlacementError("no room")
 
     def want(self, wanted: DesiredState) -> None:
-        """Set the desired state."""
         self.fleet.handle(DesiredStateChanged(wanted), 0.0)
 
 
 def test_scale_during_an_update_reaches_the_version_that_serves() -> None:
-    """It has the load, and it is what is left if the update is rolled back."""
+    """It carries the load, and it remains if the update is rolled back."""
     service = Service()
     assert service.fleet.active == {"m": "1"}
     service.operations.scale("m", "b", 4)
@@ -91,7 +88,7 @@ def test_scale_during_an_update_is_of_the_stage_with_that_name() -> None:
 
 
 def test_scale_during_an_update_leaves_room_for_the_new_version() -> None:
-    """Without it the update would be rolled back."""
+    """Without room, the update would be rolled back."""
     service = Service()
     service.room = 10
     service.operations.scale("m", "b", 4)
@@ -101,7 +98,7 @@ def test_scale_during_an_update_leaves_room_for_the_new_version() -> None:
 
 
 def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:
-    """A version without replicas would be active before it has answered."""
+    """A version without replicas would become active before it has answered."""
     service = Service()
     with pytest.raises(ServeError, match="an update of 'm' is under way"):
         service.operations.scale("m", "b", 0)
@@ -114,21 +111,16 @@ SPECS = """models:
 
 
 class Machines:
-    """A launcher with two machines, of which the large one is lost."""
-
     def __init__(self) -> None:
         self._nodes = [Node("small", 8, 1000 * MIB), Node("big", 8, 2100 * MIB)]
 
     def nodes(self) -> list[Node]:
-        """Return the machines that are there."""
         return self._nodes
 
     def lose(self) -> None:
-        """Lose the large machine."""
         self._nodes = self._nodes[:1]
 
     def trouble(self) -> str:
-        """Return none."""
         return ""
 
 
@@ -165,7 +157,6 @@ def after_a_loss() -> tuple[Operations, list[DesiredState]]:
 
 
 def test_model_without_room_holds_up_no_other() -> None:
-    """Others are scaled and updated as far as there is room for them."""
     operations, wanted = after_a_loss()
     operations.scale("b", "0", 2)
     assert wanted[-1].models["b"].replicas == (2,)
@@ -186,7 +177,7 @@ def test_model_without_room_holds_up_no_other() -> None:
 def test_version_that_was_rolled_back_is_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its code may have been changed since; the version that serves is not checked."""
+    """Its code may have changed since; the version that serves is not checked."""
     checked: list[str] = []
     monkeypatch.setattr(imported_sources, "check", checked.append)
     operations, _ = after_a_loss()

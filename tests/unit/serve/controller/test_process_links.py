@@ -1,4 +1,4 @@
-"""What the controller makes of processes that do not hear it."""
+"""The controller's links to its processes, and how it gives up unreachable ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Quiet:
 
 
 class Manager:
-    """Joins these worlds in turn, and then waits for the other member."""
+    """A manager that joins these worlds in turn and then waits."""
 
     worlds: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class Owner:
 
 
 async def given_up(*joined: Any, is_closed: bool = False) -> tuple[int, list[str]]:
-    """Return how often a process joined, and which one was given up."""
+    """Return how often the process joined, and which processes were given up."""
     manager: Any = Manager(*joined)
     owner: Any = Owner()
     links = ProcessLinks(manager, "app", "127.0.0.1:1", SILENCE_S, owner)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# Run as process 1: the child leaves an orphan, says who is whose, and waits.
+# Runs as process 1: the child leaves an orphan, prints all states, and waits.
 PROGRAM = """
 import os, signal, sys, time
 from multiworld.serve.controller.process_one import leave_process_one
@@ -37,7 +37,7 @@ while True:
 
 
 def in_container() -> list[str]:
-    """Return the command that runs another as process 1; skip where it cannot be."""
+    """Return a command prefix that runs a program as process 1, or skip the test."""
     command = ["unshare", "--fork", "--pid", "--mount-proc"]
     tried = subprocess.run([*command, "true"], capture_output=True, check=False)
     if tried.returncode:
@@ -46,7 +46,6 @@ def in_container() -> list[str]:
 
 
 def test_orphans_are_reaped_and_signals_forwarded() -> None:
-    """No zombie is left, and the exit code is that of the service."""
     with subprocess.Popen(
         [*in_container(), sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
@@ -67,7 +66,6 @@ def test_orphans_are_reaped_and_signals_forwarded() -> None:
 
 
 def test_any_other_process_goes_on_as_it_is() -> None:
-    """It has not forked."""
     code = (
         "import os; before = os.getpid();"
         "from multiworld.serve.controller.process_one import leave_process_one;"

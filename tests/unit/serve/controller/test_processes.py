@@ -19,8 +19,6 @@ from multiworld.serve.wire.process_args import ProcessArgs
 
 
 class StandIn:
-    """A launcher without processes."""
-
     async def launch(
         self, name: str, args: Any, log: Path, spot: Any, need: Need
     ) -> RunningProcess:

@@ -11,17 +11,14 @@ from multiworld.serve.controller.startup import Startup, process_began
 
 
 class Clock:
-    """A clock that a test sets."""
-
     now = 10.0
 
     def __call__(self) -> float:
-        """Return the time."""
         return self.now
 
 
 def test_phases_follow_each_other_and_add_up() -> None:
-    """The start of the first process ends the time before all replicas load."""
+    """The first process to join ends the phase before the replicas load."""
     clock = Clock()
     startup = Startup(8.0, clock)
     startup.end("to import torch")
@@ -39,7 +36,6 @@ def test_phases_follow_each_other_and_add_up() -> None:
 
 
 def test_processes_of_an_earlier_controller_started_before() -> None:
-    """Then there is no start to speak of."""
     clock = Clock()
     startup = Startup(8.0, clock)
     startup.end_ready([Process("m/0/1")])
@@ -47,14 +43,13 @@ def test_processes_of_an_earlier_controller_started_before() -> None:
 
 
 def test_this_process_has_begun() -> None:
-    """By the monotonic clock, as the kernel knows it."""
+    """The start time is on the monotonic clock."""
     began = process_began()
     assert began < time.monotonic()
     assert process_began() == pytest.approx(began, abs=0.5)
 
 
 def test_end_of_each_phase_is_reported() -> None:
-    """While the service starts."""
     clock, told = Clock(), list[str]()
     startup = Startup(8.0, clock, told.append)
     startup.end("to import torch")

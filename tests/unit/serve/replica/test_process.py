@@ -1,4 +1,4 @@
-"""What a replica's process makes of its spec."""
+"""Settings that a replica's process derives from its spec."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ STAGED = {"path": "/m", "stages": [{}]}
 def test_batch_of_an_engine_has_a_limit_by_default(
     data: dict[str, Any], limit_s: float | None
 ) -> None:
-    """Nothing else finds one that hangs and answers its health route."""
+    """Nothing else detects an engine that hangs but answers its health route."""
     assert compute_s_of(ModelSpec.model_validate(data), 0) == limit_s

@@ -1,4 +1,4 @@
-"""Simulator: traces, queues, replicas, and scores of policies."""
+"""The simulator: traces, queues, replicas, and scores of policies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ LIMITS = StageLimits(
 def pipeline(
     *item_s: float, policy: Any = reference_policies.fixed, **more: Any
 ) -> PipelineModel:
-    """Return a model whose stages take these seconds for a request."""
     stages = tuple(
         StageModel(
             name=str(k),
@@ -58,7 +57,6 @@ def pipeline(
 def run(
     model: PipelineModel, arrivals: list[Arrival], seed: int = 0
 ) -> SimulationResult:
-    """Simulate one model."""
     (found,) = simulate([model], [arrivals], random.Random(seed).random)
     return found
 
@@ -67,7 +65,6 @@ def run(
 
 
 def test_traces_of_azure_and_burstgpt_and_plain_ones_are_read(tmp_path: Path) -> None:
-    """Times are dates or seconds; with tokens some requests take longer."""
     azure = tmp_path / "azure.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -100,7 +97,6 @@ def test_traces_of_azure_and_burstgpt_and_plain_ones_are_read(tmp_path: Path) ->
     ],
 )
 def test_wrong_traces_are_named(tmp_path: Path, text: str, said: str) -> None:
-    """The message names the line."""
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(ServeError, match=said):
@@ -108,7 +104,6 @@ def test_wrong_traces_are_named(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_generated_traces_are_as_described() -> None:
-    """They have the right rate and length; the same seed gives the same trace."""
     found = traces.generated("poisson:rate=50,seconds=20+gamma:rate=5,seconds=20,cv=3")
     early = [a for a in found if a.at < 20]
     assert 800 < len(early) < 1200
@@ -150,7 +145,6 @@ def test_batches_and_pipeline_are_those_of_the_model() -> None:
 
 
 def test_batch_waits_for_company_and_no_longer() -> None:
-    """A single request waits ``max_wait_s``; a full batch starts at once."""
     model = pipeline(0.1)
     stage = replace(model.stages[0], max_batch_size=2, max_wait_s=0.5)
     waiting = replace(model, stages=(stage,))
@@ -158,13 +152,12 @@ def test_batch_waits_for_company_and_no_longer() -> None:
     assert [took for _, took in alone.requests] == pytest.approx([0.6])
     two = run(waiting, [Arrival(1.0), Arrival(1.2), Arrival(2.0)])
     assert [took for _, took in two.requests] == pytest.approx([0.4, 0.2, 0.6])
-    # A request that arrives during a batch has waited meanwhile.
+    # The time of a batch counts as waiting for requests that arrive during it.
     three = run(waiting, [Arrival(1.0), Arrival(1.0), Arrival(1.1)])
     assert [took for _, took in three.requests] == pytest.approx([0.2, 0.2, 0.6])
 
 
 def test_full_queue_refuses_and_deadline_is_kept() -> None:
-    """Refused and late requests count as lost; the others are answered."""
     model = pipeline(1.0, max_queued_requests=3, deadline_s=2.5)
     stage = replace(model.stages[0], max_batch_size=1, window=1)
     found = run(replace(model, stages=(stage,)), [Arrival(0.0)] * 6)
@@ -175,8 +168,6 @@ def test_full_queue_refuses_and_deadline_is_kept() -> None:
 
 
 def test_replicas_that_are_drained_end_their_work_first() -> None:
-    """Scaling down loses no request, however often it happens."""
-
     def restless(snapshot: Snapshot) -> Decision:
         count = 1 + int(snapshot.now) % 3
         return Decision(replicas=(count, 4 - count))
@@ -190,7 +181,6 @@ def test_replicas_that_are_drained_end_their_work_first() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_request_is_accounted_for(data: Any) -> None:
-    """Under any policy each request is answered, refused or late."""
     counts = data.draw(
         st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=30)
     )
@@ -210,7 +200,6 @@ def test_every_request_is_accounted_for(data: Any) -> None:
 
 
 def test_nothing_runs_while_nobody_asks() -> None:
-    """A stage scales to zero, and the first request waits for a start."""
     limits = replace(LIMITS, min_replicas=0, downscale_delay_s=5)
     model = pipeline(0.1, 0.1, policy=default_policy.decide, start_s=2.0)
     stages = tuple(replace(s, limits=limits, replicas=0) for s in model.stages)
@@ -220,8 +209,6 @@ def test_nothing_runs_while_nobody_asks() -> None:
 
 
 def test_simulation_ends_whatever_the_policy_does() -> None:
-    """Without replicas the requests are late, and the simulation still ends."""
-
     def never(snapshot: Snapshot) -> Decision:
         return Decision(replicas=(0,))
 
@@ -234,7 +221,6 @@ def test_simulation_ends_whatever_the_policy_does() -> None:
 
 
 def test_machines_limit_what_is_started() -> None:
-    """No more replicas start than fit, though the policy wants more."""
     room = Machines(
         Bookings([Node("a", cpus=2.0, memory_bytes=2**30)]), {"m": (Need(cpus=1.0),)}
     )
@@ -249,7 +235,6 @@ def test_machines_limit_what_is_started() -> None:
 
 
 def test_own_policy_is_better_than_a_plain_one_on_bursts() -> None:
-    """It attains more than the threshold, for less than 2.5 times the oracle's cost."""
     arrivals = traces.generated(
         "poisson:rate=3,seconds=120+poisson:rate=25,seconds=120+poisson:rate=3,seconds=300"
         "+poisson:rate=20,seconds=60+poisson:rate=2,seconds=200"
@@ -275,7 +260,7 @@ def test_own_policy_is_better_than_a_plain_one_on_bursts() -> None:
 
 
 def test_verdict_counts_what_it_says() -> None:
-    """Attainment counts all requests; a flap is back within a minute."""
+    """A flap is a change that is reverted within a minute."""
     model = pipeline(1.0, objective_s=1.5)
     stage = replace(model.stages[0], max_batch_size=1)
     found = judge("x", run(replace(model, stages=(stage,)), [Arrival(0.0)] * 4))
@@ -286,7 +271,6 @@ def test_verdict_counts_what_it_says() -> None:
 
 
 def profile_of(*curves: dict[int, float]) -> ModelProfile:
-    """Return a profile with the times of each stage."""
     stages = [
         StageProfile(
             name="s",
@@ -304,7 +288,6 @@ def profile_of(*curves: dict[int, float]) -> ModelProfile:
 
 
 def test_specs_say_what_is_simulated() -> None:
-    """The spec gives times, batches and limits; an unknown time is refused."""
     spec = ModelSpec.model_validate(
         {
             "factory": "a:b",

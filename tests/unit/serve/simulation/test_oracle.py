@@ -21,7 +21,6 @@ def chance() -> Chance:
 
 
 def model(objective_s: float | None, max_replicas: int = 20) -> PipelineModel:
-    """Return a model of one stage that takes 0.2 s for a request."""
     limits = StageLimits(
         max_replicas=max_replicas,
         upscale_delay_s=1,
@@ -45,13 +44,11 @@ def model(objective_s: float | None, max_replicas: int = 20) -> PipelineModel:
 
 
 def score(tried: PipelineModel, arrivals: list[Arrival]) -> Score:
-    """Simulate a model and judge it."""
     (outcome,) = simulate([tried], [arrivals], chance())
     return judge("x", outcome)
 
 
 def burst(count: int, at: float) -> list[Arrival]:
-    """Return requests that arrive evenly over two seconds."""
     return [Arrival(at + 2 * n / count) for n in range(count)]
 
 
@@ -59,7 +56,6 @@ ARRIVALS = [Arrival(0.0), *burst(40, 20.0), *burst(40, 60.0)]
 
 
 def test_oracle_is_ready_for_a_burst_that_nobody_could_foresee() -> None:
-    """A fixed fleet of one replica misses it."""
     plain = model(1.0)
     knowing = with_foresight(plain, ARRIVALS, chance)
     assert score(plain, ARRIVALS).attained < 0.5
@@ -67,7 +63,6 @@ def test_oracle_is_ready_for_a_burst_that_nobody_could_foresee() -> None:
 
 
 def test_oracle_is_cheap_between_bursts() -> None:
-    """It drains what the burst needed."""
     plain = model(1.0)
     found = score(with_foresight(plain, ARRIVALS, chance), ARRIVALS)
     stage = replace(plain.stages[0], limits=None, replicas=20)
@@ -76,7 +71,7 @@ def test_oracle_is_cheap_between_bursts() -> None:
 
 
 def test_first_margin_that_meets_the_objective_is_taken() -> None:
-    """No larger one is tried, because it would cost more."""
+    """A larger margin would cost more."""
     runs = 0
 
     def counted() -> Chance:
@@ -91,7 +86,6 @@ def test_first_margin_that_meets_the_objective_is_taken() -> None:
 
 
 def test_objective_that_cannot_be_met_gets_the_best_there_is() -> None:
-    """Every margin is tried; limits of scaling still hold."""
     runs = 0
 
     def counted() -> Chance:
@@ -110,13 +104,13 @@ def test_objective_that_cannot_be_met_gets_the_best_there_is() -> None:
 
 
 def test_model_without_an_objective_answers_everything() -> None:
-    """There is nothing to miss but the deadline."""
+    """Without an objective, only the deadline can be missed."""
     knowing = with_foresight(model(None), ARRIVALS, chance)
     assert score(knowing, ARRIVALS).attained == 1.0
 
 
 def test_model_itself_is_not_changed() -> None:
-    """The caller compares several policies on it."""
+    """The caller compares several policies on the same model."""
     plain = model(1.0)
     knowing = with_foresight(plain, ARRIVALS, chance)
     assert plain.policy is reference_policies.fixed

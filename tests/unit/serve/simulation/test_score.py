@@ -37,7 +37,6 @@ def result(
 
 
 def test_only_answers_within_the_objective_attain_it() -> None:
-    """Exactly the objective is within; a lost request counts against it."""
     score = judge("p", result(0.5, 1.0, 1.001, -1.0))
     assert (score.policy, score.model, score.requests) == ("p", "m", 4)
     assert score.attained == 0.5
@@ -47,13 +46,12 @@ def test_only_answers_within_the_objective_attain_it() -> None:
 
 
 def test_without_an_objective_every_answer_counts() -> None:
-    """Only lost requests miss."""
     score = judge("p", result(5.0, 500.0, -1.0, objective_s=None))
     assert score.attained == pytest.approx(2 / 3)
 
 
 def test_latencies_are_those_of_answered_requests() -> None:
-    """Lost requests have none, and do not improve the quantiles."""
+    """Lost requests have no latency and must not improve the quantiles."""
     score = judge("p", result(-1.0, 1.0, 2.0, 3.0, -1.0))
     assert (score.p50_s, score.p99_s) == (2.0, 3.0)
 
@@ -67,7 +65,7 @@ def test_run_in_which_everything_is_lost_has_a_score() -> None:
 
 
 def test_run_without_requests_or_time_has_a_score() -> None:
-    """Nothing is divided by zero."""
+    """Nothing may be divided by zero."""
     score = judge("p", result(seconds=0.0))
     assert (score.requests, score.attained, score.goodput) == (0, 0.0, 0.0)
 
@@ -92,7 +90,6 @@ def test_run_without_requests_or_time_has_a_score() -> None:
 def test_flap_is_one_way_and_back_within_a_minute(
     changes: list[Change], count: int
 ) -> None:
-    """Scaling further in the same direction is none."""
     assert flaps(changes) == count
     assert judge("p", result(1.0, decided=changes)).flaps == count
 
@@ -100,7 +97,6 @@ def test_flap_is_one_way_and_back_within_a_minute(
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(-3, 3)), max_size=30))
 def test_flaps_are_fewer_than_the_changes(steps: list[tuple[float, int]]) -> None:
-    """A run that only grows has none."""
     at, size = 0.0, 100
     changes: list[Change] = []
     grown: list[Change] = []

@@ -1,4 +1,4 @@
-"""Simulated texts: all are generated, whatever is scaled meanwhile."""
+"""The simulation of sequences in a pipeline that is scaled meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ TRACE = "poisson:rate=6,seconds=60,prompt=300,answer=60"
 
 
 def spec(**changes: Any) -> ModelSpec:
-    """Return the spec of a decoder in three stages."""
     scaled = {"min_replicas": 1, "max_replicas": 8, "upscale_delay_s": 2}
     asked = {
         "path": "x",
@@ -39,7 +38,6 @@ def spec(**changes: Any) -> ModelSpec:
 def run(
     policy: Policy, fleet: tuple[int, ...] = (1, 1, 1), **changes: Any
 ) -> SimulationResult:
-    """Return the outcome of a policy."""
     model = with_fleet(pipeline_of("m", spec(**changes), policy, None, 2.0), fleet)
     (found,) = simulate([model], [generated(TRACE)], random.Random(1).random)
     return found
@@ -47,12 +45,10 @@ def run(
 
 @functools.cache
 def fixed(count: int) -> SimulationResult:
-    """Return the outcome of so many replicas of each stage."""
     return run(reference_policies.fixed, (count, count, count))
 
 
 def test_larger_fleet_attains_more() -> None:
-    """And costs more."""
     found = [fixed(count) for count in (1, 2, 3)]
     assert found[0].attained < found[1].attained < found[2].attained
     assert all(len(one.requests) == len(found[0].requests) for one in found)
@@ -61,7 +57,7 @@ def test_larger_fleet_attains_more() -> None:
 
 
 def test_no_sequence_is_lost_when_fleets_change_all_the_time() -> None:
-    """Texts are moved from replicas that drain, and to new ones."""
+    """Sequences move away from draining replicas, and to new ones."""
     chance = random.Random(2)
 
     def restless(snapshot: Snapshot) -> Decision:
@@ -74,14 +70,13 @@ def test_no_sequence_is_lost_when_fleets_change_all_the_time() -> None:
 
 
 def test_scaling_by_tokens_attains_more_than_the_least_fleet() -> None:
-    """From one replica of each stage on."""
     least = fixed(1)
     scaled = run(token_policy.decide)
     assert scaled.attained > 2 * least.attained
 
 
 def test_deadlines_and_full_queues_count_as_lost() -> None:
-    """A fleet that is far too small."""
+    """The fleet is far too small for the load."""
     found = run(reference_policies.fixed, deadline_s=10.0, max_queued_requests=40)
     assert found.late > 0
     assert found.refused > 0
@@ -99,7 +94,7 @@ def test_texts_of_one_scheduler_stay_together(monkeypatch: pytest.MonkeyPatch) -
 def test_sequence_that_cannot_fit_is_refused(
     blocks: int, max_model_len: int | None
 ) -> None:
-    """As the service refuses it; the others are generated."""
+    """The service refuses such a sequence, too."""
     model = pipeline_of("m", spec(), reference_policies.fixed, None, 2.0)
     assert model.limits is not None
     limits = replace(model.limits, blocks=blocks)

@@ -1,4 +1,4 @@
-"""Traces of requests: every kind of file, and every kind of damage."""
+"""Traces of requests: formats of files, and damaged files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from multiworld.serve.simulation.traces import (
 
 
 def read(folder: Path, text: str | bytes, *, by_tokens: bool = False) -> list[Arrival]:
-    """Write a trace and read it."""
     path = folder / "trace.csv"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return read_trace(path, by_tokens=by_tokens)
@@ -44,7 +43,6 @@ def read(folder: Path, text: str | bytes, *, by_tokens: bool = False) -> list[Ar
     ],
 )
 def test_times_begin_at_zero_in_order(tmp_path: Path, text: str) -> None:
-    """Titles, blank lines and byte order marks do not matter."""
     assert [a.at for a in read(tmp_path, text)] == [0.0, 1.0, 3.0]
 
 
@@ -57,7 +55,7 @@ def test_work_is_relative_to_the_mean(tmp_path: Path) -> None:
 
 
 def test_trace_of_empty_requests_has_no_work(tmp_path: Path) -> None:
-    """Nothing is divided by zero."""
+    """Nothing may be divided by zero."""
     text = "at,input_tokens\n0,0\n1,0\n"
     assert [a.work for a in read(tmp_path, text, by_tokens=True)] == [0.0, 0.0]
 
@@ -78,7 +76,6 @@ def test_trace_of_empty_requests_has_no_work(tmp_path: Path) -> None:
     ids=range(9),
 )
 def test_damage_is_named(tmp_path: Path, text: str | bytes, said: str) -> None:
-    """The message says where to look."""
     with pytest.raises(ServeError, match=said):
         read(tmp_path, text)
 
@@ -101,13 +98,12 @@ def test_missing_tokens_are_named(tmp_path: Path, text: str, said: str) -> None:
 
 @pytest.mark.parametrize("tokens", ["nan", "inf", "-5"])
 def test_impossible_number_of_tokens_is_named(tmp_path: Path, tokens: str) -> None:
-    """One nan would make the work of every request nan."""
+    """One NaN would make the work of every request NaN."""
     with pytest.raises(ServeError, match="line 3"):
         read(tmp_path, f"at,input_tokens\n0,1\n1,{tokens}\n", by_tokens=True)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    """So is a folder in its place."""
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(ServeError, match=f"cannot read trace {path}"):
             read_trace(path)
@@ -118,7 +114,6 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_random_bytes_are_a_trace_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
-    """No file raises anything but a ServeError."""
     try:
         found = read(tmp_path_factory.getbasetemp(), data)
     except ServeError:
@@ -145,13 +140,12 @@ def test_random_bytes_are_a_trace_or_named(
     ],
 )
 def test_wrong_description_shows_the_right_one(text: str) -> None:
-    """A silent trace is refused too."""
     with pytest.raises(ServeError, match=r"poisson:rate=5|without any requests"):
         generated(text)
 
 
 def test_endless_trace_is_refused(tmp_path: Path) -> None:
-    """Before it fills the memory, or is simulated second by second."""
+    """It would fill the memory, or be simulated second by second."""
     with pytest.raises(ServeError, match=r"more than 10,000,000 requests"):
         generated("poisson:rate=1e12,seconds=600")
     with pytest.raises(ServeError, match=r"longer than"):
@@ -159,7 +153,6 @@ def test_endless_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_parts_follow_each_other_and_differ() -> None:
-    """A pause is a part without requests; the seed decides everything."""
     text = (
         "poisson:rate=20,seconds=5+poisson:rate=0,seconds=10"
         "+gamma:rate=20,seconds=5,cv=2"
@@ -180,14 +173,12 @@ def test_parts_follow_each_other_and_differ() -> None:
 def test_generated_arrivals_are_in_order_and_within_the_length(
     rate: float, seconds: float, cv: float, seed: int
 ) -> None:
-    """No arrival is negative, late or out of order."""
     times = [a.at for a in gamma(rate, seconds, cv, seed)]
     assert times == sorted(times)
     assert all(0 <= at < seconds for at in times)
 
 
 def test_trace_is_cut_and_stretched() -> None:
-    """Work and model stay with their request."""
     trace = [Arrival(0.0), Arrival(1.0, 2.0, "m"), Arrival(2.0), Arrival(3.0)]
     assert between(trace, 1.0, 3.0) == [Arrival(0.0, 2.0, "m"), Arrival(1.0)]
     assert between(trace, 5.0, 9.0) == []
@@ -195,7 +186,7 @@ def test_trace_is_cut_and_stretched() -> None:
 
 
 def test_tokens_may_be_written_as_floats(tmp_path: Path) -> None:
-    """Pandas does so where one value of the column is missing."""
+    """Pandas writes floats if a value of the column is missing."""
     text = "at,input_tokens,output_tokens\n0,1155.0,7\n1,,nan\n2,-3,1e2\n"
     found = [(a.prompt, a.answer) for a in read(tmp_path, text)]
     assert found == [(1155, 7), (0, 0), (0, 100)]

@@ -12,7 +12,6 @@ from multiworld.serve.controller.fleet.backoff import (
 
 
 def test_backoff_grows_with_crashes_and_resets_after_stable_runs() -> None:
-    """A single fault is replaced at once, a crash loop is not."""
     backoff = CrashBackoff()
     pauses = [backoff.record_failure("p", None, 10.0) for _ in range(FREE_FAILURES + 9)]
     assert pauses[:FREE_FAILURES] == [0.0] * FREE_FAILURES

@@ -1,4 +1,4 @@
-"""The decision log: what is kept in memory, what on disk, and disks that fail."""
+"""The decision log in memory and on disk, including disks that fail."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ HANG_S = 20.0
 
 
 def decide(log: DecisionLog, what: str, **facts: Any) -> None:
-    """Log one decision about model ``m``."""
     log.record("scaling", "m", what, facts, lambda: {"now": 5})
     log.settle(HANG_S)
 
 
 def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
-    """A reason changes nothing; a decision sets one, too."""
     log = DecisionLog()
     log.set_reason("scaling", "m", "enough")
     log.set_reason("scaling", "m", "still enough")
@@ -43,7 +41,6 @@ def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
 
 
 def test_last_decisions_come_oldest_first() -> None:
-    """No more than are kept; numbers continue."""
     log = DecisionLog()
     for number in range(KEPT + 3):
         decide(log, str(number))
@@ -53,7 +50,7 @@ def test_last_decisions_come_oldest_first() -> None:
 
 
 def test_snapshots_are_kept_of_the_last_decisions_only() -> None:
-    """They may be large; the file has all of them."""
+    """Snapshots may be large; the file keeps all of them."""
     log = DecisionLog()
     for number in range(KEPT_SNAPSHOTS + 2):
         decide(log, str(number))
@@ -62,7 +59,6 @@ def test_snapshots_are_kept_of_the_last_decisions_only() -> None:
 
 
 def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
-    """Also with facts that JSON does not know; a later log continues in it."""
     path = tmp_path / "decisions.jsonl"
     decide(DecisionLog(path), "one\nline", where=path, many={1, 2})
     decide(DecisionLog(path), "two", nested={(1, 2): 3, "kept": None})
@@ -75,7 +71,6 @@ def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
 def test_large_file_is_put_aside_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk holds two of them at most."""
     monkeypatch.setattr(module, "FILE_BYTES", 300)
     path = tmp_path / "decisions.jsonl"
     log = DecisionLog(path)
@@ -95,7 +90,6 @@ def test_large_file_is_put_aside_once(
 def test_service_does_not_depend_on_the_file(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The decision is kept in memory; the log says what failed."""
     facts: dict[str, Any] = {}
     path = tmp_path / "decisions.jsonl"
     if what == "a folder":
@@ -114,7 +108,6 @@ def test_service_does_not_depend_on_the_file(
 def test_disk_that_hangs_blocks_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Decisions wait for it, some hundred at most; the log says so."""
     path = tmp_path / "decisions.jsonl"
     os.mkfifo(path)  # opening it hangs until somebody reads
     log = DecisionLog(path)
@@ -128,7 +121,7 @@ def test_disk_that_hangs_blocks_nobody(
 
 
 def test_fact_that_cannot_be_shown_does_not_fail_the_decision(tmp_path: Path) -> None:
-    """It comes from somebody's policy."""
+    """Facts come from policies that users write."""
 
     class Odd:
         def __str__(self) -> str:

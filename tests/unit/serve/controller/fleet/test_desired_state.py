@@ -1,4 +1,4 @@
-"""Numbers of replicas that a spec, a controller before it and its users want."""
+"""Numbers of replicas from the spec, the recorded state and manual scaling."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from multiworld.serve.spec.schema import AppSpec
 
 
 def app(**stage: Any) -> AppSpec:
-    """Return a spec with one stage."""
     model = {"factory": "a:b", "stages": [stage]}
     return AppSpec.model_validate({"models": {"m": model}})
 
 
 def test_size_of_a_version_that_was_rolled_back_counts_no_more() -> None:
-    """The next one that wants as many gets them: 2 run, and not its 4."""
+    """A new spec that asks for 4 again gets 4, not the 2 that run."""
     running = Sizes([2], app(replicas=2).models["m"])
     found = desired_state_of(app(replicas=4), {"m": running})
     assert found.models["m"].replicas == (4,)
@@ -40,7 +39,6 @@ RANGE = {"min_replicas": 1, "max_replicas": 4}
 def test_stage_keeps_its_size_until_the_spec_gives_another(
     old: dict[str, Any], new: dict[str, Any], recorded: int, wanted: int
 ) -> None:
-    """Also in a controller that is started again."""
     before = Sizes([recorded], app(**old).models["m"])
     found = desired_state_of(app(**new), {"m": before})
     assert found.models["m"].replicas == (wanted,)

@@ -1,4 +1,4 @@
-"""Files on disk carry a format; older ones are read, newer ones refused by name."""
+"""Formats of files on disk: older ones are read, newer ones refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ APP: dict[str, Any] = {
 def test_record_of_an_older_release_is_read_and_a_newer_one_refused(
     tmp_path: Path,
 ) -> None:
-    """The message says which formats they are."""
     folder = StateFolder(tmp_path)
     folder.make()
     folder.save(Record(app=AppSpec.model_validate(APP), specs={}, active={"m": "1"}))
@@ -46,7 +45,6 @@ def test_record_of_an_older_release_is_read_and_a_newer_one_refused(
 def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
     tmp_path: Path,
 ) -> None:
-    """SQLite keeps the format as its user_version."""
     path = tmp_path / "registry.db"
     TenantDatabase(path).close()
     with sqlite3.connect(path) as db:
@@ -64,7 +62,7 @@ def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
 def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(
     tmp_path: Path,
 ) -> None:
-    """Numbers must never go back, so an unknown format is no empty file."""
+    """Epochs must never decrease, so an unknown format is no empty file."""
     path = tmp_path / "epochs.json"
     path.write_text('{"world": "w", "epoch": 4}\n')
     first = EpochFile(path)
@@ -80,7 +78,6 @@ def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(
 
 
 def test_usage_of_an_earlier_format_gets_the_new_totals(tmp_path: Path) -> None:
-    """Old rows count no tokens, and new ones are added to them."""
     path = tmp_path / "registry.db"
     totals = ("requests", "answered", "failed", "refused", "rows")
     columns = (*totals, "bytes_in", "bytes_out", "seconds")

@@ -11,7 +11,6 @@ from multiworld.serve.controller.fleet.history import BAD, EVENTS, History
 
 
 def test_entries_are_numbered_and_read_on_from_a_number() -> None:
-    """A reader asks for what came after the last that it has."""
     history = History()
     assert history.since(0) == []
     for kind in ("ready", "lost", "ready"):
@@ -37,7 +36,6 @@ def test_oldest_entries_are_dropped_and_still_counted() -> None:
 def test_what_is_bad_is_logged_as_a_warning(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest for information."""
     caplog.set_level(logging.INFO)
     History().say(kind, "100 % of it")
     (record,) = caplog.records
@@ -46,7 +44,7 @@ def test_what_is_bad_is_logged_as_a_warning(
 
 
 def test_losses_are_counted_by_model_and_stage_and_are_among_the_last_events() -> None:
-    """An alert says which stage it is about; other events have neither."""
+    """The counts have a model and a stage so that an alert can name them."""
     history, seen = History(), list[HistoryEntry]()
     history.on_event = seen.append
     history.say("lost", "m/0/7: it was killed", "m/0/7")

@@ -1,4 +1,4 @@
-"""The reconciler: from the observed state to the desired state."""
+"""The reconciler, which moves the observed state towards the desired state."""
 
 from __future__ import annotations
 
@@ -42,16 +42,11 @@ from multiworld.serve.wire.routing_table import ReplicaState
 
 
 def desired(*replicas: int, version: str = "1", gateways: int = 1) -> DesiredState:
-    """Return a service with one model."""
     return DesiredState({"m": DesiredModel(version, tuple(replicas))}, gateways)
 
 
 class Service:
-    """A fleet whose processes carry out orders at once, unless they are broken.
-
-    Attributes:
-        broken: Versions whose workers die while they load.
-    """
+    """A fleet whose processes obey at once, unless their version is in `broken`."""
 
     def __init__(self, *replicas: int) -> None:
         self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
@@ -65,7 +60,6 @@ class Service:
         self.handle(DesiredStateChanged(desired(*replicas)))
 
     def handle(self, event: Event) -> None:
-        """Pass an event to the reconciler, and carry out the actions that follow."""
         waiting: list[Event] = [event]
         for _ in range(10_000):
             if not waiting:
@@ -75,7 +69,6 @@ class Service:
         raise AssertionError("the reconciler never converges")
 
     def carry_out(self, action: Action) -> list[Event]:
-        """Carry out an action; return the events that follow."""
         match action:
             case Launch(name, _, version, _):
                 assert name not in self.alive
@@ -101,13 +94,12 @@ class Service:
         return []
 
     def tick(self, seconds: float) -> None:
-        """Let time pass."""
         for _ in range(int(seconds / 0.5)):
             self.now += 0.5
             self.handle(Ticked())
 
     def ready(self, version: str = "1") -> list[int]:
-        """Return how many replicas are ready, by stage."""
+        """Return the number of ready replicas by stage."""
         stages = [0, 0, 0]
         for p in self.fleet.processes.values():
             if p.model and p.version == version and p.phase is ProcessPhase.READY:
@@ -115,17 +107,14 @@ class Service:
         return stages
 
     def kinds(self) -> list[str]:
-        """Return the kinds of the logged events."""
         return [entry.kind for entry in self.logged]
 
     def a_worker(self, stage: int) -> str:
-        """Return the name of a replica of a stage."""
         names = self.fleet.processes
         return next(n for n in names if n.startswith(f"m/{stage}/"))
 
 
 def test_unplaced_replica_waits_and_is_reported_once() -> None:
-    """It does not count as a crash, and is retried at once when a machine is added."""
     service = Service(1, 1, 1)
     service.room = 1
     service.handle(DesiredStateChanged(desired(1, 3, 1)))
@@ -141,7 +130,7 @@ def test_unplaced_replica_waits_and_is_reported_once() -> None:
 
 
 def test_drain_is_withdrawn_without_room_for_a_replacement() -> None:
-    """The replica stays; otherwise the stage would be one short for good."""
+    """Otherwise the stage would be one replica short for good."""
     service = Service(1, 1, 1)
     service.room = 0
     name = service.a_worker(1)
@@ -156,7 +145,7 @@ def test_drain_is_withdrawn_without_room_for_a_replacement() -> None:
 
 
 def test_adopted_replica_that_never_joins_is_replaced() -> None:
-    """Its machine cannot be reached, and the replica may be gone with it."""
+    """Its machine may be unreachable, and the replica lost with it."""
     service = Service(1, 1, 1)
     ghost = Process("m/1/99", "m", "1", 1, ProcessPhase.READY, since=service.now)
     service.handle(Adopted(ghost))
@@ -170,7 +159,6 @@ def test_adopted_replica_that_never_joins_is_replaced() -> None:
 
 
 def test_unplaced_replica_starts_when_another_leaves() -> None:
-    """Within about a second."""
     service = Service(1, 1, 1)
     service.room = 0
     service.handle(DesiredStateChanged(desired(1, 2, 1)))
@@ -181,7 +169,6 @@ def test_unplaced_replica_starts_when_another_leaves() -> None:
 
 
 def test_version_without_room_is_rolled_back_after_its_deadline() -> None:
-    """The old version keeps serving."""
     service = Service(1, 1, 1)
     service.room = 1
     service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
@@ -194,7 +181,6 @@ def test_version_without_room_is_rolled_back_after_its_deadline() -> None:
 
 
 def test_replicas_are_started_and_ready_after_a_probe() -> None:
-    """The routing table shows them as ready."""
     service = Service(1, 2, 1)
     assert service.ready() == [1, 2, 1]
     table = service.fleet.table
@@ -204,7 +190,6 @@ def test_replicas_are_started_and_ready_after_a_probe() -> None:
 
 
 def test_readiness_says_how_long_each_phase_of_the_start_took() -> None:
-    """So that a slow one can be distinguished from a slow machine."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     fleet, now = service.fleet, service.now
@@ -222,7 +207,6 @@ def test_readiness_says_how_long_each_phase_of_the_start_took() -> None:
 
 
 def test_replica_is_not_ready_without_a_successful_probe() -> None:
-    """A failed probe is repeated."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     name = service.a_worker(1)
@@ -236,7 +220,6 @@ def test_replica_is_not_ready_without_a_successful_probe() -> None:
 
 
 def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
-    """The rest of the old process is killed."""
     service = Service(1, 2, 1)
     name = service.a_worker(1)
     service.handle(ProcessGone(name, "silent"))
@@ -248,7 +231,6 @@ def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
 
 
 def test_scaling_down_drains_the_newest_and_keeps_the_others() -> None:
-    """A drained replica finishes once every sender has the new table."""
     service = Service(1, 3, 1)
     names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
     service.handle(DesiredStateChanged(desired(1, 1, 1)))
@@ -273,7 +255,6 @@ def test_draining_waits_until_every_sender_has_the_table() -> None:
 
 
 def test_draining_process_that_does_not_exit_is_killed() -> None:
-    """It has ``drain_s`` to finish."""
     service = Service(1, 2, 1)
     name = service.a_worker(1)
     service.fleet.processes[name].phase = ProcessPhase.FINISHING
@@ -284,7 +265,6 @@ def test_draining_process_that_does_not_exit_is_killed() -> None:
 
 
 def test_requested_drain_replaces_the_process() -> None:
-    """The number of ready replicas is the same afterwards."""
     service = Service(1, 1, 1)
     name = service.a_worker(2)
     service.handle(DrainRequested(name))
@@ -293,7 +273,6 @@ def test_requested_drain_replaces_the_process() -> None:
 
 
 def test_crash_loop_is_slowed_down_by_backoff() -> None:
-    """The event log shows the backoff."""
     service = Service(1, 1, 1)
     service.broken.add("1")
     service.handle(ProcessGone(service.a_worker(0), "killed"))
@@ -307,7 +286,6 @@ def test_crash_loop_is_slowed_down_by_backoff() -> None:
 
 
 def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
-    """The old version finishes stage by stage, the first one first."""
     service = Service(1, 2, 1)
     service.answers_probes = False
     service.handle(DesiredStateChanged(desired(1, 2, 1, version="2")))
@@ -325,7 +303,6 @@ def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
 
 
 def test_version_that_crashes_is_rolled_back() -> None:
-    """The old version serves all the time."""
     service = Service(1, 1, 1)
     service.broken.add("2")
     service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
@@ -338,7 +315,7 @@ def test_version_that_crashes_is_rolled_back() -> None:
 
 
 def test_request_starts_the_active_version_from_zero_beside_an_update() -> None:
-    """The new version may take long, or never be ready."""
+    """The new version may take long to become ready, or never do so."""
     service = Service(1, 1, 1)
     service.handle(DesiredStateChanged(desired(0, 0, 0)))
     service.handle(ModelNeeded("m"))
@@ -351,7 +328,6 @@ def test_request_starts_the_active_version_from_zero_beside_an_update() -> None:
 
 
 def test_version_that_is_never_ready_is_rolled_back() -> None:
-    """It has ``ready_s`` to become ready."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
@@ -361,7 +337,7 @@ def test_version_that_is_never_ready_is_rolled_back() -> None:
 
 
 def test_model_that_takes_long_to_load_has_a_limit_of_its_own() -> None:
-    """Neither its replicas nor its update are given up before ``start_s``."""
+    """``start_s`` replaces ``ready_s`` for its replicas and its update."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     slow = DesiredModel("2", (1, 1, 1), start_s=90.0)
@@ -376,7 +352,7 @@ def test_model_that_takes_long_to_load_has_a_limit_of_its_own() -> None:
 
 
 def test_pause_of_the_controller_is_nobodys_fault() -> None:
-    """A start, an update and a drain have as long as without it."""
+    """The time limits of starts, updates and drains exclude the pause."""
     service = Service(1, 1, 1)
     name = service.a_worker(1)
     service.fleet.processes[name].phase = ProcessPhase.FINISHING
@@ -396,7 +372,6 @@ def test_pause_of_the_controller_is_nobodys_fault() -> None:
 
 
 def test_third_version_replaces_one_that_is_not_ready() -> None:
-    """Nothing of the second version is left."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
@@ -408,7 +383,6 @@ def test_third_version_replaces_one_that_is_not_ready() -> None:
 
 
 def test_gateway_is_replaced_and_probes_go_to_another() -> None:
-    """A probe that the lost gateway was asked for is repeated."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     service.handle(ProcessGone(service.a_worker(0), "killed"))
@@ -420,7 +394,6 @@ def test_gateway_is_replaced_and_probes_go_to_another() -> None:
 
 
 def test_adopted_processes_are_kept_and_not_started_again() -> None:
-    """A new controller takes over the processes as they are."""
     old = Service(1, 2, 1)
     fleet = Reconciler(first=old.fleet.next_number, number=old.fleet.table.number)
     launched: list[Action] = []
@@ -443,7 +416,6 @@ def test_adopted_processes_are_kept_and_not_started_again() -> None:
 
 
 def test_adopted_drain_goes_on() -> None:
-    """Its replacement stays, and it exits once that is ready."""
     fleet = Reconciler(first=9, number=5)
     asked = Process("m/0/1", "m", "1", 0, ProcessPhase.READY, is_drain_requested=True)
     fresh = Process("m/0/2", "m", "1", 0, ProcessPhase.LOADED)
@@ -458,7 +430,7 @@ def test_adopted_drain_goes_on() -> None:
 
 
 def test_adopted_drain_waits_for_who_has_not_heard_of_it() -> None:
-    """Its controller may have died before it said so to anybody."""
+    """Its controller may have died before it announced the drain."""
     fleet = Reconciler(first=9, number=40, active={"m": "1"})
     draining = Process("m/0/2", "m", "1", 0, ProcessPhase.DRAINING)
     fresh = Process("m/0/3", "m", "1", 0, ProcessPhase.READY)
@@ -473,15 +445,14 @@ def test_adopted_drain_waits_for_who_has_not_heard_of_it() -> None:
 
 
 class Unfinished(Service):
-    """A fleet whose replicas finish later."""
+    """A fleet whose replicas never finish."""
 
     def carry_out(self, action: Action) -> list[Event]:
-        """Carry out an action, but do not let a replica finish."""
         return [] if isinstance(action, Finish) else super().carry_out(action)
 
 
 def test_replicas_of_removed_text_keep_the_edge_from_the_last_stage() -> None:
-    """The streams that they have are still answered."""
+    """The last stage still answers the open streams."""
     service = Unfinished(1, 1, 1)
     text = DesiredModel("1", (1, 1, 1), generates=True)
     service.handle(DesiredStateChanged(DesiredState({"m": text})))
@@ -493,7 +464,6 @@ def test_replicas_of_removed_text_keep_the_edge_from_the_last_stage() -> None:
 
 
 def test_model_that_is_no_longer_desired_is_drained() -> None:
-    """Its route disappears from the table."""
     service = Service(1, 1, 1)
     service.handle(DesiredStateChanged(DesiredState({}, 1)))
     assert service.ready() == [0, 0, 0]
@@ -518,7 +488,6 @@ STEPS = st.lists(
 def test_desired_state_is_reached_whatever_happens(
     steps: list[tuple[str, int]],
 ) -> None:
-    """Given time, exactly the desired processes run."""
     service = Service(1, 2, 1)
     scale, version = 2, "1"
     for what, number in steps:
@@ -547,7 +516,6 @@ def test_desired_state_is_reached_whatever_happens(
 
 
 def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
-    """Its last replica finishes at once, though earlier stages stay; no loss."""
     service = Service(1, 2, 1)
     service.handle(DesiredStateChanged(desired(1, 0, 1)))
     assert service.ready() == [1, 0, 1]
@@ -561,7 +529,7 @@ def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
 
 
 class Slow:
-    """A reconciler whose processes take their time; a test moves each on."""
+    """A reconciler whose processes make progress only when the test says so."""
 
     def __init__(
         self, *replicas: int, starts_at_once: int = 2, ready_s: float = 120.0
@@ -573,7 +541,6 @@ class Slow:
         self.handle(DesiredStateChanged(desired(*replicas)))
 
     def handle(self, event: Event) -> None:
-        """Pass an event to the reconciler; note what it launches and probes."""
         self.now += 0.01
         for action in self.fleet.handle(event, self.now):
             if isinstance(action, Launch):
@@ -582,18 +549,17 @@ class Slow:
                 self.probed.append(action.name)
 
     def finish(self, name: str) -> None:
-        """Let a replica start, load and be probed."""
         for event in (Joined(name), Loaded(name), Probed(name)):
             self.handle(event)
 
     def stages(self) -> list[str]:
-        """Return what was launched since the last call, without the numbers."""
+        """Return the stages launched since the last call."""
         launched, self.launched = self.launched, []
         return [name.rpartition("/")[0] for name in launched]
 
 
 def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
-    """The next one starts when one has loaded, and not only when it is ready."""
+    """A start ends when the replica has loaded, before it is ready."""
     slow = Slow(2, 2, 2)
     first = slow.launched[1:]
     assert slow.stages() == ["gateway", "m/0", "m/1"]
@@ -607,7 +573,7 @@ def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
 
 
 def test_replica_is_probed_once_all_stages_have_loaded() -> None:
-    """Before, no probe could pass, and five that fail end a replica."""
+    """A probe passes through all stages, and five failed probes end a replica."""
     slow = Slow(1, 1, 1)
     gateway, first, second = slow.launched
     for name in (gateway, first, second):
@@ -622,7 +588,6 @@ def test_replica_is_probed_once_all_stages_have_loaded() -> None:
 
 
 def test_replica_that_waits_for_another_stage_is_not_late() -> None:
-    """Its own start is over; the one that is late is named."""
     slow = Slow(1, 1, 1, ready_s=100.0)
     gateway, first, second = slow.launched
     for name in (gateway, first, second):
@@ -638,7 +603,7 @@ def test_replica_that_waits_for_another_stage_is_not_late() -> None:
 
 
 def test_replica_that_waits_for_a_gateway_is_not_late() -> None:
-    """Nobody else can probe it; the gateway is the one that is late."""
+    """Only a gateway can probe it."""
     slow = Slow(1, ready_s=100.0)
     gateway, replica = slow.launched
     slow.handle(Joined(replica))
@@ -652,7 +617,7 @@ def test_replica_that_waits_for_a_gateway_is_not_late() -> None:
 
 
 def test_new_version_without_replicas_is_not_active() -> None:
-    """The old one serves until the new one has answered a probe."""
+    """A version becomes active when it has answered a probe."""
     service = Service(1, 1, 1)
     service.handle(DesiredStateChanged(desired(0, 0, 0, version="2")))
     assert service.fleet.active == {"m": "1"}
@@ -660,7 +625,6 @@ def test_new_version_without_replicas_is_not_active() -> None:
 
 
 def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:
-    """One replica of it starts beside them; what only grows waits."""
     slow = Slow(1, 1, 1, starts_at_once=8)
     for name in slow.launched[1:]:
         slow.finish(name)
@@ -679,7 +643,7 @@ def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:
 
 
 def test_stages_without_a_replica_pass_slow_starts_but_not_all_at_once() -> None:
-    """Many starts are slow because they are many."""
+    """Starts may be slow because there are many of them."""
     slow = Slow(*[1] * 9, starts_at_once=2)
     assert slow.stages() == ["gateway", "m/0", "m/1"]
     for passing in (["m/2", "m/3"], [], []):
@@ -691,7 +655,6 @@ def test_stages_without_a_replica_pass_slow_starts_but_not_all_at_once() -> None
 
 
 def test_replacement_is_started_before_what_grows() -> None:
-    """And the stage that nothing serves any more before all others."""
     slow = Slow(2, 1, 1, starts_at_once=8)
     for name in slow.launched[1:]:
         slow.finish(name)
@@ -706,7 +669,7 @@ def test_replacement_is_started_before_what_grows() -> None:
 
 
 def test_table_lists_a_replica_once_it_can_be_reached() -> None:
-    """Its peers would try in vain before, again and again."""
+    """Otherwise its peers would retry in vain."""
     slow = Slow(1, 1, 1)
     name = slow.launched[1]
     assert name not in slow.fleet.table.replicas
@@ -718,7 +681,7 @@ def test_table_lists_a_replica_once_it_can_be_reached() -> None:
 
 
 def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
-    """Many replicas may load one after another; only a standstill rolls back."""
+    """Many replicas may load one after another; only a lack of progress rolls back."""
     slow = Slow(3, starts_at_once=1, ready_s=10.0)
     slow.finish(slow.launched[0])
     for _ in range(3):
@@ -733,7 +696,7 @@ def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
 
 
 def test_update_that_waits_for_the_starts_of_another_has_its_whole_time() -> None:
-    """Models of one spec are updated at once, and only one replica may load."""
+    """The models of a spec update together, but only one replica may load at a time."""
 
     def all_of(version: str) -> DesiredState:
         return DesiredState({n: DesiredModel(version, (1,)) for n in "abcd"}, 1)
@@ -754,7 +717,6 @@ def test_update_that_waits_for_the_starts_of_another_has_its_whole_time() -> Non
 
 
 def test_replicas_on_other_kinds_of_machines_are_named() -> None:
-    """And the routing table has the kind of each."""
     service = Service(1, 2, 1)
     workers = [name for name in service.fleet.processes if name.startswith("m/")]
     for name in workers[:-1]:
@@ -767,7 +729,7 @@ def test_replicas_on_other_kinds_of_machines_are_named() -> None:
 
 
 def test_replica_that_waited_for_another_stage_has_the_rest_of_its_time() -> None:
-    """The wait is not part of its start, nor of what the autoscaler takes for it."""
+    """The wait counts neither as start time nor in the autoscaler's estimate of it."""
     slow = Slow(1, 1, 1, ready_s=100.0)
     gateway, first, second = slow.launched
     for name in (gateway, first, second):
@@ -791,7 +753,7 @@ def test_replica_that_waited_for_another_stage_has_the_rest_of_its_time() -> Non
 
 
 def test_stages_beside_one_at_zero_are_ready_without_a_probe() -> None:
-    """A probe could not pass; the first request wakes the stage."""
+    """A probe could not pass the stage at zero; the first request wakes that stage."""
     slow = Slow(1, 0, 1)
     for name in list(slow.launched):
         slow.handle(Joined(name))
@@ -807,7 +769,7 @@ def test_stages_beside_one_at_zero_are_ready_without_a_probe() -> None:
 
 
 def test_probe_that_failed_is_repeated_with_twice_the_time() -> None:
-    """Up to the model's deadline: a request may take that long."""
+    """The limit is the model's deadline, because a request may take that long."""
     fleet, now = Reconciler(ready_s=1000.0), 0.0
     models = {"m": DesiredModel("1", (1,), deadline_s=35.0)}
     found: list[float] = []
@@ -824,7 +786,7 @@ def test_probe_that_failed_is_repeated_with_twice_the_time() -> None:
 
 
 def test_draining_does_not_wait_for_a_process_that_starts() -> None:
-    """It has no table yet, and gets the latest one."""
+    """It has no table yet and will get the latest one."""
     slow = Slow(1, 2, 1)
     for _ in range(9):
         for name in list(slow.launched):

@@ -1,4 +1,4 @@
-"""The folder of a service: its record, its locks and its secret, on any disk."""
+"""The state folder of a service: its record, locks and secret."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ APP = AppSpec.model_validate({"models": {"m": {"factory": "x:y", "stages": [{}]}
 
 
 def record(**more: Any) -> Record:
-    """Return a record of a service with two processes."""
     processes = [
         ProcessRecord(
             name=f"m/0/{pid}",
@@ -59,13 +58,12 @@ def record(**more: Any) -> Record:
 
 
 def version(number: str, replicas: int) -> AppSpec:
-    """Return a spec with a version of the model."""
     model = {"factory": "x:y", "version": number, "stages": [{"replicas": replicas}]}
     return AppSpec.model_validate({"models": {"m": model}})
 
 
 def test_size_before_is_that_of_the_same_version_or_of_the_active_one() -> None:
-    """A controller that ends in an update to fewer replicas has recorded both."""
+    """A controller that exits during an update has recorded sizes of both versions."""
     specs = {"m": {n: version(n, k).models["m"] for n, k in (("1", 4), ("2", 1))}}
     old = record(
         app=version("2", 1),
@@ -80,14 +78,12 @@ def test_size_before_is_that_of_the_same_version_or_of_the_active_one() -> None:
 
 
 def test_record_of_an_older_release_has_one_size() -> None:
-    """That of the desired version."""
     assert sizes_before(record(), APP)["m"].replicas == [2]
     assert sizes_before(record(replicas={}), APP) == {}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
-    """Return the folder of a new service."""
     monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
     made = StateFolder(tmp_path / "state" / "app")
     made.make()
@@ -97,7 +93,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
 def test_root_follows_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ours first, then that of the desktop, then the home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("MULTIWORLD_STATE", raising=False)
@@ -112,13 +107,12 @@ def test_root_follows_the_environment(
 
 
 def test_record_is_read_as_it_was_written(folder: StateFolder) -> None:
-    """There is none at first, and none when the service has ended."""
     assert folder.load() is None
     folder.save(record(number=3))
     assert folder.load() == record(number=3)
     with open(folder.path / "record.json") as file:
         folder.save(record(number=4, processes=[]))
-        # Who reads meanwhile reads the one before, and not a part of each.
+        # A concurrent reader sees the previous record, not a mix of both.
         assert Record.model_validate_json(file.read()) == record(number=3)
     assert folder.load() == record(number=4, processes=[])
     folder.socket.touch()
@@ -131,7 +125,6 @@ def test_record_is_read_as_it_was_written(folder: StateFolder) -> None:
 def test_save_that_fails_leaves_the_record_before(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example on a full disk."""
     folder.save(record(number=1))
 
     def full(descriptor: int) -> None:
@@ -153,7 +146,7 @@ def test_save_that_fails_leaves_the_record_before(
 def test_record_that_cannot_be_read_is_named(
     folder: StateFolder, content: bytes
 ) -> None:
-    """It is not taken for a service that does not run."""
+    """An unreadable record must not pass for a service that is not running."""
     (folder.path / "record.json").write_bytes(content)
     with pytest.raises(ServeError, match=r"record\.json cannot be read"):
         folder.load()
@@ -163,7 +156,7 @@ def test_record_that_cannot_be_read_is_named(
 
 
 def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
-    """Until it ends, however it does; the lock is the kernel's."""
+    """The kernel releases the lock however the controller exits."""
     assert not StateFolder(folder.path.parent / "none").is_controlled()
     assert not folder.is_controlled()
     code = (
@@ -194,7 +187,7 @@ def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
 
 
 def test_living_processes_share_their_lock(folder: StateFolder) -> None:
-    """The store sees when the last of them has ended."""
+    """The store notices when the last of them exits."""
     one, other = folder.hold(), folder.hold()
     with open(folder.alive, "rb") as file:
         for held in (one, other):
@@ -207,7 +200,7 @@ def test_living_processes_share_their_lock(folder: StateFolder) -> None:
 def test_asking_for_a_controller_keeps_none_from_starting(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``multiworld status`` may be asked at any time."""
+    """``multiworld status`` may ask at any time."""
     os.close(folder.lock())
     real, asked, controller = fcntl.fcntl, 0, -1
 
@@ -229,7 +222,6 @@ def test_asking_for_a_controller_keeps_none_from_starting(
 
 
 def test_secret_is_made_once_and_for_this_user_only(folder: StateFolder) -> None:
-    """Every process of the service gets the same one."""
     secret = folder.secret()
     assert len(bytes.fromhex(secret)) == 32
     assert StateFolder(folder.path).secret() == secret
@@ -243,14 +235,13 @@ def test_secret_is_made_once_and_for_this_user_only(folder: StateFolder) -> None
 def test_secret_of_the_environment_goes_before(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not written to the disk."""
     monkeypatch.setenv("MULTIWORLD_SECRET", "theirs, of 16 bytes")
     assert folder.secret() == "theirs, of 16 bytes"
     assert not (folder.path / "secret").exists()
 
 
 def test_secret_that_was_not_written_is_made_anew(folder: StateFolder) -> None:
-    """The process before may have died, or the disk been full, in the midst of it."""
+    """The previous process may have died, or the disk filled up, while writing it."""
     (folder.path / "secret").touch()
     assert folder.secret() != ""
 
@@ -262,7 +253,6 @@ def test_secret_that_was_not_written_is_made_anew(folder: StateFolder) -> None:
 def test_what_has_the_name_of_a_part_of_the_folder_is_named(
     tmp_path: Path, name: str
 ) -> None:
-    """A file in place of a folder, or a folder in place of a file or socket."""
     if name == "logs":
         (tmp_path / name).write_text("")
     else:
@@ -276,7 +266,6 @@ def test_what_has_the_name_of_a_part_of_the_folder_is_named(
 def test_folder_in_place_of_a_file_is_named(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """By whatever needs it first."""
     monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
     (folder.path / name).mkdir()
     assert not folder.is_controlled()
@@ -294,7 +283,6 @@ def test_folder_in_place_of_a_file_is_named(
 def test_secret_that_is_none_is_named(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    """Half written, or not text at all; an empty one is made anew."""
     monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
     (folder.path / "secret").write_bytes(content)
     if not content:
@@ -305,15 +293,12 @@ def test_secret_that_is_none_is_named(
 
 
 class Disk:
-    """A disk that writes when it is allowed to."""
-
     def __init__(self) -> None:
         self.found: list[int] = []
         self.is_full = False
         self.may_go_on = threading.Event()
 
     def save(self, one: Record) -> None:
-        """Write a record."""
         assert self.may_go_on.wait(10.0)
         if self.is_full:
             raise OSError("no space left on device")
@@ -321,7 +306,6 @@ class Disk:
 
 
 async def test_disk_that_hangs_holds_up_nothing_and_gets_the_newest_record() -> None:
-    """Those between are not written any more."""
     disk = Disk()
     keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
     for number in range(5):
@@ -339,7 +323,7 @@ async def test_disk_that_hangs_holds_up_nothing_and_gets_the_newest_record() -> 
 
 
 async def test_nobody_waits_for_later_records() -> None:
-    """In a busy fleet there is always another one."""
+    """A busy fleet always produces another record."""
     disk = Disk()
     keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
     keeper.keep(record(number=1))
@@ -356,7 +340,7 @@ async def test_nobody_waits_for_later_records() -> None:
 
 
 async def test_record_that_is_no_text_is_a_trouble() -> None:
-    """And does not end the keeper."""
+    """A record that cannot be encoded is reported and does not stop the keeper."""
 
     def fail(one: Record) -> None:
         raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
@@ -370,7 +354,7 @@ async def test_record_that_is_no_text_is_a_trouble() -> None:
 async def test_record_that_could_not_be_written_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With the next event, even if that changes nothing."""
+    """The next event retries, even if it changes nothing in the record."""
     disk = Disk()
     disk.may_go_on.set()
     disk.is_full = True
@@ -387,7 +371,7 @@ async def test_record_that_could_not_be_written_is_tried_again(
 
 
 def test_folder_whose_socket_cannot_be_is_refused(tmp_path: Path) -> None:
-    """Nobody could manage its service."""
+    """Without its socket, nobody could manage the service."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     with pytest.raises(ServeError, match=r"107; give a shorter --state"):
         StateFolder(deep).make()
@@ -398,7 +382,7 @@ def test_folder_whose_socket_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_secret_may_stand_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    """Of text: the processes of a service get it in a variable."""
+    """It must be text, because processes receive it in an environment variable."""
     path = tmp_path / "given"
     path.write_bytes(content)
     monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)

@@ -27,8 +27,6 @@ def desired(
 
 
 class Spared(Service):
-    """A service of three stages, the second of which has a spare."""
-
     def __init__(self) -> None:
         super().__init__(1, 2, 1)
         self.handle(DesiredStateChanged(desired(1, 2, 1)))
@@ -135,7 +133,6 @@ def test_spare_without_room_costs_nobody_anything() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_lost_the_fleet_is_whole_again(seed: int) -> None:
-    """And never has more ready replicas than it should."""
     service, draw = Spared(), random.Random(seed)
     for _ in range(60):
         names = [n for n, p in service.fleet.processes.items() if p.model]

@@ -1,4 +1,4 @@
-"""The order of starts: what is needed most first, and not all at once."""
+"""The order of starts, and how many run at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ GATEWAY = "", "", 0
 
 
 def stage(number: int, model: str = "m") -> tuple[str, str, int]:
-    """Return the key of a stage."""
     return model, "1", number
 
 
 def test_stage_that_nothing_serves_goes_first() -> None:
-    """Requests wait for it; elsewhere they only wait longer."""
+    """Its requests cannot be answered at all; elsewhere they only wait longer."""
     found = next_starts(
         [Shortage(stage(0), 4, 2, 2), Shortage(stage(1), 1, 1, 1)], free=1
     )
@@ -30,19 +29,19 @@ def test_stage_that_nothing_serves_goes_first() -> None:
 
 
 def test_replacements_precede_growth() -> None:
-    """Even if the stage that grows has the smaller part of its replicas."""
+    """This holds even if the growing stage has a smaller fraction of its replicas."""
     grows, lost = Shortage(stage(0), 8, 6, 0), Shortage(stage(1), 4, 1, 1)
     assert next_starts([grows, lost], free=3) == [stage(1), stage(0), stage(0)]
 
 
 def test_every_stage_of_a_cold_start_gets_one_before_any_gets_two() -> None:
-    """So the model answers as soon as it can."""
+    """The model answers once every stage has one."""
     short = [Shortage(stage(k), 3, 3, 0) for k in range(3)]
     assert next_starts(short, free=4)[:3] == [stage(0), stage(1), stage(2)]
 
 
 def test_gateways_wait_for_nothing() -> None:
-    """They load no model, and nothing is answered without one."""
+    """Gateways load no model, and nothing is answered without one."""
     found = next_starts(
         [Shortage(stage(0), 1, 1, 0), Shortage(GATEWAY, 2, 2, 0)], free=0
     )
@@ -65,7 +64,6 @@ shortages = st.lists(
 
 @given(shortages, st.integers(-2, 12))
 def test_all_room_is_used_and_no_more(short: list[Shortage], free: int) -> None:
-    """No stage gets more than it lacks."""
     found = next_starts(short, free)
     assert len(found) == max(0, min(free, sum(s.missing for s in short)))
     for one in short:
@@ -73,7 +71,7 @@ def test_all_room_is_used_and_no_more(short: list[Shortage], free: int) -> None:
 
 
 def test_nodes_of_one_machine_share_its_cores() -> None:
-    """A machine with less than a core starts one at a time."""
+    """A machine with less than one core still starts one replica at a time."""
     nodes = [
         Node("a", 4.0, 1, address="10.0.0.1"),
         Node("b", 4.0, 1, address="10.0.0.1"),
@@ -84,7 +82,6 @@ def test_nodes_of_one_machine_share_its_cores() -> None:
 
 
 def test_lost_replicas_take_the_place_of_slow_starts() -> None:
-    """Those of stages without any first; what only grows waits."""
     short = [
         Shortage(stage(0), 4, 2, 1),
         Shortage(stage(1), 2, 2, 2),
@@ -96,7 +93,6 @@ def test_lost_replicas_take_the_place_of_slow_starts() -> None:
 
 
 def test_first_replica_of_a_stage_waits_for_no_slow_start() -> None:
-    """Such as that of a model that was scaled to zero; a second one does."""
     short = [Shortage(stage(0), 2, 2, 0), Shortage(stage(1), 2, 1, 0)]
     assert urgent_starts(short, [], 9) == [stage(0)]
     assert urgent_starts(short, [stage(0)], 9) == []

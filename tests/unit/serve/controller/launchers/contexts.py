@@ -11,7 +11,6 @@ from multiworld.serve.spec.schema import AppSpec
 
 
 def context(launcher: str, logs: Path, **more: Any) -> LauncherContext:
-    """Return the context of a service with this launcher."""
     models = {"m": {"factory": "x:y", "stages": [{}]}}
     app = AppSpec.model_validate({"app": "mine", "models": models})
     given: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Stands for ``launchers.entry`` in a fork server: processes that do little."""
+"""A stand-in for ``launchers.entry`` in a fork server, whose processes do little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import types
 
 
 def main(text: str) -> int:
-    """Do what the name in the arguments says; return the exit code."""
     what = json.loads(text)["name"]
     signal.alarm(60)
     if what == "waits":

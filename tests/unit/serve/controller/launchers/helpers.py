@@ -13,7 +13,6 @@ from multiworld.serve.controller.launchers.protocol import Exited, LineCodec, Po
 
 
 def main() -> None:
-    """Do it."""
     control, word = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     if word == "ends":
         os.write(2, b"why it ended\n")

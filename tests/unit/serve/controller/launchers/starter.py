@@ -1,4 +1,4 @@
-"""A program for tests: forks a fork server from itself, and does what a word says."""
+"""A test program that forks a fork server and does what its second argument says."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ from tests.unit.serve.controller.launchers.test_local_launcher import (
 
 
 def inherited(pid: int) -> list[str]:
-    """Return the files in the folder of the test that a process has open."""
     links = Path(f"/proc/{pid}/fd").iterdir()
     return [f for f in map(os.readlink, links) if f.endswith("/inherited")]
 
 
 async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
-    """Launch a process, with the waiting server if it can be used."""
     if word == "dies":
         os.kill(waiting.pid, signal.SIGKILL)
     launched = Launched(folder, waiting=waiting)
@@ -55,7 +53,6 @@ async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
 
 
 def main() -> None:
-    """Do it."""
     folder, word = Path(sys.argv[1]), sys.argv[2]
     sys.stdout.write("before the fork\n")  # and not flushed
     if word == "has threads":

@@ -1,4 +1,4 @@
-"""The fork server is replaced, also if its replacement fails."""
+"""Replacement of a fork server, including replacements that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.serve.edges import until
 async def test_replacement_that_fails_is_repeated(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else would: without a fork server no replica is ordered."""
+    """Nothing else retries it: without a fork server no replica is ordered."""
     monkeypatch.setattr(forks, "RETRY_S", 0.01)
     start, errors = HelperProcess.start, [error, error]
     is_lost = False

@@ -1,4 +1,4 @@
-"""Helper processes: they start, talk, hang, break off and end."""
+"""Helper processes that start, talk, hang, break off and exit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ MODULE = "tests.unit.serve.controller.launchers.helpers"
 
 
 class Helper:
-    """A helper process and what it has said.
-
-    Attributes:
-        news: Messages after the first.
-        heard: Set when there is one, or when it has ended.
-        has_ended: Set when its end was told.
-    """
-
     def __init__(self, log: Path) -> None:
         self.log = log
         self.news: list[ForkNews] = []
@@ -46,7 +38,6 @@ class Helper:
         self.process = self.made()
 
     def made(self, *, is_replaceable: bool = True) -> HelperProcess[ForkNews]:
-        """Return a helper process that tells this object of its news."""
         return HelperProcess(
             MODULE,
             self.log,
@@ -70,7 +61,6 @@ class Helper:
         self.heard.set()
 
     async def start(self, word: str, limit_s: float = HANG_S) -> ForkNews:
-        """Start it; return its first message."""
         env = {"WORD": "said ", "PYTHONPATH": os.pathsep.join(_paths())}
         return await self.process.start([word], env, limit_s)
 
@@ -82,26 +72,22 @@ def _paths() -> list[str]:
 
 @pytest.fixture
 async def helper(tmp_path: Path) -> AsyncIterator[Helper]:
-    """Return a helper that is not started yet."""
     made = Helper(tmp_path / "log")
     yield made
     await made.process.close()
 
 
 def order(name: str) -> Launch:
-    """Return some message."""
     return Launch(name, "{}", "/dev/null", {})
 
 
 async def wait(event: asyncio.Event) -> None:
-    """Wait for an event, but not for ever."""
     await asyncio.wait_for(event.wait(), HANG_S)
 
 
 async def test_helper_reports_that_it_is_ready_and_receives_orders(
     helper: Helper,
 ) -> None:
-    """It has the words and the environment that it was started with."""
     assert not helper.process.is_running
     first = await helper.start("listens")
     assert isinstance(first, Warm)
@@ -119,7 +105,6 @@ async def test_helper_reports_that_it_is_ready_and_receives_orders(
 async def test_helper_that_does_not_become_ready_is_an_error(
     helper: Helper, word: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log is named; nothing of it stays."""
     started: list[asyncio.subprocess.Process] = []
     create = asyncio.create_subprocess_exec
 
@@ -141,7 +126,7 @@ async def test_helper_that_does_not_become_ready_is_an_error(
 async def test_helper_that_talks_nonsense_counts_as_ended(
     helper: Helper, word: str
 ) -> None:
-    """Whoever waits for its news would wait for ever."""
+    """Callers that wait for its messages would wait forever."""
     await helper.start(word)
     await wait(helper.has_ended)
     assert not helper.process.is_running
@@ -151,7 +136,7 @@ async def test_helper_that_talks_nonsense_counts_as_ended(
 async def test_helper_that_exits_is_reported_once_and_can_be_restarted(
     helper: Helper,
 ) -> None:
-    """Orders sent in between are lost."""
+    """Orders sent while it is down are lost."""
     await helper.start("listens")
     helper.process.send(order("end now"))
     await wait(helper.has_ended)
@@ -167,7 +152,7 @@ async def test_helper_that_exits_is_reported_once_and_can_be_restarted(
 
 @pytest.mark.parametrize("word", ["listens", "stays"])
 async def test_close_ends_it_whatever_it_does(helper: Helper, word: str) -> None:
-    """By closing its socket; by force if it does not see that."""
+    """It closes the socket, then kills a helper that does not react."""
     first = await helper.start(word)
     assert isinstance(first, Warm)
     await asyncio.wait_for(helper.process.close(limit_s=0.2), HANG_S)
@@ -179,7 +164,6 @@ async def test_close_ends_it_whatever_it_does(helper: Helper, word: str) -> None
 async def test_line_that_is_too_long_counts_as_the_end(
     helper: Helper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is bounded."""
     monkeypatch.setattr(
         "multiworld.serve.controller.launchers.helper_process.LINE", 1000
     )
@@ -190,7 +174,6 @@ async def test_line_that_is_too_long_counts_as_the_end(
 
 
 def test_lines_are_read_as_they_were_written() -> None:
-    """One line each, whatever is in them."""
     message = Exited("a\nb", None)
     line = LineCodec.encode(message)
     assert line.count(b"\n") == 1
@@ -212,7 +195,6 @@ def _quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_stopped_helper_is_named_and_killed(
     helper: Helper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if it had exited; its owner starts another."""
     first = await helper.start("listens")
     assert isinstance(first, Warm)
     await asyncio.sleep(0.5)  # longer than a hang takes to be noticed
@@ -228,7 +210,7 @@ async def test_stopped_helper_is_named_and_killed(
 async def test_helper_that_does_not_answer_though_it_runs_hangs_too(
     helper: Helper,
 ) -> None:
-    """It may be in a loop, or wait for a lock."""
+    """It may be in an endless loop or wait for a lock."""
     await helper.start("is deaf")
     await wait(helper.has_ended)
     assert helper.hangs == 1
@@ -238,7 +220,6 @@ async def test_helper_that_does_not_answer_though_it_runs_hangs_too(
 async def test_helper_that_others_depend_on_is_named_and_left_alone(
     helper: Helper,
 ) -> None:
-    """It continues after SIGCONT."""
     helper.process = helper.made(is_replaceable=False)
     first = await helper.start("listens")
     assert isinstance(first, Warm)

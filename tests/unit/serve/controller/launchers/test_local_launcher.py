@@ -1,4 +1,4 @@
-"""The local launcher: real processes, forked from a server that has imported little."""
+"""The local launcher, with real processes forked from a fork server."""
 
 from __future__ import annotations
 
@@ -31,27 +31,19 @@ NEED = Need()
 
 
 def python_path() -> str:
-    """Return the PYTHONPATH of a fork server that imports ``fake_entry``."""
     root = Path(__file__).parents[5]
     paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(paths)
 
 
 def args(what: str) -> ProcessArgs:
-    """Return the arguments of a process that does what ``fake_entry`` says."""
+    """Return the arguments of a process in which ``fake_entry`` does `what`."""
     return ProcessArgs(
         app="app", name=what, role="worker", store="", silence_s=1.0, orphan_s=1.0
     )
 
 
 class Launched:
-    """A launcher under test, and the exits that it has reported.
-
-    Attributes:
-        exits: Names and exit codes.
-        told: Set at each.
-    """
-
     def __init__(
         self, folder: Path, *more: str, waiting: WaitingServer | None = None
     ) -> None:
@@ -75,13 +67,11 @@ class Launched:
         self.told.set()
 
     async def launch(self, name: str, what: str) -> RunningProcess:
-        """Start a process."""
         log = self.folder / f"{name}.log"
         spot = Location("here")
         return await self.launcher.launch(name, args(what), log, spot, NEED)
 
     async def exit_of(self, name: str) -> int | None:
-        """Wait for the end of a process; return the first reported code."""
         async with asyncio.timeout(WAIT_S):
             while name not in dict(self.exits):
                 self.told.clear()
@@ -89,7 +79,6 @@ class Launched:
         return next(code for known, code in self.exits if known == name)
 
     async def log_of(self, name: str) -> str:
-        """Wait until a process has written to its log; return what it wrote."""
         log = self.folder / f"{name}.log"
         async with asyncio.timeout(WAIT_S):
             while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110 - a file has no event
@@ -97,7 +86,7 @@ class Launched:
         return log.read_text()
 
     async def end(self, running: RunningProcess) -> int:
-        """End a process; return its exit code, as the fork server tells it."""
+        """Terminate a process; return the exit code that the fork server reports."""
         await self.log_of(running.name)
         self.launcher.kill(running, signal.SIGTERM)
         async with asyncio.timeout(WAIT_S):
@@ -110,18 +99,16 @@ class Launched:
 
 
 def children() -> set[int]:
-    """Return the processes below this one."""
+    """Return all descendants of this process."""
     return set(family_of(os.getpid())[1:])
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that has forked a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture
 async def launched(tmp_path: Path) -> AsyncIterator[Launched]:
-    """Return a launcher whose server starts with the first process."""
     made = Launched(tmp_path)
     yield made
     await made.launcher.close()
@@ -130,7 +117,6 @@ async def launched(tmp_path: Path) -> AsyncIterator[Launched]:
 async def test_process_runs_with_its_log_its_environment_and_its_session(
     launched: Launched,
 ) -> None:
-    """Its exit code is reported; modules that cannot be imported only say so."""
     running = await launched.launch("a", "says")
     assert (running.name, running.node) == ("a", "here")
     said = await launched.log_of("a")
@@ -143,7 +129,7 @@ async def test_process_runs_with_its_log_its_environment_and_its_session(
 async def test_process_is_killed_and_only_the_one_that_is_meant(
     launched: Launched,
 ) -> None:
-    """A process id that was given to another one is left alone."""
+    """A process ID that the system has reused is left alone."""
     one, other = await asyncio.gather(
         launched.launch("a", "waits"), launched.launch("b", "waits")
     )
@@ -163,7 +149,6 @@ async def test_process_is_killed_and_only_the_one_that_is_meant(
 async def test_process_that_raises_has_its_traceback_in_its_log(
     launched: Launched,
 ) -> None:
-    """The server continues."""
     assert await launched.end(await launched.launch("a", "raises")) == 1
     assert "KeyError: 'as asked'" in (launched.folder / "a.log").read_text()
     assert await launched.end(await launched.launch("b", "says")) == 7
@@ -172,7 +157,6 @@ async def test_process_that_raises_has_its_traceback_in_its_log(
 async def test_server_that_dies_fails_what_waits_and_is_started_again(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that it has forked continue, and their end is still seen."""
     running = await launched.launch("a", "waits")
     server = parent_of(running.pid)
     os.kill(server, signal.SIGSTOP)
@@ -208,7 +192,7 @@ async def test_module_that_starts_a_thread_is_left_to_the_processes(
 
 
 async def test_fork_server_that_gets_a_thread_later_is_replaced(tmp_path: Path) -> None:
-    """By one that imports nothing: who started it is not known."""
+    """Its replacement imports nothing: which module started the thread is unknown."""
     others = children()
     made = Launched(tmp_path, f"{FAKE_ENTRY}_late_thread")
     try:
@@ -226,7 +210,6 @@ async def test_fork_server_that_gets_a_thread_later_is_replaced(tmp_path: Path) 
 async def test_processes_of_an_earlier_controller_are_watched(
     launched: Launched,
 ) -> None:
-    """Those that have ended, or are others by now, are not adopted."""
     words = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen(words)  # noqa: ASYNC220 - asyncio would watch it, too
     began = began_at(process.pid)
@@ -243,7 +226,6 @@ async def test_processes_of_an_earlier_controller_are_watched(
 
 
 async def test_processes_outlive_the_launcher(launched: Launched) -> None:
-    """A new controller adopts them."""
     running = await launched.launch("a", "waits")
     await launched.launcher.close()
     assert began_at(running.pid) == running.began

@@ -1,4 +1,4 @@
-"""The actors of a Ray cluster, without Ray: a machine's launcher, and holders."""
+"""The actors of a Ray cluster, tested without Ray."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[NodeLauncher]:
-    """Return the launcher of this machine."""
     with recorded(actor, Forks) as forks:
         made = NodeLauncher([FAKE_ENTRY], str(tmp_path), str(tmp_path), "one")
     yield made
@@ -48,7 +47,6 @@ async def launcher(tmp_path: Path) -> AsyncIterator[NodeLauncher]:
 
 
 async def start(launcher: NodeLauncher, what: str, log: Path) -> tuple[int, int, str]:
-    """Start a rank named ``app/rank``."""
     env = {"GREETING": "hello"}
     text = args(what).model_dump_json()
     return await launcher.launch("app/rank", text, env, str(log))
@@ -57,7 +55,6 @@ async def start(launcher: NodeLauncher, what: str, log: Path) -> tuple[int, int,
 async def test_rank_runs_until_it_ends_and_its_code_is_known(
     launcher: NodeLauncher, tmp_path: Path
 ) -> None:
-    """It writes its order to its own log."""
     log = tmp_path / "rank.log"
     pid, began, leash = await start(launcher, "says", log)
     assert began_at(pid) == began
@@ -75,7 +72,7 @@ async def test_rank_runs_until_it_ends_and_its_code_is_known(
 async def test_rank_that_nobody_holds_is_killed(
     launcher: NodeLauncher, tmp_path: Path
 ) -> None:
-    """Its holder did not start, or was killed."""
+    """The holder may not have started, or was killed."""
     pid, began, _ = await start(launcher, "waits", tmp_path / "rank.log")
     await launcher.let_go("app/rank")
     async with asyncio.timeout(WAIT_S):
@@ -86,7 +83,7 @@ async def test_rank_that_nobody_holds_is_killed(
 async def test_rank_without_a_folder_for_its_log_starts_all_the_same(
     launcher: NodeLauncher,
 ) -> None:
-    """On other machines, the folder of the logs may not exist."""
+    """On other machines, the log folder may not exist."""
     pid, began, _ = await start(launcher, "waits", Path("/no/such/folder/rank.log"))
     assert began_at(pid) == began
     await launcher.let_go("app/rank")
@@ -95,7 +92,6 @@ async def test_rank_without_a_folder_for_its_log_starts_all_the_same(
 async def test_rank_that_cannot_start_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    """The error says why, and the next rank may have its name."""
     preload = [f"{FAKE_ENTRY}_late_thread"]
     others = children()
     with recorded(actor, Forks) as forks:
@@ -119,7 +115,6 @@ async def test_rank_that_cannot_start_leaves_nothing(
 def test_holder_names_the_gpus_that_ray_has_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And no others of its variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert ReplicaHolder().gpu_variables() == {"CUDA_VISIBLE_DEVICES": "3"}
 
@@ -127,7 +122,7 @@ def test_holder_names_the_gpus_that_ray_has_chosen(
 async def test_rank_that_is_let_go_before_it_starts_never_does(
     launcher: NodeLauncher, tmp_path: Path
 ) -> None:
-    """Its leash could have the path of that of another rank by then."""
+    """By then, another rank's leash could have the same path."""
     starting = asyncio.ensure_future(start(launcher, "says", tmp_path / "rank.log"))
     await asyncio.sleep(0)
     await launcher.let_go("app/rank")

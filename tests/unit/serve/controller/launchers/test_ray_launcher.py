@@ -1,4 +1,4 @@
-"""The launcher and the news of its bridge, without any Ray."""
+"""The Ray launcher and the messages of its bridge, tested without Ray."""
 
 from __future__ import annotations
 
@@ -43,12 +43,7 @@ ARGS = ProcessArgs(
 
 
 class Bridge:
-    """Takes orders, and carries none out.
-
-    Attributes:
-        hear: Passes news to the launcher.
-        end, hang: Let the launcher know that the bridge has ended, or hangs.
-    """
+    """A bridge that records orders and carries none out."""
 
     def __init__(
         self,
@@ -66,25 +61,20 @@ class Bridge:
         self.is_running = True
 
     def send(self, order: ActorOrder) -> None:
-        """Note an order."""
         self.orders.append(order)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the orders of a kind."""
         return [order for order in self.orders if isinstance(order, kind)]
 
     async def start(self, *_: object) -> ClusterReady:
-        """Be there again."""
         self.is_running = True
         return ClusterReady((NODE,))
 
     async def close(self) -> None:
-        """Be gone."""
+        pass
 
 
 class Bench:
-    """A launcher, its bridge, and who has exited."""
-
     def __init__(self) -> None:
         self.exits: list[tuple[str, int | None]] = []
         local = mock.AsyncMock(LocalLauncher)
@@ -100,14 +90,12 @@ class Bench:
         self.hear(ClusterNodes((NODE,), False))
 
     def launch(self, name: str) -> asyncio.Future[Any]:
-        """Begin to start a replica."""
         body = self.launcher.launch(
             name, ARGS, Path("/x"), Location("n1"), Need(cpus=1)
         )
         return asyncio.ensure_future(body)
 
     async def launched(self, name: str) -> Any:
-        """Start a replica."""
         starting = self.launch(name)
         await asyncio.sleep(0)
         self.hear(Launched(name, 1, 2))
@@ -115,7 +103,7 @@ class Bench:
 
 
 async def test_replica_is_started_where_it_was_placed_and_exits_once() -> None:
-    """The bridge may tell of an end twice."""
+    """The bridge may report an exit twice."""
     bench = Bench()
     running = await bench.launched("m/0/1")
     assert (running.pid, running.node) == (1, "n1")
@@ -127,7 +115,7 @@ async def test_replica_is_started_where_it_was_placed_and_exits_once() -> None:
 
 
 async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
-    """The bridge hung meanwhile: the replica would run beside its successor."""
+    """Otherwise the replica would run beside its successor."""
     bench = Bench()
     starting = bench.launch("m/0/1")
     await asyncio.sleep(0)
@@ -147,7 +135,7 @@ async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
 async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An order to end one may have been lost with the old bridge."""
+    """A kill order may have been lost with the old bridge."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     bench = Bench()
     await bench.launcher.start()
@@ -167,7 +155,6 @@ async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end(
 
 
 async def test_machine_that_is_gone_is_no_place() -> None:
-    """Nothing of the try is left."""
     bench = Bench()
     bench.hear(ClusterNodes((), False))
     with pytest.raises(LaunchError, match="n1 is not in the cluster"):
@@ -176,7 +163,7 @@ async def test_machine_that_is_gone_is_no_place() -> None:
 
 
 def test_bundle_is_what_the_ledger_books_and_never_more() -> None:
-    """Ray counts in ten-thousandths."""
+    """Ray counts resources in ten-thousandths."""
     node = Node("g", 8, 2**30, (Gpu(0, "L4", 3000), Gpu(1, "L4", 3000)))
     assert bundle_of(Need(), node) == {}
     need = Need(cpus=3, memory_bytes=300, ranks=3)

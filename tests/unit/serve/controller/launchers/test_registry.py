@@ -19,7 +19,6 @@ from tests.unit.serve.controller.launchers.contexts import context
 
 
 async def make(context: LauncherContext) -> Any:
-    """Return what stands for a launcher."""
     return context.app.app
 
 
@@ -28,7 +27,6 @@ NOT_A_FUNCTION = 5
 
 @pytest.mark.parametrize("name", [*LAUNCHERS, f"{__name__}:make"])
 def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
-    """Nothing is started."""
     maker_of(name)
 
 
@@ -43,13 +41,11 @@ def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
     ],
 )
 def test_unknown_launcher_is_named_with_those_there_are(name: str, words: str) -> None:
-    """Before anything is started."""
     with pytest.raises(SpecError, match=words):
         maker_of(name)
 
 
 async def test_launcher_is_made_from_the_context(tmp_path: Path) -> None:
-    """That of the spec; the local one knows this machine only."""
     made: object = await maker_of(f"{__name__}:make")(
         context(f"{__name__}:make", tmp_path)
     )

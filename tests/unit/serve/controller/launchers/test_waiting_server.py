@@ -1,4 +1,4 @@
-"""A fork server that is forked from its controller, by a real one of little."""
+"""A fork server that its controller forks from itself before it is needed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def starter(folder: Path, word: str, *, code: int = 0) -> list[str]:
 
 
 def test_first_processes_are_forked_from_it(tmp_path: Path) -> None:
-    """It imports what is missing, has its own log and as many open files as possible,
-    and ends with the launcher.
-    """
+    """It has its own log and the highest limit of open files."""
     _, *lines = starter(tmp_path, "runs")
     assert lines == ["True", "True", "0", "1", "7", "None"]
     assert "No module named 'no'" in (tmp_path / "launcher.log").read_text()

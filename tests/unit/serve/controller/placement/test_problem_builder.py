@@ -44,12 +44,11 @@ models:
 
 
 def model(text: str = SPEC) -> ModelSpec:
-    """Return the model of a spec."""
     return parse_spec(text).models["m"]
 
 
 def test_problem_says_what_the_spec_declares() -> None:
-    """Cores and GPUs are devices; with a demand, the solver chooses within a range."""
+    """With a demand, the solver chooses the number of replicas within their range."""
     problem = problem_of(NODES, asks_in({"m": model()}))
     devices = {d.name: d for node in problem.nodes for d in node.devices}
     assert list(devices) == ["a/cpu", "b/cpu", "g/cpu", "g/gpu0", "g/gpu1"]
@@ -65,7 +64,6 @@ def test_problem_says_what_the_spec_declares() -> None:
 
 
 def test_plan_places_all_of_it_and_knows_the_bottleneck() -> None:
-    """The verifier finds no fault in it."""
     problem = problem_of(NODES, asks_in({"m": model()}))
     found = place(problem, 5.0)
     assert faults(problem, found) == []
@@ -84,7 +82,6 @@ def test_plan_places_all_of_it_and_knows_the_bottleneck() -> None:
 
 
 def test_model_without_times_is_placed_by_what_it_books() -> None:
-    """Without computing times, its bottleneck is not known."""
     text = SPEC.replace("item_ms: 5, ", "").replace("item_ms: 4, ", "")
     spec = model(text.replace("item_ms: 12, ", "").replace("demand: 100", "weight: 2"))
     problem = problem_of(NODES, asks_in({"m": spec}))
@@ -97,7 +94,6 @@ def test_model_without_times_is_placed_by_what_it_books() -> None:
 
 
 def test_slow_stage_without_a_demand_has_a_place() -> None:
-    """No rate is required of it."""
     text = SPEC.replace("demand: 100", "weight: 1").replace(
         "item_ms: 5,", "item_ms: 5000,"
     )
@@ -106,7 +102,6 @@ def test_slow_stage_without_a_demand_has_a_place() -> None:
 
 
 def test_machine_without_cores_takes_nothing() -> None:
-    """A cluster's head without cores runs no replicas."""
     head = Node("head", 0.0, 8000 * MIB)
     text = "models: {m: {factory: tests.serve.models:model, stages: [{}, {}, {}]}}"
     found = place(problem_of([head, *NODES], asks_in({"m": model(text)})), 2.0)
@@ -115,7 +110,6 @@ def test_machine_without_cores_takes_nothing() -> None:
 
 
 def test_what_has_no_machine_is_named() -> None:
-    """One stage is pinned to a missing machine; another needs a missing GPU."""
     pinned = model(SPEC.replace("replicas: 2, item_ms: 5", 'nodes: ["x-*"]'))
     found = place(problem_of(NODES, asks_in({"m": pinned})), 1.0)
     assert "stage 0 may only be on x-*" in found.unplaced["m"]
@@ -125,14 +119,12 @@ def test_what_has_no_machine_is_named() -> None:
 
 
 def test_pattern_of_names_is_the_machines_it_fits() -> None:
-    """A pattern allows no other machine."""
     pinned = model(SPEC.replace("replicas: 2, item_ms: 5", 'nodes: ["[ab]"]'))
     problem = problem_of(NODES, asks_in({"m": pinned}))
     assert problem.models[0].stages[0].nodes == {"a", "b"}
 
 
 def test_running_replicas_stay_where_they_are() -> None:
-    """After a machine is lost, only its replicas are placed anew."""
     spec = model()
     ask = ReplicaRequest("m", spec, [(2, 2), (2, 2), (1, 1)])
     runs = [
@@ -165,7 +157,6 @@ def test_only_what_the_plan_wants_elsewhere_is_moved() -> None:
 
 
 def test_words_say_what_is_short() -> None:
-    """The text for people names what is short."""
     replicas = (Replica("m", 0, "a/cpu", 1.0), Replica("m", 1, "a/gpu0", 1.0))
     found = Placement(replicas, {"m": 0.5}, 1.0, float("inf"), "greedy", {"m": "time"})
     assert in_words(found) == (
@@ -174,7 +165,7 @@ def test_words_say_what_is_short() -> None:
 
 
 def test_more_than_a_hundred_replicas_fit_on_one_machine() -> None:
-    """Where they book neither memory nor cores."""
+    """These replicas book neither memory nor cores."""
     text = "models: {m: {factory: x:y, stages: [{replicas: 130}]}}"
     problem = problem_of([Node("a", 4.0, 1000 * MIB)], asks_in({"m": model(text)}))
     found = place(problem)

@@ -39,13 +39,6 @@ INTERVAL_S = 0.001
 
 
 class FakePolicy:
-    """A policy whose decision a test sets.
-
-    Attributes:
-        decides: Returns the decision; may raise.
-        seen: Snapshots that it was asked with.
-    """
-
     def __init__(self) -> None:
         self.decides: Callable[[Snapshot], Any] = keep
         self.seen: list[Snapshot] = []
@@ -56,12 +49,10 @@ class FakePolicy:
 
 
 def keep(snapshot: Snapshot) -> Decision:
-    """Decide that all stays as it is."""
     return Decision(replicas=tuple(s.replicas for s in snapshot.stages), why="enough")
 
 
 def to(*replicas: int, why: str = "needed") -> Callable[[Snapshot], Decision]:
-    """Return a policy that always wants these."""
     return lambda snapshot: Decision(replicas=replicas, why=why, facts={"load": 3})
 
 
@@ -69,18 +60,15 @@ POLICIES = {"one": FakePolicy(), "two": FakePolicy()}
 
 
 def one(snapshot: Snapshot) -> Any:
-    """Decide by the first fake policy."""
     return POLICIES["one"](snapshot)
 
 
 def two(snapshot: Snapshot) -> Any:
-    """Decide by the second fake policy."""
     return POLICIES["two"](snapshot)
 
 
 @pytest.fixture(autouse=True)
 def policies(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakePolicy]:
-    """Return fresh policies; nothing waits longer than it must."""
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     monkeypatch.setattr(module, "START_S", 0.002)
     POLICIES.update(one=FakePolicy(), two=FakePolicy())
@@ -97,7 +85,6 @@ def spec(
     interval_s: float = INTERVAL_S,
     weight: float = 1.0,
 ) -> ModelSpec:
-    """Return the spec of a model of which every stage is autoscaled."""
     made = ModelSpec(
         version=version,
         factory="x:y",
@@ -119,16 +106,7 @@ def _config(low: int, high: int) -> dict[str, Any]:
 
 
 class FakeOwner:
-    """The controller, as far as the autoscaler sees it.
-
-    Attributes:
-        room: Replicas that all stages of all models may have together.
-        asked: Calls of ``reports`` so far.
-        next_reports: Reports to return; an exception is raised.
-        wanted: States that it was told to bring about.
-        trials: States that it was asked to admit.
-        gate: Reports are returned while this is set.
-    """
+    """The controller, as far as the autoscaler sees it."""
 
     def __init__(self, fleet: Reconciler) -> None:
         self._fleet = fleet
@@ -142,7 +120,6 @@ class FakeOwner:
         self.gate.set()
 
     async def reports(self, limit_s: float) -> Reports:
-        """Return what the test set."""
         self.asked += 1
         await self.gate.wait()
         if isinstance(self.next_reports, Exception):
@@ -150,21 +127,17 @@ class FakeOwner:
         return self.next_reports
 
     def admit(self, wanted: DesiredState, model: str) -> None:
-        """Refuse more than there is room for."""
         self.trials.append(tuple(wanted.models[model].replicas))
         count = sum(sum(m.replicas) for m in wanted.models.values())
         if count > self.room:
             raise PlacementError(f"no machine has a core for the {count}th")
 
     def want(self, wanted: DesiredState) -> None:
-        """Take the new state over."""
         self.wanted.append(wanted)
         self._fleet.handle(DesiredStateChanged(wanted), 0.0)
 
 
 class Service:
-    """An autoscaler under test, and what is around it."""
-
     def __init__(self, path: Path | None = None) -> None:
         self.fleet = Reconciler(active={})
         self.owner = FakeOwner(self.fleet)
@@ -180,7 +153,6 @@ class Service:
         is_active: bool = True,
         phase: ProcessPhase = ProcessPhase.READY,
     ) -> None:
-        """Want a model in so many replicas, all in a phase; its version answers."""
         self.owner.specs.setdefault(name, {})[spec.version] = spec
         desired = self.fleet.desired
         model = DesiredModel(spec.version, tuple(replicas), deadline_s=7.0)
@@ -192,22 +164,18 @@ class Service:
             process.phase = phase
 
     def replicas(self, name: str = "m") -> tuple[int, ...]:
-        """Return how many replicas of each stage are wanted."""
         return tuple(self.fleet.desired.models[name].replicas)
 
     def reason(self, name: str = "m") -> str:
-        """Return the latest reason about a model."""
         reasons = {r.about: r.what for r in self.journal.reasons()}
         return reasons.get(name, "")
 
     def said(self) -> list[tuple[str, str]]:
-        """Return the lines for people."""
         return [(e.kind, e.text) for e in self.history.since(0)]
 
 
 @asynccontextmanager
 async def service(path: Path | None = None) -> AsyncIterator[Service]:
-    """Return a service whose autoscaler is closed at the end."""
     made = Service(path)
     try:
         yield made
@@ -222,7 +190,6 @@ async def service(path: Path | None = None) -> AsyncIterator[Service]:
 async def test_decision_is_carried_out_reported_and_recorded(
     policies: dict[str, FakePolicy], tmp_path: Path
 ) -> None:
-    """The record has the facts and the snapshot, with the spec's numbers."""
     async with service(tmp_path / "decisions.jsonl") as s:
         s.serve("m", spec(2), 1, 2)
         policies["one"].decides = to(3, 1)
@@ -245,7 +212,7 @@ async def test_decision_is_carried_out_reported_and_recorded(
 async def test_unchanged_decision_is_thought_and_not_carried_out(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Nothing is recorded of it."""
+    """An unchanged decision only replaces the model's reason."""
     async with service() as s:
         s.serve("m", spec(), 2)
         s.scaler.start()
@@ -257,7 +224,6 @@ async def test_unchanged_decision_is_thought_and_not_carried_out(
 async def test_what_is_still_starting_is_not_drained(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It is given up once it is ready, if it is too many then."""
     policies["one"].decides = to(1, why="too many")
     async with service() as s:
         s.serve("m", spec(), 3, phase=ProcessPhase.JOINED)
@@ -275,7 +241,6 @@ async def test_what_is_still_starting_is_not_drained(
 async def test_decision_beyond_the_limits_is_brought_within_them(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The spec has the last word."""
     async with service() as s:
         s.serve("m", spec(2, low=1, high=4), 2, 2)
         policies["one"].decides = to(99, 0)
@@ -285,7 +250,6 @@ async def test_decision_beyond_the_limits_is_brought_within_them(
 
 
 async def test_policy_gets_its_memory_back(policies: dict[str, FakePolicy]) -> None:
-    """The first time it gets None."""
     async with service() as s:
         s.serve("m", spec(), 1)
         policies["one"].decides = lambda snapshot: replace(
@@ -299,7 +263,7 @@ async def test_policy_gets_its_memory_back(policies: dict[str, FakePolicy]) -> N
 async def test_policy_sees_what_gateways_report(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Requests that wait are the first stage's."""
+    """Waiting requests count as the first stage's."""
     async with service() as s:
         s.serve("m", spec(), 1)
         (gateway,) = [p.name for p in s.fleet.processes.values() if p.is_gateway]
@@ -331,8 +295,6 @@ async def test_policy_sees_what_gateways_report(
 async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
     policies: dict[str, FakePolicy], returned: Any, words: str
 ) -> None:
-    """It is asked again, and its model stays as it is meanwhile."""
-
     def fails(snapshot: Snapshot) -> Any:
         if isinstance(returned, Exception):
             raise returned
@@ -354,7 +316,7 @@ async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
 async def test_policy_that_hangs_stops_nothing_else(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a thread; it is not called again before it returns, and then it is."""
+    """A policy has its own thread and is not called again before it returns."""
     monkeypatch.setattr(module, "POLICY_S", 0.02)
     is_over = threading.Event()
 
@@ -380,7 +342,6 @@ async def test_policy_that_hangs_stops_nothing_else(
 async def test_policy_that_takes_long_delays_no_other_model(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other model is scaled up and down meanwhile; the late decision counts."""
     monkeypatch.setattr(module, "TOGETHER_S", 0.01)
     is_over = threading.Event()
 
@@ -407,7 +368,7 @@ async def test_policy_that_takes_long_delays_no_other_model(
 async def test_decision_about_a_fleet_that_has_changed_does_not_count(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Somebody scaled it by hand while the policy computed."""
+    """The model was scaled by hand while the policy computed."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def decides(snapshot: Snapshot) -> Decision:
@@ -430,7 +391,7 @@ async def test_decision_about_a_fleet_that_has_changed_does_not_count(
 async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It could be when the service was started; people are notified."""
+    """It could be imported when the service started."""
     async with service() as s:
         s.serve("m", spec(policy="no.such.module:policy"), 1)
         s.serve("n", spec(policy="two"), 1)
@@ -444,7 +405,6 @@ async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
 async def test_owner_that_cannot_report_is_asked_again(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The models are scaled once it can."""
     async with service() as s:
         s.serve("m", spec(), 1)
         policies["one"].decides = to(2)
@@ -462,7 +422,6 @@ async def test_owner_that_cannot_report_is_asked_again(
 async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Stages grow in turn; people are notified once of what is short."""
     async with service() as s:
         s.serve("m", spec(2), 1, 1)
         s.owner.room = 5
@@ -484,7 +443,6 @@ async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
 async def test_what_shrinks_does_so_though_what_grows_has_no_place(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Shrinking makes room; it is used at once."""
     async with service() as s:
         s.serve("m", spec(2), 4, 1)
         s.owner.room = 5
@@ -498,7 +456,6 @@ async def test_what_shrinks_does_so_though_what_grows_has_no_place(
 async def test_heavier_model_gets_the_last_place(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """They are asked in the order of their weight."""
     async with service() as s:
         s.serve("light", spec(policy="one", weight=1.0), 1)
         s.serve("heavy", spec(policy="two", weight=2.0), 1)
@@ -515,7 +472,6 @@ async def test_heavier_model_gets_the_last_place(
 async def test_model_without_limits_is_never_asked_about(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Nor are its processes asked for reports."""
     async with service() as s:
         fixed = ModelSpec(factory="x:y", stages=[{}])  # type: ignore[list-item]
         s.serve("fixed", fixed, 1)
@@ -529,7 +485,6 @@ async def test_model_without_limits_is_never_asked_about(
 async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It continues, from no memory, when the new version answers."""
     async with service() as s:
         s.serve("m", spec(), 1)
         policies["one"].decides = lambda snapshot: replace(keep(snapshot), memory=1)
@@ -549,7 +504,6 @@ async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
 async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The others continue."""
     async with service() as s:
         s.serve("m", spec(), 1)
         s.serve("n", spec(policy="two"), 1)
@@ -569,7 +523,6 @@ async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_fli
 async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither its interval nor the next look is waited for."""
     async with service() as s:
         s.serve("m", spec(interval_s=3600.0), 0)
 
@@ -583,7 +536,7 @@ async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
         policies["one"].decides = to(1)
         s.scaler.wake("m")
         await until(lambda: s.replicas() == (1,))
-        s.scaler.wake("m")  # it runs now: nothing is to be hurried
+        s.scaler.wake("m")  # already running: nothing to hurry
         s.scaler.wake("unknown")
         assert len(policies["one"].seen) == 2
 
@@ -591,7 +544,6 @@ async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
 async def test_request_that_comes_while_reports_are_in_flight_is_not_forgotten(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The model is decided about once more."""
     async with service() as s:
         s.serve("m", spec(interval_s=3600.0), 0)
         s.owner.gate.clear()
@@ -605,7 +557,6 @@ async def test_request_that_comes_while_reports_are_in_flight_is_not_forgotten(
 async def test_close_ends_it_though_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Nothing is decided afterwards."""
     async with service() as s:
         await s.scaler.close()  # it was never started
         s.serve("m", spec(), 1)
@@ -617,22 +568,19 @@ async def test_close_ends_it_though_reports_are_in_flight(
 
 
 class _CountingFinder:
-    """Counts attempts to import a module that does not exist."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: Any = None
     ) -> Any:
-        """Count, and find nothing."""
         self.counts[name] += 1
 
 
 async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importing runs on the controller's loop, and may take long."""
+    """Imports run on the controller's event loop and may take long."""
     finder = _CountingFinder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     async with service() as s:
@@ -654,7 +602,7 @@ async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
 def test_what_fits_is_what_one_replica_after_the_other_gives(
     stages: list[tuple[int, int, int]], room: int
 ) -> None:
-    """With far fewer trials, each of which places all replicas."""
+    """Each trial places all replicas, so there must be few."""
     before, after, sizes = zip(*stages, strict=True)
     trials = 0
 
@@ -679,7 +627,7 @@ def test_what_fits_is_what_one_replica_after_the_other_gives(
 
 
 def test_hundreds_of_replicas_are_few_trials() -> None:
-    """The controller answers nothing else while it tries."""
+    """The controller answers nothing else during the trials."""
     trials: list[int] = []
 
     def fits(counts: Sequence[int]) -> bool:

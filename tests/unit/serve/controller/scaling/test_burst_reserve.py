@@ -1,4 +1,4 @@
-"""Burst reserve: recurring bursts find replicas that were kept for them."""
+"""The burst reserve: replicas kept for recurring bursts."""
 
 from __future__ import annotations
 
@@ -40,17 +40,13 @@ def model(start_s: float = 3.0, **more: Any) -> PipelineModel:
 
 
 def missed(outcome: SimulationResult, since_s: float) -> int:
-    """Return how many requests from ``since_s`` on were late."""
     limit = outcome.objective_s
     assert limit is not None
     return sum(not 0 <= s <= limit for at, s in outcome.requests if at >= since_s)
 
 
 def test_bursts_that_come_again_find_enough() -> None:
-    """Later bursts meet the objective, with no more replicas than they need.
-
-    Without a reserve the replicas would be drained 30 s after each burst.
-    """
+    """Without a reserve, the replicas would be drained 30 s after each burst."""
     outcome = run(model(), BURSTS)
     assert missed(outcome, 0.0) > 20, "the first ones could not be known"
     later = [a for a in BURSTS if a.at >= EVERY_S * 5]
@@ -62,7 +58,7 @@ def test_bursts_that_come_again_find_enough() -> None:
 
 
 def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
-    """A lower ``objective_share`` keeps a smaller and cheaper reserve."""
+    """A lower ``objective_share`` needs a smaller reserve."""
     all_ = judge("all", run(model(), BURSTS))
     some = judge("some", run(model(objective_share=0.6), BURSTS))
     assert all_.attained > some.attained > 0.55
@@ -71,11 +67,7 @@ def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
 
 @pytest.mark.parametrize("busy_s", [0, 600])
 def test_what_was_learnt_fades(busy_s: int) -> None:
-    """The reserve is dropped soon after the last burst.
-
-    A busy time in between does not prolong it: requests that would have queued up
-    before a small fleet would have been given up.
-    """
+    """A busy period after the bursts does not prolong the reserve."""
     end_s = BURSTS[-1].at
     busy = [Arrival(end_s + 10.0 + n / 40) for n in range(40 * busy_s)]
     end_s += busy_s + 10.0
@@ -89,7 +81,7 @@ def test_what_was_learnt_fades(busy_s: int) -> None:
 
 
 def test_other_stages_do_not_make_it_remember_longer() -> None:
-    """A stage with a fixed number of replicas has no windows of its own."""
+    """A stage with a fixed number of replicas has no stabilization windows."""
     made = model()
     fixed = replace(made.stages[0], name="fixed", limits=None, replicas=6)
     end_s = BURSTS[-1].at
@@ -113,7 +105,7 @@ def test_refused_requests_want_replicas_too() -> None:
 
 
 def test_batches_do_not_make_an_objective_unreachable() -> None:
-    """A burst's large batches are slow, but an idle service meets the objective."""
+    """Large batches of a burst are slow, but an idle service meets the objective."""
     stage = replace(model().stages[0], max_batch_size=16, item_s=None)
     slow = replace(model(), stages=(stage,), objective_s=1.0)
     outcome = run(slow, BURSTS)
@@ -122,7 +114,7 @@ def test_batches_do_not_make_an_objective_unreachable() -> None:
 
 
 def test_nothing_is_kept_while_all_is_well() -> None:
-    """Without misses there is no reserve: replicas that start at once are enough."""
+    """Replicas that start at once need no reserve."""
     long = [Arrival(100.0 * n + k / 20) for n in range(1, 12) for k in range(400)]
     quick = run(replace(model(start_s=0.05), objective_s=3.0), long)
     assert missed(quick, 0.0) < 0.01 * len(long)
@@ -141,7 +133,6 @@ def test_on_demand_stays_on_demand() -> None:
 
 
 def record(arrived: float, missed: float, **more: Any) -> BurstRecord:
-    """Return the record of one second of a stage of 0.1 s."""
     of: dict[str, Any] = {
         "seconds": 1.0,
         "objective_share": 0.99,
@@ -159,7 +150,6 @@ def record(arrived: float, missed: float, **more: Any) -> BurstRecord:
 
 
 def after(*all_: BurstRecord) -> BurstReserve:
-    """Return the reserve after these records."""
     found = BurstReserve()
     for one in all_:
         found = update(found, one, 1000.0)
@@ -172,7 +162,7 @@ def apart(*all_: BurstRecord) -> list[BurstRecord]:
 
 
 def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
-    """An objective that an idle service misses does not claim all replicas."""
+    """An objective that even an idle service misses must not claim all replicas."""
     found = after(*[record(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
     assert found.recent.missed == found.arrived
     assert reserved_replicas(found, [0.1], 0.99) == (0,)
@@ -181,14 +171,13 @@ def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
 
 
 def test_how_often_one_looks_makes_no_difference() -> None:
-    """Arrivals of a long interval do not count as simultaneous."""
+    """The arrivals of a long interval do not count as simultaneous."""
     often = after(*[record(10.0, 0.0)] * 100)
     seldom = after(*[record(100.0, 0.0, seconds=10.0)] * 10)
     assert often.fleets == seldom.fleets
 
 
 def test_one_burst_is_none_that_comes_again() -> None:
-    """One burst creates no reserve, however many of its requests were late."""
     found = after(*[record(100.0, 90.0, ongoing=[90.0])] * 20)
     assert reserved_replicas(found, [0.1], 0.99) == (0,)
 
@@ -200,14 +189,14 @@ def test_so_many_would_have_sufficed() -> None:
 
 
 def test_fluid_that_flatters_is_corrected() -> None:
-    """If more requests are late than the fluid predicts, the reserve grows."""
+    """If more requests are late than the fluid model predicts, the reserve grows."""
     smooth = after(*apart(record(12.0, 3.0)) * 30)
     assert max(f.late[0] for f in smooth.actual) < smooth.missed
     assert reserved_replicas(smooth, [0.1], 0.99) == (2,)
 
 
 def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
-    """The bottleneck passes 20 a second: two replicas of the other are enough."""
+    """The bottleneck passes 20 requests/s; two replicas of the other stage suffice."""
     both = {"item_s": [0.1, 0.1], "max_replicas": [2, 8], "ready": [2, 1]}
     waiting = record(80.0, 60.0, **both, ongoing=[60.0, 0.0])
     quiet = [replace(waiting, arrived=0.0, missed=0.0, ongoing=[0.0, 0.0])] * 6
@@ -222,7 +211,6 @@ def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
 def test_more_replicas_are_never_later(
     most: int, story: list[tuple[float, float]]
 ) -> None:
-    """The reserve is one of the candidate sizes, or zero."""
     assert candidate_sizes(most)[0] == 1
     assert candidate_sizes(most)[-1] == most
     assert candidate_sizes(min(most, EVERY_SIZE_UP_TO)) == list(
@@ -245,7 +233,7 @@ def test_more_replicas_are_never_later(
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
 def test_foresight_reaches_the_objective_for_less(share: float) -> None:
-    """The oracle keeps nothing between bursts."""
+    """The oracle knows the bursts and keeps nothing between them."""
     asked = model(objective_share=share)
     knowing = with_foresight(asked, BURSTS, lambda: random.Random(0).random)
     (outcome,) = simulate([knowing], [BURSTS], random.Random(0).random)

@@ -1,4 +1,4 @@
-"""Autoscaling: each part by itself, and the policy in whole situations."""
+"""The default autoscaling policy: its parts, and whole situations."""
 
 from __future__ import annotations
 
@@ -59,15 +59,11 @@ QUICK = StageLimits(
 
 
 def costs(*item_s: float, limits: StageLimits = QUICK) -> list[StageCost]:
-    """Return stages with these computing times, in seconds."""
     return [StageCost(item_s=s, batch_s=s, limits=limits) for s in item_s]
 
 
 class Situation:
-    """A model under a load that a test sets; it counts as the real one would.
-
-    Stages compute arrivals at once, given enough replicas.
-    """
+    """A simulated model that computes arrivals at once, under a load of the test."""
 
     def __init__(
         self,
@@ -98,7 +94,6 @@ class Situation:
         return Sample(at=self.now, arrived=int(self.arrived), stages=stages)
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot for the policy."""
         stages = tuple(
             StageNow(name=str(k), replicas=n, limits=self.limits, item_s=self.item_s[k])
             for k, n in enumerate(self.replicas)
@@ -149,7 +144,6 @@ def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
 def test_scaling_plans_grow_and_stay_within_limits(
     item_s: list[float], most: int, objective_s: float | None
 ) -> None:
-    """Every scaling plan carries more than the one before, and no stage shrinks."""
     found = plans_of(costs(*item_s, limits=StageLimits(max_replicas=most)), objective_s)
     assert found
     for one, other in pairwise(found):
@@ -162,7 +156,7 @@ def test_scaling_plans_grow_and_stay_within_limits(
 
 
 def test_plans_of_many_replicas_are_few() -> None:
-    """A sixteenth more at a time; their number grows with its logarithm."""
+    """Plans grow by a sixteenth, so their number is logarithmic in the replicas."""
     limits = StageLimits(max_replicas=4096)
     found = plans_of(costs(0.01, 0.04, 0.02, limits=limits), 0.5)
     assert len(found) < 400
@@ -172,14 +166,13 @@ def test_plans_of_many_replicas_are_few() -> None:
 
 
 def test_scaling_plans_widen_the_narrowest_stage() -> None:
-    """Of stages that take 1, 4 and 2, the second gets the most replicas."""
     last = plans_of(costs(0.01, 0.04, 0.02), 0.5)
     wide = last[plan_for(last, 50.0)].replicas
     assert wide[1] > wide[2] >= wide[0]
 
 
 def test_objective_that_nothing_can_meet_does_not_take_everything() -> None:
-    """Even an idle service takes longer: more replicas would not help."""
+    """Even an idle service takes longer, so more replicas would not help."""
     found = plans_of(costs(0.5, 0.5), objective_s=0.1)
     assert found[0].rate > 0
 
@@ -188,7 +181,6 @@ def test_objective_that_nothing_can_meet_does_not_take_everything() -> None:
 
 
 def sampled(counts: list[float]) -> list[Sample]:
-    """Return samples one second apart, with these arrivals between them."""
     total, found = 0.0, [Sample(at=0.0, arrived=0, stages=())]
     for second, count in enumerate(counts, 1):
         total += count
@@ -197,7 +189,6 @@ def sampled(counts: list[float]) -> list[Sample]:
 
 
 def test_steady_load_is_expected_to_stay() -> None:
-    """There is no trend and no burst."""
     found = demand_of(sampled([5.0] * 60), 30.0, 2.0, 1.0)
     assert found.rate == pytest.approx(5.0)
     assert (found.slope, found.is_burst) == (0.0, False)
@@ -205,7 +196,6 @@ def test_steady_load_is_expected_to_stay() -> None:
 
 
 def test_trend_is_followed_and_noise_is_not() -> None:
-    """A rise over a minute is extrapolated; scatter around a mean is not."""
     rising = demand_of(sampled([n / 2 for n in range(60)]), 30.0, 5.0, 1.0)
     assert rising.slope == pytest.approx(0.5, rel=0.1)
     assert rising.expected > rising.rate > 20
@@ -214,14 +204,14 @@ def test_trend_is_followed_and_noise_is_not() -> None:
 
 
 def test_burst_is_seen_at_once() -> None:
-    """Ten times the load for two seconds counts fully, not averaged over the period."""
+    """A burst counts fully, not averaged over the look-back period."""
     found = demand_of(sampled([2.0] * 40 + [20.0] * 3), 30.0, 1.0, 1.0)
     assert found.is_burst
     assert found.rate > 10
 
 
 def test_envelope_is_what_a_burst_takes() -> None:
-    """Thirty requests within two seconds and one more to wait need ten a second."""
+    """Thirty requests in two seconds, plus one second of waiting, need ten a second."""
     quiet = sampled([0.0] * 10 + [30.0] + [0.0] * 10)
     assert envelope(quiet, 30.0, 2.0) == pytest.approx(10.0)
     assert envelope(sampled([4.0] * 20), 30.0, 0.0) == pytest.approx(4.0)
@@ -233,7 +223,6 @@ def test_envelope_is_what_a_burst_takes() -> None:
 def needed(
     pairs: list[tuple[float, int]], limits: StageLimits
 ) -> tuple[PendingChange, ...]:
-    """Return the needs at these moments."""
     found: tuple[PendingChange, ...] = ()
     for at, count in pairs:
         found = remember(found, PendingChange(at, count, count), limits)
@@ -251,7 +240,7 @@ def needed(
         ([(0, 1), (5, 1), (10, 1)], 3, False, 1),
         ([(0, 1), (5, 2), (10, 1)], 3, False, 2),  # as many as were needed once
         ([(1, 1), (10, 1)], 3, False, 3),
-        ([(0, 9), (1, 9), (2, 9)], 1, False, 8),  # never more than the most
+        ([(0, 9), (1, 9), (2, 9)], 1, False, 8),  # never more than max_replicas
     ],
 )
 def test_what_lasts_is_done(
@@ -263,7 +252,6 @@ def test_what_lasts_is_done(
 
 
 def test_last_replica_goes_by_itself_after_its_own_delay() -> None:
-    """The stage scales down to one first, then to zero."""
     limits = replace(QUICK, min_replicas=0, downscale_to_zero_delay_s=20.0)
     needs = needed([(float(t), 0) for t in range(12)], limits)
     assert stabilized(needs, 3, limits, is_urgent=False) == 1
@@ -273,7 +261,7 @@ def test_last_replica_goes_by_itself_after_its_own_delay() -> None:
 
 
 def test_factors_make_steps_smaller() -> None:
-    """A factor of 0.5 changes half of the difference, and one replica at least."""
+    """A factor of 0.5 halves the change, but never below one replica."""
     limits = replace(QUICK, upscaling_factor=0.5, downscaling_factor=0.5)
     up = needed([(0, 7), (1, 7), (2, 7)], limits)
     assert stabilized(up, 1, limits, is_urgent=False) == 4
@@ -290,7 +278,6 @@ def test_factors_make_steps_smaller() -> None:
 def test_steadying_stays_within_limits(
     needs: list[tuple[int, int]], replicas: int, is_urgent: bool
 ) -> None:
-    """Whatever is needed, a stage stays between its least and greatest number."""
     found: tuple[PendingChange, ...] = ()
     for at, (low, margin) in enumerate(needs):
         need = PendingChange(float(at), min(low, 8), min(low + margin, 8))
@@ -303,7 +290,6 @@ def test_steadying_stays_within_limits(
 
 
 def test_all_stages_are_scaled_together() -> None:
-    """The first stage is the bottleneck; the others also get what they will need."""
     at = Situation((0.02, 0.08, 0.04))
     at.play(2.0, 30)
     assert at.replicas == (1, 1, 1)
@@ -314,7 +300,6 @@ def test_all_stages_are_scaled_together() -> None:
 
 
 def test_noise_changes_nothing() -> None:
-    """The same replicas carry a load that scatters around its mean."""
     at = Situation((0.02, 0.08, 0.04))
     noise = [0.6, 1.5, 1.1, 0.8, 1.3, 0.4, 1.2, 1.1]
     at.play(12.0, 60, noise)
@@ -324,7 +309,6 @@ def test_noise_changes_nothing() -> None:
 
 
 def test_replicas_of_a_load_that_ended_are_released_down_to_the_last() -> None:
-    """Stages scale down after the window, to zero if allowed, and back up."""
     limits = replace(QUICK, min_replicas=0)
     at = Situation((0.02, 0.08), limits)
     at.play(25.0, 40)
@@ -365,7 +349,7 @@ def test_without_known_times_what_is_queued_decides() -> None:
 
 
 def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
-    """Lost replicas are being replaced: nothing arrives, and all requests wait."""
+    """While lost replicas are replaced, nothing arrives and all requests wait."""
     at = Situation((0.05, 0.1), replace(QUICK, min_replicas=0))
     at.play(20.0, 20)
     assert at.replicas[1] > 1
@@ -380,7 +364,6 @@ def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
 
 
 def test_stage_with_a_number_keeps_it() -> None:
-    """Only stages with limits are scaled."""
     at = Situation((0.02, 0.08))
     at.play(40.0, 20)
     snapshot = at.snapshot()
@@ -393,7 +376,6 @@ def test_stage_with_a_number_keeps_it() -> None:
 
 @pytest.mark.parametrize("name", ["queued", "threshold", "fixed"])
 def test_other_policies_decide_too(name: str) -> None:
-    """The reference policies get the same snapshot."""
     at = Situation((0.05, 0.1), policy=reference_policies.BUILT_IN[name])
     at.ongoing = [4.0, 9.0]
     at.play(9.0, 30)
@@ -401,7 +383,6 @@ def test_other_policies_decide_too(name: str) -> None:
 
 
 def test_recorded_snapshot_gets_the_same_decision() -> None:
-    """A recorded decision can be replayed."""
     at = Situation((0.02, 0.08, 0.04))
     at.play(3.0, 30)
     at.play(30.0, 4)
@@ -418,7 +399,6 @@ def test_recorded_snapshot_gets_the_same_decision() -> None:
 
 
 def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
-    """Return the report of a replica."""
     return WorkerReport(
         queued=queued,
         computing=2,
@@ -430,7 +410,6 @@ def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
 
 
 def test_sums_continue_over_processes_that_are_lost() -> None:
-    """A lost replica keeps its share of the sums; a new one starts at zero."""
     watch = SampleWindow("m", 2, 10.0)
     replicas = [ObservedReplica("m/0/1", 0, True), ObservedReplica("m/1/2", 1, True)]
     gateway = GatewayReport(pending={"m": 3}, arrived={"m": 1000}, missed={"m": 70})
@@ -458,7 +437,7 @@ def test_sums_continue_over_processes_that_are_lost() -> None:
 
 
 def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
-    """Smaller batches on more replicas are no reason for still more replicas."""
+    """More replicas make batches smaller, which must not ask for yet more replicas."""
 
     def batched(snapshot: Snapshot) -> Snapshot:
         rows = max(1.0, 16.0 / snapshot.stages[0].replicas)
@@ -484,7 +463,7 @@ def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
 
 
 def test_requests_that_become_slower_count_though_their_batches_are_small() -> None:
-    """There are few of them, so that their batches never are as large as before."""
+    """Slow requests are few, so their batches never get as large as before."""
     times = (0.01, 0.16, 16.0)
     for _ in range(300):
         times = default_policy.smoothed(times, (0.4, 0.4, 1.0), 1 / 30)
@@ -492,7 +471,7 @@ def test_requests_that_become_slower_count_though_their_batches_are_small() -> N
 
 
 def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
-    """Scaling plans cover all stages, so they are recomputed for its new number."""
+    """Scaling plans cover all stages, so they are recomputed for the new number."""
     at = Situation((0.02, 0.08))
     at.play(40.0, 30)
     seen = at.snapshot()
@@ -507,7 +486,6 @@ def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=5, max_size=60))
 def test_runs_of_equal_needs_are_kept_by_their_ends(needs: list[int]) -> None:
-    """The shortened history is small and decides like the whole history."""
     kept: tuple[PendingChange, ...] = ()
     whole: tuple[PendingChange, ...] = ()
     for at, count in enumerate(needs):
@@ -523,7 +501,6 @@ def test_runs_of_equal_needs_are_kept_by_their_ends(needs: list[int]) -> None:
 
 
 def test_steady_needs_take_no_room() -> None:
-    """Ten minutes of the same need are three entries at most."""
     kept: tuple[PendingChange, ...] = ()
     for at in range(600):
         kept = remember(
@@ -536,7 +513,7 @@ def test_steady_needs_take_no_room() -> None:
 
 
 def test_new_version_is_tried_before_it_is_let_sleep() -> None:
-    """Otherwise the first request would find a broken version."""
+    """Otherwise the first request could meet a broken version."""
     new = DesiredState({"m": DesiredModel("2", (0, 3)), "n": DesiredModel("1", (0,))})
     found = with_new_versions_started(new, {"m": "1", "n": "1"}).models
     assert found["m"].replicas == (1, 3)
@@ -545,7 +522,6 @@ def test_new_version_is_tried_before_it_is_let_sleep() -> None:
 
 @pytest.mark.parametrize("path", ["nowhere:policy", "json:nothing", "math:pi"])
 def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> None:
-    """The error names what cannot be imported or called."""
     app = AppSpec.model_validate(
         {
             "models": {
@@ -563,14 +539,12 @@ def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> Non
 
 @pytest.mark.parametrize("answer", [(1,), (1, 2, 3), (1.0, 2), (True, 1), None])
 def test_invalid_policy_answers_are_reported(answer: Any) -> None:
-    """A policy must return a whole number for each stage."""
     at = Situation((0.1, 0.1))
     with pytest.raises((ValueError, TypeError)):
         within(Decision(replicas=answer), at.snapshot().stages)
 
 
 def test_answers_are_brought_within_the_limits() -> None:
-    """Numbers outside the limits are corrected."""
     at = Situation((0.1, 0.1))
     stages = at.snapshot().stages
     found = within(Decision(replicas=(-3, 99)), stages)

@@ -15,7 +15,6 @@ from multiworld.serve.controller.scaling.step_costs import (
 
 
 def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:
-    """Return what is learned from intervals of ten steps of some size."""
     chance = random.Random(0)
     sums, before = StepSums(), StageSeen(ongoing=0, ready=1)
     for rows, step_s in steps:
@@ -33,7 +32,6 @@ def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:
 
 
 def test_time_of_a_step_and_of_a_token_are_distinguished() -> None:
-    """Once steps of different sizes were measured."""
     sizes = [1, 8, 200, 4, 256, 16] * 3
     cost = learned([(n, 0.01 + 0.0005 * n) for n in sizes], noise=0.1).cost()
     assert cost is not None
@@ -43,7 +41,7 @@ def test_time_of_a_step_and_of_a_token_are_distinguished() -> None:
 
 
 def test_equal_steps_are_shared_out_as_usual() -> None:
-    """A step costs as much as nine tokens."""
+    """Without steps of different sizes, a step is assumed to cost nine tokens."""
     cost = learned([(8, 0.017)] * 5).cost()
     assert cost is not None
     assert cost.seconds(8) == pytest.approx(0.017, rel=0.02)
@@ -60,14 +58,12 @@ def test_equal_steps_are_shared_out_as_usual() -> None:
 def test_no_time_is_negative(
     steps: list[tuple[int, float]], wanted: tuple[float, float]
 ) -> None:
-    """Whatever was measured."""
     cost = learned(steps).cost()
     assert cost is not None
     assert (cost.step_s, cost.row_s) == pytest.approx(wanted, rel=0.02)
 
 
 def test_few_steps_tell_nothing() -> None:
-    """Nor do samples without any."""
     assert learned([(8, 0.017)]).cost() is None
     assert learned([]).cost() is None
 
@@ -75,13 +71,13 @@ def test_few_steps_tell_nothing() -> None:
 @pytest.mark.parametrize(
     ("tokens", "wanted_s"),
     [
-        (0, 0.003 * 1),  # as one
+        (0, 0.003 * 1),  # like one token
         (20, 0.003 * 20),  # too short to be cut
         (300, 0.001 * 100 * 5),  # three parts, three stages
         (900, 0.001 * 100 * 11),  # no more in flight than one step may have
     ],
 )
 def test_prompt_is_computed_in_all_stages_at_once(tokens: int, wanted_s: float) -> None:
-    """In parts, as the scheduler cuts them."""
+    """The scheduler cuts prompts into chunks, which the stages compute in parallel."""
     costs = [StepCost(0.0, 0.001)] * 3
     assert prompt_seconds(tokens, costs, 300) == pytest.approx(wanted_s)

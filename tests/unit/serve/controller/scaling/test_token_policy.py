@@ -36,12 +36,10 @@ LIMITS = StageLimits(min_replicas=1, max_replicas=16, upscale_delay_s=0.0)
 
 
 def load(rate: float, prompt: float = 500.0, answer: float = 100.0) -> Load:
-    """Return the load of a rate of texts."""
     return Load(rate, rate, 1.0, Lengths(prompt, answer))
 
 
 def snapshot(samples: list[Sample] | None = None, **changes: Any) -> Snapshot:
-    """Return a snapshot of three stages."""
     stages = tuple(
         StageNow(name=str(k), replicas=2, limits=LIMITS) for k in range(len(COSTS))
     )
@@ -59,14 +57,13 @@ def snapshot(samples: list[Sample] | None = None, **changes: Any) -> Snapshot:
 
 
 def test_load_that_is_too_much_has_no_round() -> None:
-    """Prompts come faster than they are computed."""
+    """Prompts arrive faster than they are computed."""
     assert math.isinf(round_of((1, 1, 1), COSTS, load(3.0)))
     assert round_of((1, 1, 1), COSTS, load(0.5)) < 0.05
 
 
 @given(st.floats(0.1, 20.0), st.floats(1, 2000), st.floats(1, 500))
 def test_fleets_grow_with_the_load(rate: float, prompt: float, answer: float) -> None:
-    """And meet the objectives, unless they are as large as they may be."""
     small = fleet(snapshot(), COSTS, load(rate, prompt, answer), TEXT)
     large = fleet(snapshot(), COSTS, load(2 * rate, prompt, answer), TEXT)
     assert sum(small) <= sum(large)
@@ -75,7 +72,6 @@ def test_fleets_grow_with_the_load(rate: float, prompt: float, answer: float) ->
 
 
 def test_stage_that_takes_longer_has_more_replicas() -> None:
-    """As far as that is worth the steps that are split."""
     costs = [StepCost(0.0009, 0.0001), StepCost(0.009, 0.001)]
     stages = snapshot().stages[:2]
     seen = StageSeen(ongoing=0, ready=2)
@@ -86,7 +82,7 @@ def test_stage_that_takes_longer_has_more_replicas() -> None:
 
 
 def test_kv_memory_and_sequence_slots_count() -> None:
-    """In stage 0, where the scheduler is."""
+    """They count in stage 0, which has the scheduler."""
     seen = StageSeen(ongoing=20.0, ready=2)
     full = Sample(at=0.0, arrived=0, stages=(seen,) * 3, kv_usage=0.9)
     busy = Load(0.1, 0.1, 40.0, Lengths(10, 10))
@@ -97,7 +93,6 @@ def test_kv_memory_and_sequence_slots_count() -> None:
 
 
 def samples(rate: float, seconds: int, fleet_size: int = 2) -> list[Sample]:
-    """Return samples of a steady load, once a second."""
     found = []
     for at in range(seconds):
         texts = int(rate * at)
@@ -128,7 +123,6 @@ def samples(rate: float, seconds: int, fleet_size: int = 2) -> list[Sample]:
 
 
 def test_decision_follows_the_load_and_says_why() -> None:
-    """It learns the times first; until then, the queue decides."""
     memory: Any = None
     all_ = samples(4.0, 40)
     for end in range(1, len(all_) + 1):
@@ -142,7 +136,6 @@ def test_decision_follows_the_load_and_says_why() -> None:
 
 
 def test_idle_model_goes_down_to_its_least() -> None:
-    """Once the window has passed."""
     memory: Any = None
     quiet = StageLimits(min_replicas=1, max_replicas=16, downscale_delay_s=5.0)
     stages = tuple(StageNow(name=str(k), replicas=2, limits=quiet) for k in range(3))
@@ -157,7 +150,6 @@ def test_idle_model_goes_down_to_its_least() -> None:
 
 
 def test_recorded_decision_is_made_again() -> None:
-    """From the snapshot as plain data, with what the policy remembers."""
     memory: Any = None
     all_ = samples(4.0, 40)
     for end in range(1, len(all_)):

@@ -1,4 +1,4 @@
-"""Deterministic results: bit for bit the same, whatever a row is computed with."""
+"""Deterministic mode: results that are bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ LONG = 150
 CAPPED = "gemma2"
 """Its scores are capped, which torch's kernel does not do."""
 HEAVY = ("mixtral",)
-"""Like others, which always run."""
+"""Kinds that are slow to test, and similar to others that always run."""
 RUN = [kind for kind in KINDS if kind not in (CAPPED, *HEAVY)]
 
 
 @pytest.fixture(params=some([3, 1, 2], 1))
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Let torch use so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -93,7 +92,7 @@ class Chain:
         self._caches = [KvCache(attention=attention) for _ in spans]
 
     def step(self, parts: list[tuple[int, int, list[int]]]) -> torch.Tensor:
-        """Compute tokens of sequences; return the logits after all of them."""
+        """Compute tokens of sequences; return the logits after every token."""
         rows = [Rows(number, begin, len(ids)) for number, begin, ids in parts]
         x = torch.tensor([token for *_, ids in parts for token in ids])
         positions = torch.cat([torch.arange(r.begin, r.begin + r.count) for r in rows])
@@ -104,7 +103,7 @@ class Chain:
 
 
 def chunks(chance: random.Random, count: int) -> list[int]:
-    """Return sizes of the parts in which some tokens are computed."""
+    """Draw the sizes of chunks that add up to `count` tokens."""
     found: list[int] = []
     while sum(found) < count:
         most = chance.choice([1, 1, 3, 20, 100])
@@ -134,7 +133,6 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
     threads: int,
     tmp_path: Path,
 ) -> None:
-    """Every token of four sequences in random parts, beside all of each in one step."""
     attention = compiled(InvariantAttention) if is_compiled else InvariantAttention
     folder = save_decoder(tmp_path, kind)
     chance = random.Random(f"{kind} {dtype} {threads}")
@@ -168,7 +166,6 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
 def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
     dtype: torch.dtype, threads: int
 ) -> None:
-    """The same query in all places of a call."""
     heads, size = 3, 64
     sizes = invariant_sizes(heads, size, size, dtype, threads)
     drawn = torch.Generator().manual_seed(7)
@@ -189,7 +186,7 @@ def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
 def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
     width: int, dtype: str, quantization: str | None, threads: int, tmp_path: Path
 ) -> None:
-    """From some rows on, torch splits their activations over the threads."""
+    """Above some number of rows, torch splits the activations over its threads."""
     folder = save_decoder(
         tmp_path,
         intermediate_size=width,
@@ -223,7 +220,7 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
     ids=lambda made: type(made).__name__,
 )
 def test_functions_of_a_step_are_what_they_are_alone(made: nn.Module) -> None:
-    """Flat pieces of a step are only right for functions of single numbers."""
+    """Cutting a flattened step is only valid for element-wise functions."""
     given = torch.randn(7, 64)
     wanted = made(given)
     make_elements_invariant(made)
@@ -231,7 +228,6 @@ def test_functions_of_a_step_are_what_they_are_alone(made: nn.Module) -> None:
 
 
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
-    """Return the logits after all tokens of a sequence, computed in chunks."""
     cache, found, begin = KvCache(attention=compiled(InvariantAttention)), [], 0
     for size in sizes:
         rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)
@@ -247,7 +243,6 @@ def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
 def test_numbers_have_the_same_bits_wherever_they_stand(
     name: str, threads: int
 ) -> None:
-    """Beside as many others as one likes."""
     plain = getattr(torch.nn.functional, name)
     fixed = InvariantElements(plain)
     for width in (64, 100, 4_864):
@@ -260,7 +255,7 @@ def test_numbers_have_the_same_bits_wherever_they_stand(
 
 @given(st.integers(0, 200_000), st.integers(1, 64))
 def test_slices_have_no_rest(count: int, threads: int) -> None:
-    """However many threads torch takes for them."""
+    """Every slice that torch gives a thread is a whole number of vectors."""
     count = count * VECTORS or VECTORS
     whole = whole_slices(count, threads)
     assert 0 < whole <= count
@@ -273,7 +268,6 @@ def test_slices_have_no_rest(count: int, threads: int) -> None:
 def test_layers_whose_rows_depend_on_the_step_are_refused(
     threads: int, tmp_path: Path
 ) -> None:
-    """A function that nobody has made batch-invariant: here it counts the rows."""
     stage: Any = decoder_stage.load(
         save_decoder(tmp_path), Span(0, 4, 4), "float32", "cpu"
     )
@@ -287,7 +281,7 @@ def test_layers_whose_rows_depend_on_the_step_are_refused(
 
 
 def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
-    """Otherwise the test above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     folder = save_decoder(tmp_path)
     stage: Any = decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
     text = list(range(1, 101))
@@ -306,8 +300,6 @@ def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_not_invariant_are_not_used() -> None:
-    """A function with another result for many rows is called with few."""
-
     def strange(rows: torch.Tensor) -> torch.Tensor:
         return rows * 2 + (len(rows) > 24)
 
@@ -319,8 +311,6 @@ def test_sizes_that_are_not_invariant_are_not_used() -> None:
 
 
 def test_function_that_is_never_invariant_is_called_with_one_size() -> None:
-    """That of the reference."""
-
     def strange(rows: torch.Tensor) -> torch.Tensor:
         return rows + (len(rows) != REFERENCE)
 
@@ -329,7 +319,6 @@ def test_function_that_is_never_invariant_is_called_with_one_size() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5, 16, 17, 63, 64, 65, 200])
 def test_sizes_cover_all_rows(count: int) -> None:
-    """Without a size more than needed."""
     found = cover([4, 16, 64], count)
     assert sum(found) >= count
     assert sum(found[:-1]) < count
@@ -337,7 +326,6 @@ def test_sizes_cover_all_rows(count: int) -> None:
 
 @pytest.mark.parametrize("end", [1, 64, 65, 512, 513, 600, 1024])
 def test_keys_are_padded_to_whole_pieces_and_a_tried_size(end: int) -> None:
-    """Never to fewer than there are."""
     length = padded(KEYS, end)
     assert length >= end
     assert length % PIECE in (0, *KEYS)
@@ -349,7 +337,6 @@ def test_keys_are_padded_to_whole_pieces_and_a_tried_size(end: int) -> None:
 def test_memory_is_what_the_scheduler_counts(
     keys: tuple[int, ...] | None, chunks: list[int], tokens: int
 ) -> None:
-    """At most; also where the attention needs more keys than there are."""
     limits = EngineLimits(block_size=16, blocks=10_000)
     scheduler, cache = Scheduler(limits), KvCache()
     scheduler.pool.granule = 1 if keys is None else largest_step(keys)
@@ -365,7 +352,6 @@ def test_memory_is_what_the_scheduler_counts(
 
 
 def test_products_without_bias_and_conv1d_are_changed() -> None:
-    """All that a decoder multiplies with weights."""
     module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4))
     make_linears_invariant(module)
     assert isinstance(module[0].forward, InvariantRows)
@@ -375,7 +361,7 @@ def test_products_without_bias_and_conv1d_are_changed() -> None:
 
 
 class TopKRouter(nn.Module):
-    """A router that returns its scores alone, as DeepSeek's does."""
+    """A router that returns only its scores, as DeepSeek's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +372,7 @@ class TopKRouter(nn.Module):
 
 
 class HashRouter(nn.Module):
-    """A router of more than rows."""
+    """A router that takes token IDs beside the rows."""
 
     def __init__(self) -> None:
         super().__init__()

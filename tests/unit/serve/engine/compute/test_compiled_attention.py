@@ -1,4 +1,4 @@
-"""Attention by compiled code: torch's results, and the same bits in any step."""
+"""Compiled attention: torch's results, and bit-identical in any step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def waves(*shape: int, step: int = 7919) -> Tensor:
 
 
 def drawn(chance: torch.Generator, heads: int, rows: int, size: int) -> Tensor:
-    """Return random numbers that are laid out as transformers has them."""
+    """Return random numbers in the memory layout of transformers."""
     return torch.randn(rows, heads, size, generator=chance).transpose(0, 1)
 
 
@@ -68,7 +68,6 @@ def exact(
 def test_rows_attend_to_all_tokens_before_them(
     heads: int, key_heads: int, size: int, value_size: int, window: int | None
 ) -> None:
-    """With every shape of heads; also by steps of one row or some."""
     chance, count = torch.Generator().manual_seed(1), 150
     query, key = (
         drawn(chance, heads, count, size),
@@ -87,7 +86,7 @@ def test_rows_attend_to_all_tokens_before_them(
 
 
 def test_scores_of_every_size_are_weighted() -> None:
-    """Also where a weight is too small for a float, and where all are equal."""
+    """The factors make all weights equal, or some too small for a float."""
     cache = KvCache(attention=compiled(StepAttention))
     for factor in (0.0, 1.0, 30.0, 3_000.0):
         query, key, value = waves(2, 90, 8) * factor, waves(2, 90, 8, step=31), None
@@ -99,7 +98,6 @@ def test_scores_of_every_size_are_weighted() -> None:
 
 
 def test_bits_do_not_depend_on_the_step(threads: int) -> None:
-    """Sequences in random parts, beside each other, and each alone by one thread."""
     draw, chance = torch.Generator().manual_seed(threads), random.Random(threads)
     count, texts = 200, range(6)
     given = {n: [drawn(draw, heads, count, 16) for heads in (6, 2, 2)] for n in texts}
@@ -131,12 +129,12 @@ def test_bits_do_not_depend_on_the_step(threads: int) -> None:
 
 
 def test_bits_are_the_same_on_every_processor(threads: int) -> None:
-    """As recorded on a Xeon with AMX; this also runs as a smaller processor."""
+    """``DIGEST`` was recorded on a Xeon with AMX."""
     assert digest() == DIGEST
 
 
 def test_keys_and_values_are_kept_as_torch_keeps_them() -> None:
-    """So that a stream may move between replicas with and without a compiler."""
+    """A stream may move between replicas with and without a compiler."""
     chance = torch.Generator().manual_seed(3)
     caches = [KvCache(attention=kind) for kind in (compiled(StepAttention), None)]
     for begin, count in ((0, 20), (20, 1), (21, 30)):
@@ -167,7 +165,7 @@ def test_keys_and_values_are_kept_as_torch_keeps_them() -> None:
 def test_torch_attends_where_the_code_does_not(
     dtype: torch.dtype, size: int, softcap: float | None
 ) -> None:
-    """In one layer of a step, beside another one that it does compute."""
+    """One layer of a step falls back to torch beside one that does not."""
     chance = torch.Generator().manual_seed(4)
     caches = [KvCache(attention=kind) for kind in (compiled(StepAttention), None)]
     for begin, count in ((0, 20), (20, 1)):
@@ -185,7 +183,6 @@ def test_torch_attends_where_the_code_does_not(
 
 
 def test_rows_may_be_laid_out_in_any_way() -> None:
-    """Also with gaps between the numbers of a row."""
     given = [waves(heads, 7, 8, step=heads) for heads in (4, 2, 2)]
     sparse = [each.repeat_interleave(2, 2)[:, :, ::2] for each in given]
     found = [
@@ -212,7 +209,7 @@ def test_rows_may_be_laid_out_in_any_way() -> None:
 def test_nothing_is_read_or_written_that_is_not_there(
     shapes: list[tuple[int, ...]], error: str
 ) -> None:
-    """C does not check it, so that Python must."""
+    """The C code checks no bounds, so Python must."""
     cache = KvCache(attention=compiled(StepAttention))
     cache.step([Rows("a", 0, 5)]).attend(0, *(waves(n, 5, 8) for n in (2, 1, 1)))
     step: Any = cache.step(
@@ -224,7 +221,7 @@ def test_nothing_is_read_or_written_that_is_not_there(
 
 
 def test_dtype_of_a_layer_stays() -> None:
-    """Its memory has numbers of one kind."""
+    """The memory of a layer has one dtype."""
     cache = KvCache(attention=compiled(StepAttention))
     given = [waves(heads, 5, 8) for heads in (2, 1, 1)]
     cache.step([Rows("a", 0, 5)]).attend(0, *(each.bfloat16() for each in given))
@@ -234,7 +231,7 @@ def test_dtype_of_a_layer_stays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_default_dtype_of_torch_does_not_matter(dtype: torch.dtype) -> None:
-    """Code of a model may set it."""
+    """A model's code may set it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -244,7 +241,7 @@ def test_default_dtype_of_torch_does_not_matter(dtype: torch.dtype) -> None:
 
 
 def test_keys_without_a_weight_do_not_count() -> None:
-    """Even if a whole piece has scores of minus infinity."""
+    """A whole piece of keys may have scores of minus infinity."""
     query, key, value = waves(1, 70, 8).abs() + 1, waves(1, 70, 8), waves(1, 70, 8)
     key[:, :40] = -math.inf
     key[:, 40:] = 0.5
@@ -259,7 +256,7 @@ def test_keys_without_a_weight_do_not_count() -> None:
 def test_single_rows_of_bfloat16_are_rounded_once(
     size: int, value_size: int, window: int | None
 ) -> None:
-    """In the default mode; torch attends for the prompt."""
+    """This is the default mode, in which torch computes the prompt."""
     chance, count, texts = torch.Generator().manual_seed(5), 110, (0, 1, 2)
     cache, given = KvCache(attention=fastest), {}
     for n in texts:
@@ -285,7 +282,7 @@ def test_single_rows_of_bfloat16_are_rounded_once(
 
 
 def test_default_mode_leaves_long_prompts_to_torch() -> None:
-    """It is faster there; so is it for one row of large heads."""
+    """Torch is faster for long prompts, and for one row of large heads."""
     cache = KvCache()
     long = [Rows(0, 600, 50), Rows(1, 0, 1)]
     assert isinstance(fastest(cache, long), StepAttention)

@@ -1,4 +1,4 @@
-"""Compiled layers of decoders: the results of transformers' own, in any step."""
+"""Compiled layers of decoders: transformers' results, in any step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def loaded(
 def logits(
     stage: Any, tokens: Tensor, counts: list[int], otherwise: Any = StepAttention
 ) -> Tensor:
-    """Return the logits of a sequence, computed in steps of so many rows."""
     attention = compiled(otherwise)
     cache, found, begin = KvCache(attention=attention, granule=PIECE), [], 0
     for count in counts:
@@ -104,7 +103,7 @@ def drawn() -> Tensor:
 def test_results_are_those_of_transformers(
     family: str, quantization: str | None, dtype: str, limit: float, tmp_path: Path
 ) -> None:
-    """With norms of heads, and windows; for a prompt and for single rows."""
+    """Qwen3 normalizes heads, and Mistral has windows."""
     folder, tokens = save_decoder(tmp_path, family), drawn()
     stage = loaded(folder, quantization, dtype)
     counts = [TOKENS - 3, 1, 1, 1]
@@ -119,7 +118,7 @@ def test_results_are_those_of_transformers(
 def test_bfloat16_is_as_near_to_float32_as_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    """Results are rounded once, where transformers rounds up to three times."""
+    """Compiled layers round once, where transformers rounds up to three times."""
     folder, tokens = save_decoder(tmp_path, family), drawn()
     stage = loaded(folder, dtype="bfloat16")
     wide = decoder_stage.load(folder, Span(0, LAYERS, LAYERS), "float32", "cpu", None)
@@ -136,7 +135,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt2", "gpt_neox", "mixtral"])
 def test_other_layers_stay_as_they_are(family: str, tmp_path: Path) -> None:
-    """Other norms, other feed-forwards, other orders."""
     stage, tokens = loaded(save_decoder(tmp_path, family)), drawn()
     wanted = logits(stage, tokens, [TOKENS])
     assert compile_layers(stage) == 0
@@ -194,7 +192,7 @@ def _scaled_norm(layer: Any) -> None:
 def test_layer_that_computes_otherwise_stays(
     change: Any, dtype: str, limit: float, tmp_path: Path
 ) -> None:
-    """It has the same parts; a trial tells."""
+    """It has the same parts; only a trial run reveals the difference."""
     stage = loaded(save_decoder(tmp_path, "llama"), dtype=dtype)
     layer = stage.whole.model.layers[1]
     change(layer)
@@ -208,7 +206,7 @@ def test_layer_that_computes_otherwise_stays(
 
 @pytest.mark.parametrize("counts", [[TOKENS], [100, 40]])
 def test_trial_leaves_rotations_as_they_were(counts: list[int], tmp_path: Path) -> None:
-    """Dynamic ones keep the frequencies of the longest position that they have seen."""
+    """Dynamic rotations keep the frequencies of the longest position they have seen."""
     folder = save_decoder(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = 64
@@ -229,7 +227,7 @@ def test_trial_leaves_rotations_as_they_were(counts: list[int], tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_small_additions_are_compared(dtype: str, tmp_path: Path) -> None:
-    """What a layer adds, and not what went through it."""
+    """The trial compares what a layer adds, not the residual stream."""
     stage = loaded(save_decoder(tmp_path, "llama"), dtype=dtype)
     layers = stage.whole.model.layers
     stage.whole.model.embed_tokens.weight.data *= 1e5 if dtype == "float32" else 50
@@ -238,7 +236,7 @@ def test_small_additions_are_compared(dtype: str, tmp_path: Path) -> None:
 
 
 def test_layer_with_gates_beside_its_queries_stays(tmp_path: Path) -> None:
-    """Its queries have twice the width; a trial would raise."""
+    """Its queries are twice as wide, so a trial would raise."""
     stage = loaded(save_decoder(tmp_path, "llama"))
     attention = stage.whole.model.layers[0].self_attn
     attention.q_proj = torch.nn.Linear(64, 128, bias=False)
@@ -257,7 +255,7 @@ def test_layer_with_gates_beside_its_queries_stays(tmp_path: Path) -> None:
 
 
 def test_norms_of_another_dtype_stay_as_they_are(tmp_path: Path) -> None:
-    """Some models keep theirs in float32."""
+    """Some models keep their norms in float32."""
     stage = loaded(save_decoder(tmp_path, "llama"), dtype="bfloat16")
     layer = stage.whole.model.layers[2]
     layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.float()
@@ -271,7 +269,6 @@ def test_norms_of_another_dtype_stay_as_they_are(tmp_path: Path) -> None:
 def test_engines_compile_layers(
     is_deterministic: bool, dtype: str, tmp_path: Path
 ) -> None:
-    """In both modes."""
     folder = save_decoder(tmp_path, "llama")
     model = decoder.model(str(folder), dtype=dtype)
     assert model.generation is not None
@@ -289,7 +286,6 @@ def test_engines_compile_layers(
 def test_nothing_is_replaced_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All layers stay."""
     stage = loaded(save_decoder(tmp_path, "llama"))
     monkeypatch.setattr(compiled_layers, "can_run", lambda: False)
     assert compile_layers(stage) == 0
@@ -302,7 +298,6 @@ def test_nothing_is_replaced_without_a_compiler(
 def test_row_has_the_same_bits_in_every_step(
     quantization: str | None, dtype: str, threads: int, tmp_path: Path
 ) -> None:
-    """With products whose rows have them, too."""
     folder = save_decoder(tmp_path, "qwen3")
     stage, tokens = loaded(folder, quantization, dtype, is_invariant=True), drawn()
     assert compile_layers(stage) == LAYERS
@@ -313,7 +308,7 @@ def test_row_has_the_same_bits_in_every_step(
 
 
 def test_given_states_are_not_changed(tmp_path: Path) -> None:
-    """A step that fails is computed again."""
+    """A step that fails is computed again from the same states."""
     folder = save_decoder(tmp_path, "llama")
     stage = decoder_stage.load(folder, Span(1, 3, LAYERS), "float32", "cpu")
     assert compile_layers(stage) == 2
@@ -333,7 +328,7 @@ def waves(*shape: int) -> Tensor:
 
 
 def rounded(exact: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what is compared: an exact result, and the errors of one rounding."""
+    """Return arguments of ``assert_close`` that allow the error of one rounding."""
     error = 1e-6 if dtype is torch.float32 else 2.0**-8
     return {"expected": exact, "rtol": error, "atol": 1e-6}
 
@@ -344,7 +339,6 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> dict[str, Any]:
 def test_norms_are_exact(
     count: int, width: int, dtype: torch.dtype, threads: int
 ) -> None:
-    """Of a tensor, and of a sum, to the last bits."""
     given, more, weight = (
         each.to(dtype)
         for each in (waves(count, width), waves(count, width) * 0.3, waves(width))
@@ -361,12 +355,11 @@ def test_norms_are_exact(
         exact = (given + more if is_sum else given).double()
         wanted = functional.rms_norm(exact, (width,), weight.double(), 1e-5)
         torch.testing.assert_close(found.double(), **rounded(wanted, dtype))
-    assert torch.equal(both, given + more)  # of bfloat16: to the even one, too
+    assert torch.equal(both, given + more)  # bfloat16 also rounds to even
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_are_exact(dtype: torch.dtype, threads: int) -> None:
-    """Far from zero, infinite, and not a number."""
     inf, nan = float("inf"), float("nan")
     odd = [0.0, -0.0, 90.0, -90.0, 1e30, -1e30, inf, nan]
     gate = torch.cat([torch.tensor(odd), waves(40_000) * 5]).to(dtype)
@@ -382,7 +375,6 @@ def test_gates_are_exact(dtype: torch.dtype, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotations_are_exact(dtype: torch.dtype, threads: int) -> None:
-    """Of queries and keys; of normalized ones, too."""
     rows, heads, key_heads, size = 70, 6, 2, 32
     angles = [waves(rows, size).to(dtype), waves(rows, size).flip(0).to(dtype)]
     weights = [waves(size).to(dtype), waves(size).flip(0).to(dtype)]
@@ -411,7 +403,7 @@ def test_rotations_are_exact(dtype: torch.dtype, threads: int) -> None:
 
 
 def test_types_are_those_of_the_code() -> None:
-    """An address must not become an int of 32 bits."""
+    """Otherwise ctypes would pass an address as a 32-bit int."""
     for name in ("attend", "norm", "rotate", "gate"):
         function = getattr(library(), f"multiworld_{name}")
         assert function.argtypes[0] is ctypes.c_void_p

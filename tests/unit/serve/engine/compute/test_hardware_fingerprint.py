@@ -1,4 +1,4 @@
-"""Facts about a kind of machine, found out once."""
+"""Facts that are measured once for each hardware fingerprint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from multiworld.serve.engine.compute.hardware_fingerprint import (
 def test_fact_is_found_out_once_for_each_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And again if its file is damaged."""
     monkeypatch.setenv("MULTIWORLD_CACHE", str(tmp_path))
     found: list[int] = []
 
@@ -39,14 +38,13 @@ def test_fact_is_found_out_once_for_each_number_of_threads(
 def test_folder_that_cannot_be_written_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fact is found out each time."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MULTIWORLD_CACHE", str(tmp_path / "file"))
     assert known("rows", 1, lambda: [4]) == [4]
 
 
 def test_kind_names_processor_release_and_threads() -> None:
-    """Everything that last bits depend on."""
+    """The fingerprint names everything on which the last bits depend."""
     assert processor() in fingerprint(3)
     assert "torch 2" in fingerprint(3)
     assert "3 threads" in fingerprint(3)

@@ -45,7 +45,6 @@ LIKE = torch.zeros(2, 1, 3), torch.zeros(2, 1, 5)
 
 
 def filled(memory: KvMemory, sequence: int, tokens: int, layer: int) -> Pair:
-    """Write numbers of their own into the memory of a sequence; return them."""
     pair = memory.of(sequence, layer, LIKE)
     made = tuple(torch.rand(2, tokens, each.shape[2]) for each in pair)
     for each, new in zip(pair, made, strict=True):
@@ -65,7 +64,6 @@ def filled(memory: KvMemory, sequence: int, tokens: int, layer: int) -> Pair:
     )
 )
 def test_every_sequence_keeps_its_numbers(steps: list[tuple[str, int, int]]) -> None:
-    """Whoever comes, grows and goes; what was not written is zero."""
     memory = KvMemory(BLOCK)
     kept: dict[int, dict[int, Pair]] = {}
     sizes: dict[int, int] = {}
@@ -108,7 +106,6 @@ def test_every_sequence_keeps_its_numbers(steps: list[tuple[str, int, int]]) -> 
 
 
 def test_memory_is_free_when_the_last_sequence_is() -> None:
-    """Nothing is kept for later ones."""
     memory = KvMemory(BLOCK)
     empty = objects_in(memory)
     for sequence in range(9):
@@ -122,7 +119,6 @@ def test_memory_is_free_when_the_last_sequence_is() -> None:
 
 
 def drawn(chance: torch.Generator, heads: int, rows: int) -> Tensor:
-    """Return random numbers for some heads and rows."""
     return torch.randn(heads, rows, 8, generator=chance)
 
 
@@ -135,7 +131,6 @@ def test_rows_together_are_as_rows_alone(
     heads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ten sequences, some beside each other, in steps of some of them."""
     draw, chance = torch.Generator().manual_seed(1), random.Random(1)
     together = KvCache(attention=kind)
     alone = {number: KvCache(attention=kind) for number in range(10)}
@@ -177,7 +172,7 @@ def test_rows_together_are_as_rows_alone(
 def test_numbers_that_are_none_stay_with_their_sequence(
     kind: AttentionOf,
 ) -> None:
-    """Neither who computes beside it, nor who has its memory later, gets a NaN."""
+    """A NaN reaches neither neighbours in the step nor later owners of the memory."""
     draw = torch.Generator().manual_seed(1)
     cache = KvCache(attention=kind)
 
@@ -200,7 +195,7 @@ def test_numbers_that_are_none_stay_with_their_sequence(
 
 
 def test_a_sequence_begins_with_a_part_of_the_last_piece() -> None:
-    """What another stage holds may end in the midst of a block."""
+    """What another stage holds may end in the middle of a block."""
     cache = KvCache(BLOCK)
     pieces = [{0: (torch.rand(2, 4, 3), torch.rand(2, 4, 5))} for _ in range(2)]
     cache.restore("a", pieces, 6)

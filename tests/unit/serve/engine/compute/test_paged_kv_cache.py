@@ -1,4 +1,4 @@
-"""Paged KV cache: the same attention as that of contiguous memory, on any device."""
+"""The paged KV cache: the attention of contiguous memory, on any device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def step_of(draw: random.Random, lengths: dict[int, int]) -> list[Rows]:
-    """Draw the rows of a step; sequences begin, continue and are computed again."""
     found = []
     for sequence in draw.sample(range(8), draw.randrange(1, 6)):
         length = lengths.get(sequence, 0)
@@ -60,7 +59,6 @@ def step_of(draw: random.Random, lengths: dict[int, int]) -> list[Rows]:
 def attended(
     store: KvCache | PagedKvCache, rows: Sequence[Rows], seed: int, **options: Any
 ) -> list[Tensor]:
-    """Return the attention of each layer; the numbers follow from the positions."""
     chance = torch.Generator().manual_seed(seed)
     attention, found = store.step(rows), []
     count = sum(each.count for each in rows)
@@ -75,7 +73,7 @@ def attended(
 
 @pytest.fixture(params=["gathered", "kernel"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take the path of gathered pages, or of the kernel, with a stand-in for it."""
+    """Gather pages, or use the kernel, for which a stand-in is installed."""
     if request.param == "kernel":
         monkeypatch.setattr(paged_kv_cache, "may_have_kernel", lambda query: True)
         monkeypatch.setattr(paged_kv_cache, "torch_kernel", lambda: kernel)
@@ -99,7 +97,7 @@ def kernel(
     block_table: Tensor,
     num_splits: int,
 ) -> Tensor:
-    """Do what torch's documentation says of ``varlen_attn``, sequence by sequence."""
+    """Compute what torch documents for ``varlen_attn``, sequence by sequence."""
     for each in (begins, seqused_k, block_table):
         assert each.dtype == torch.int32
     assert query.is_contiguous()
@@ -142,7 +140,6 @@ def kernel(
 def test_attention_is_that_of_contiguous_memory(
     options: dict[str, Any], seed: int, page_size: int
 ) -> None:
-    """Whoever comes, grows, is computed again, is restored and goes."""
     draw, lengths = random.Random(seed), dict[int, int]()
     paged, plain = PagedKvCache(page_size), KvCache()
     for number in range(12):
@@ -174,7 +171,6 @@ def test_attention_is_that_of_contiguous_memory(
 def test_kernel_gets_what_its_documentation_asks_for(
     options: dict[str, Any], path: str
 ) -> None:
-    """A stand-in that follows the documentation attends as contiguous memory does."""
     draw, lengths = random.Random(3), dict[int, int]()
     paged, plain = PagedKvCache(4), KvCache()
     for number in range(30):
@@ -188,7 +184,6 @@ def test_kernel_gets_what_its_documentation_asks_for(
 def test_kernel_that_does_not_run_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried once; pages are gathered then, and the log says why."""
     calls: list[int] = []
 
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
@@ -206,7 +201,6 @@ def test_kernel_that_does_not_run_is_replaced(
 
 
 def test_pages_grow_when_they_do_not_suffice() -> None:
-    """What was written stays."""
     paged = PagedKvCache(4, tokens=1)
     attended(paged, [Rows("a", 0, 20)], 1)
     kept = paged.copied("a", 0, 20)
@@ -217,13 +211,11 @@ def test_pages_grow_when_they_do_not_suffice() -> None:
 
 
 def test_missing_tokens_are_reported() -> None:
-    """As by contiguous memory; the engine returns such a sequence."""
     with pytest.raises(MissingTokensError):
         PagedKvCache().step([Rows("a", 5, 1)])
 
 
 def test_numbers_of_one_sequence_reach_no_other() -> None:
-    """NaN in freed pages, and in pages of others, stays there."""
     paged, plain = PagedKvCache(4), KvCache()
     bad = torch.full((KEY_HEADS, 30, SIZE), float("nan"))
     with torch.inference_mode():
@@ -241,7 +233,7 @@ def test_numbers_of_one_sequence_reach_no_other() -> None:
 
 
 class Elsewhere(Transfers):
-    """Copies to a GPU that is not there: only shapes and devices are tracked."""
+    """Transfers to a fake GPU, which tracks shapes and devices only."""
 
     def upload(self, tensor: Tensor) -> Tensor:
         return on_gpu(tensor)
@@ -253,7 +245,7 @@ class Elsewhere(Transfers):
 
 
 class PlainIndexing(TorchFunctionMode):
-    """Indexing by torch's operators, as brackets ask the device that is played."""
+    """Replaces indexing by brackets, which would ask for the fake device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -266,7 +258,7 @@ class PlainIndexing(TorchFunctionMode):
 
 
 def indexed(tensor: Tensor, index: Any) -> Tensor:
-    """Return a view of a tensor."""
+    """Return ``tensor[index]``, by torch's operators."""
     given = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in given:
         at, used = given.index(Ellipsis), len(given) - 1 - given.count(None)
@@ -288,7 +280,6 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
-    """Return a tensor of that shape on a GPU that is played."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
 
 
@@ -300,7 +291,6 @@ def engine(
     of: int,
     dtype: str = "float32",
 ) -> Any:
-    """Return the engine of a stage with some KV memory."""
     model = decoder.model(str(folder), of, dtype=dtype)
     assert model.generation is not None
     with torch.inference_mode():
@@ -309,7 +299,6 @@ def engine(
 
 
 def parts_of(draw: random.Random, lengths: dict[int, int]) -> list[StepPart]:
-    """Return the parts of a step of three sequences."""
     found = []
     for sequence, length in lengths.items():
         count = 1 if length else draw.randrange(1, 12)
@@ -320,7 +309,6 @@ def parts_of(draw: random.Random, lengths: dict[int, int]) -> list[StepPart]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2"])
 def test_tokens_are_those_of_contiguous_memory(family: str, tmp_path: Path) -> None:
-    """Decoders of several families, greedy, prompts and single rows together."""
     folder = save_decoder(tmp_path, family)
     stores = PagedKvCache(4), KvCache()
     engines = [engine(folder, store, HOST, 0, 1) for store in stores]
@@ -347,11 +335,7 @@ def test_tokens_are_those_of_contiguous_memory(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_stage_keeps_to_its_device(number: int, dtype: str, tmp_path: Path) -> None:
-    """On a GPU that is played: no tensor of the host meets one of the device.
-
-    Steps, restored prefixes and copies; results reach the host by ``download`` only.
-    In bfloat16 torch's own ``varlen_attn`` checks what it is given.
-    """
+    """On a fake GPU; in bfloat16, torch's own ``varlen_attn`` checks its arguments."""
     folder = save_decoder(tmp_path, "llama")
     transfers = Elsewhere(torch.device("cuda"))
     store = PagedKvCache(4, transfers=transfers)
@@ -397,7 +381,7 @@ def test_what_is_not_copied_is_found(forgets: str, tmp_path: Path) -> None:
 
 
 def test_engine_of_a_device_has_pages(tmp_path: Path) -> None:
-    """Weights are packed, and memory is contiguous, on the CPU only."""
+    """Only the CPU has packed weights and contiguous memory."""
     folder = save_decoder(tmp_path, "llama")
     model = decoder.model(str(folder), dtype="float32")
     assert model.generation is not None

@@ -1,4 +1,4 @@
-"""The choice of tokens, beside transformers' own processors."""
+"""The sampler, compared with transformers' processors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def choose(
     prompt: int,
     ends: Sequence[int] = (),
 ) -> Choice:
-    """Return the next token of one sequence."""
     (found,) = sample(
         logits[None].clone(), [TokenHistory(sampling, tokens, prompt, ends)]
     )
@@ -58,14 +57,12 @@ def drawn(sampling: dict[str, Any], count: int = 400) -> Counter[int]:
 
 
 def test_without_temperature_the_most_likely_token_is_taken() -> None:
-    """The first of several."""
     assert choose(LOGITS, Sampling(temperature=0.0), [0], 1, ()).token == 1
     tie = torch.tensor([1.0, 2.0, 2.0])
     assert choose(tie, Sampling(temperature=0.0), [0], 1, ()).token == 1
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    """Within five deviations."""
     count = 4000
     found = drawn({}, count)
     for token, share in enumerate(LOGITS.softmax(-1).tolist()):
@@ -88,7 +85,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_only_some_tokens_are_drawn_from(
     sampling: dict[str, Any], kept: set[int]
 ) -> None:
-    """As the parameters say."""
     assert set(drawn(sampling)) == kept
 
 
@@ -102,7 +98,7 @@ def test_only_some_tokens_are_drawn_from(
 def test_kept_tokens_are_those_of_transformers(
     numbers: list[int], top_p: float, top_k: int, min_p: float
 ) -> None:
-    """One parameter at a time, because their order differs among libraries."""
+    """Libraries apply these parameters in different orders, so one at a time."""
     from transformers import (
         MinPLogitsWarper,
         TopKLogitsWarper,
@@ -122,7 +118,7 @@ def test_kept_tokens_are_those_of_transformers(
 
 
 def expected(logits: torch.Tensor, sampling: Sampling, index: int, slack: float) -> int:
-    """Return the token by sorting everything, in float64."""
+    """Return the token that sorting the whole vocabulary in float64 gives."""
     likely = (logits.double() / sampling.temperature).softmax(-1)
     likely[likely < sampling.min_p * float(likely.max())] = 0
     if sampling.top_k:
@@ -168,7 +164,6 @@ PARAMETERS: list[dict[str, Any]] = [
 def test_same_token_is_drawn_as_by_sorting_the_vocabulary(
     parameters: dict[str, Any], kind: str
 ) -> None:
-    """Also where many words are as likely as the last one that remains."""
     chance = torch.Generator().manual_seed(5)
     for seed in range(40):
         logits = torch.randn(700, generator=chance) * 2
@@ -187,7 +182,6 @@ def test_same_token_is_drawn_as_by_sorting_the_vocabulary(
 def mixed(
     count: int, vocabulary: int
 ) -> tuple[torch.Tensor, list[TokenHistory], list[torch.Tensor | None]]:
-    """Return logits, sequences and masks of a step with all kinds of parameters."""
     chance = torch.Generator().manual_seed(7)
     logits = torch.randn(count, vocabulary, generator=chance) * 3
     adjusting: list[dict[str, Any]] = [
@@ -215,7 +209,6 @@ def mixed(
 def test_token_depends_neither_on_the_others_of_a_step_nor_on_threads(
     vocabulary: int,
 ) -> None:
-    """Nor on the place in it."""
     logits, histories, masks = mixed(60, vocabulary)
     threads = torch.get_num_threads()
     try:
@@ -243,7 +236,6 @@ def test_token_depends_neither_on_the_others_of_a_step_nor_on_threads(
 
 
 def test_rows_with_errors_fail_alone() -> None:
-    """Not a number, infinite, or nothing is possible."""
     logits = torch.zeros(5, 200)
     logits[1, 7], logits[2, 8], logits[3] = torch.nan, torch.inf, -torch.inf
     found = sample(logits, [TokenHistory(Sampling(), [0], 1)] * 5)
@@ -253,7 +245,6 @@ def test_rows_with_errors_fail_alone() -> None:
 
 
 def test_words_outside_the_vocabulary_concern_their_sequence_alone() -> None:
-    """A bias or a token there does not change the row beside."""
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1))
     plain = TokenHistory(Sampling(temperature=0.0), [0], 1)
     alone = sample(logits.clone(), [plain] * 6)
@@ -273,7 +264,7 @@ def test_words_outside_the_vocabulary_concern_their_sequence_alone() -> None:
 
 
 def test_step_without_a_last_row_samples_nothing() -> None:
-    """Part of a prompt."""
+    """Such a step computes only part of a prompt."""
     assert sample(torch.zeros(0, 200), []) == []
 
 
@@ -282,7 +273,6 @@ def test_step_without_a_last_row_samples_nothing() -> None:
 def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
     tokens: list[int], data: st.DataObject
 ) -> None:
-    """Penalties count the prompt, and what is left of the output."""
     prompt = data.draw(st.integers(0, len(tokens)))
     kept = data.draw(st.integers(prompt, len(tokens)))
     sampling = Sampling(
@@ -303,7 +293,7 @@ def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
 def test_module_needs_torch_alone() -> None:
     """External engines load it in their own environment."""
     source = ast.parse(Path(sampler.__file__).read_text())
-    # What is imported for type checkers only is not loaded.
+    # Imports for type checkers only are never loaded.
     source.body = [node for node in source.body if not isinstance(node, ast.If)]
     found = {
         (node.module or "").split(".")[0]
@@ -319,7 +309,7 @@ def test_module_needs_torch_alone() -> None:
 
 
 def test_penalties_are_those_of_transformers_and_of_openai() -> None:
-    """Repetition counts the prompt too; the others only what was generated."""
+    """The repetition penalty counts the prompt too; the others only the output."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     tokens = [1, 4, 2, 2]
@@ -336,14 +326,12 @@ def test_penalties_are_those_of_transformers_and_of_openai() -> None:
 
 
 def test_text_does_not_end_before_its_least_length() -> None:
-    """The tokens that end it cannot be chosen."""
     sampling = Sampling(temperature=0.0, min_tokens=2)
     assert choose(LOGITS, sampling, [0], 1, (1, 3)).token == 2
     assert choose(LOGITS, sampling, [0, 2, 2], 1, (1, 3)).token == 1
 
 
 def test_probabilities_are_those_before_any_parameter() -> None:
-    """And as many alternatives as asked for."""
     sampling = Sampling(temperature=0.0, logit_bias={0: 50.0}, logprobs=2)
     found = choose(LOGITS, sampling, [0], 1, ())
     logprobs = LOGITS.log_softmax(-1)
@@ -353,7 +341,6 @@ def test_probabilities_are_those_before_any_parameter() -> None:
 
 
 def test_hashes_follow_from_seed_choice_and_index() -> None:
-    """And from nothing else."""
     seen = {
         hash_of(seed, choice, index)
         for seed in range(5)
@@ -367,7 +354,6 @@ def test_hashes_follow_from_seed_choice_and_index() -> None:
 
 
 def test_clocks_are_independent_exponential_variates() -> None:
-    """Of neighbouring hashes and numbers; mean, spread, tails and pairs."""
     hashes = torch.tensor([[hash_of(0, 0, index)] for index in range(300)])
     found = clocks(hashes, torch.arange(1000)[None])
     assert found.min() > 0
@@ -385,10 +371,7 @@ def test_clocks_are_independent_exponential_variates() -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"top_p": 0.95}, {"temperature": 2.0}])
 def test_rounding_of_logits_draws_no_other_word(extra: dict[str, Any]) -> None:
-    """Kernels that round differently change a flat distribution's choice hardly ever.
-
-    By the cumulative distribution, 10 to 42 of these 640 words were others.
-    """
+    """Sampling by the cumulative distribution changed 10 to 42 of these 640 tokens."""
     chance = torch.Generator().manual_seed(4)
     logits = torch.randn(64, 20_000, generator=chance) * 1.5
     noise = torch.randn(logits.shape, generator=chance) * 3e-4
@@ -406,7 +389,6 @@ def test_rounding_of_logits_draws_no_other_word(extra: dict[str, Any]) -> None:
 
 
 def test_last_token_says_why_it_is_the_last() -> None:
-    """An end counts more than the length."""
     sampling = Sampling(max_tokens=3)
     assert finish_of(9, 1, sampling, (9,)) == "stop"
     assert finish_of(9, 3, sampling, (9,)) == "stop"
@@ -421,7 +403,7 @@ def test_bias_is_added_before_the_penalties() -> None:
 
 
 def test_min_p_is_first_and_top_p_is_a_share_of_what_is_left() -> None:
-    """As in vLLM: only the first one has half of 0.5, and it is all of the rest."""
+    """As in vLLM: min_p leaves only the first token, which then has all of the mass."""
     logits = torch.tensor([0.5, 0.2, 0.15, 0.15]).log()
     drawn = {
         choose(logits, Sampling(top_p=0.7, min_p=0.45, seed=seed), [0], 1, ()).token
@@ -439,7 +421,7 @@ def test_min_p_is_first_and_top_p_is_a_share_of_what_is_left() -> None:
 def test_history_is_the_same_from_all_tokens_and_from_one_after_the_other(
     tokens: list[int], prompt: int, presence: float, frequency: float
 ) -> None:
-    """So a stream that continues elsewhere has the same penalties."""
+    """A stream that continues elsewhere must have the same penalties."""
     prompt = min(prompt, len(tokens))
     wanted = Sampling(presence_penalty=presence, frequency_penalty=frequency)
     whole = TokenHistory(wanted, tokens, prompt)

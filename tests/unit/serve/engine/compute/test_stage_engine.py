@@ -37,30 +37,26 @@ def stage(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
 
 
 def key(number: int) -> Key:
-    """Return the key of a sequence."""
     return "gateway/1", number, 0
 
 
 def start(number: int, *tokens: int) -> SequenceStart:
-    """Return a sequence without a sampler's chance."""
     sampling = Sampling(temperature=0.0, max_tokens=5)
     return SequenceStart(key(number), tokens, len(tokens), ("a",), sampling)
 
 
 def engine_with(*starts: SequenceStart) -> StageEngine:
-    """Return an engine of a last stage with sequences that begin."""
     engine = StageEngine(stage, is_last=True, model=FACTS)
     engine.tidy(Chores(open=[(each, None) for each in starts]))
     return engine
 
 
 def part(number: int, begin: int, count: int, samples: bool = True) -> StepPart:
-    """Return a part of a step."""
     return StepPart(key(number), begin, count, samples)
 
 
 def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
-    """Each is computed alone then."""
+    """The sequences of a failed step are computed one by one."""
     engine = engine_with(start(1, 1, 1), start(2, 1))
     found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, -1]))
     assert [item.token for item in found.tokens] == [1]
@@ -79,8 +75,6 @@ def test_logits_of_another_shape_fail_by_name() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> None:
-    """The others of the step get their tokens; nothing is sampled from NaN."""
-
     def broken(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
         logits = stage(rows, positions, attention, wanted)
         logits[rows[wanted] == 2, 0] = bad
@@ -96,7 +90,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> Non
 
 
 def test_tokens_that_were_never_computed_here_are_noticed() -> None:
-    """Rather than attended to as whatever the memory holds."""
+    """Otherwise attention would read whatever the memory holds."""
     engine = engine_with(start(1, 1, 1, 1))
     engine.compute([part(1, 0, 1, samples=False)], torch.tensor([1]))
     for begin in (2, 1):
@@ -108,7 +102,6 @@ def test_tokens_that_were_never_computed_here_are_noticed() -> None:
 
 
 def test_preempted_sequence_is_computed_again_and_continues() -> None:
-    """Its keys and values are dropped; what it has generated is not."""
     engine = engine_with(start(1, 1, 1))
     (first,) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).tokens
     assert (first.index, first.token) == (0, 1)
@@ -121,7 +114,6 @@ def test_preempted_sequence_is_computed_again_and_continues() -> None:
 
 
 def test_sequence_that_continues_as_another_attempt_keeps_what_it_has() -> None:
-    """With the tokens that its gateway has, and its probabilities so far."""
     sampling = Sampling(temperature=0.0, max_tokens=5, prompt_logprobs=0)
     begun = SequenceStart(key(1), (1, 1, 1), 3, ("a",), sampling)
     engine = engine_with(begun)

@@ -1,5 +1,4 @@
-"""CUDA graphs of steps, by recorders that are played: which steps are recorded, what
-fills them up, and what happens when a stage cannot be recorded."""
+"""CUDA graphs of steps, tested with fake recorders."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ HIDDEN = 64
 
 
 class Recorder:
-    """Computes what it recorded again, into the same tensor as a graph does; counts."""
+    """A recorder that recomputes into the same tensor, as a graph does."""
 
     def __init__(self) -> None:
         self.recorded = self.launched = 0
@@ -64,7 +63,6 @@ def prefill(
 
 
 def rows_of(count: int, number: int, draw: torch.Generator) -> Tensor:
-    """Return random rows for a stage."""
     if number:
         return torch.randn(count, HIDDEN, generator=draw)
     return torch.randint(VOCABULARY, (count,), generator=draw)
@@ -76,7 +74,6 @@ def rows_of(count: int, number: int, draw: torch.Generator) -> Tensor:
 def test_results_are_those_of_steps_without_graphs(
     family: str, number: int, tmp_path: Path
 ) -> None:
-    """Numbers of sequences and of pages change; sequences go, and begin again."""
     stage = loaded(save_decoder(tmp_path, family), number, 2)
     paged, plain, record = PagedKvCache(4), KvCache(), Recorder()
     graphs = StepGraphs(stage, paged, record)
@@ -111,8 +108,6 @@ def test_results_are_those_of_steps_without_graphs(
 
 
 class Adding:
-    """A stage that adds one; what it is asked for is recorded."""
-
     def __init__(self) -> None:
         self.counts: list[int] = []
 
@@ -126,7 +121,6 @@ class Adding:
 
 
 def computed(graphs: StepGraphs, begin: int, count: int = 1) -> list[float] | None:
-    """Compute a step of sequences at a position; return its results."""
     with torch.inference_mode():
         sequences = [Rows(n, begin, 1) for n in range(count)]
         found = graphs.compute(sequences, torch.arange(count) + begin)
@@ -139,7 +133,7 @@ def made(record: Record) -> tuple[StepGraphs, Adding, PagedKvCache]:
 
 
 def test_sizes_are_powers_of_two() -> None:
-    """Five to eight sequences share a graph; it is recorded when it comes again."""
+    """Five to eight sequences share a graph, which is recorded at its second use."""
     record = Recorder()
     graphs, stage, cache = made(record)
     recorded = []
@@ -154,7 +148,7 @@ def test_sizes_are_powers_of_two() -> None:
 
 
 def test_rows_that_fill_up_reach_no_page_of_others() -> None:
-    """Tables are filled up with pages of zeros, which stay so."""
+    """Tables are padded with the page of zeros, which must stay zero."""
     graphs, _, cache = made(Recorder())
     free = cache.count - 2
     for begin in range(6):
@@ -168,7 +162,7 @@ def test_rows_that_fill_up_reach_no_page_of_others() -> None:
 
 
 def test_other_steps_are_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, and steps of so many pages that a graph would gain nothing."""
+    """A graph gains nothing for prompts and for steps of many pages."""
     graphs, _, cache = made(Recorder())
     with torch.inference_mode():
         assert graphs.compute([Rows(0, 0, 2)], torch.arange(2)) is None
@@ -179,7 +173,6 @@ def test_other_steps_are_computed_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_missing_tokens_are_reported() -> None:
-    """As without graphs; the engine returns such a sequence."""
     graphs, _, _ = made(Recorder())
     with pytest.raises(MissingTokensError):
         computed(graphs, 7)
@@ -202,7 +195,7 @@ def test_graphs_are_recorded_again_when_pages_move() -> None:
 def test_stage_that_cannot_be_recorded_is_computed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One that waits for the GPU in its midst, for example; the log says so once."""
+    """For example, a stage that waits for the GPU cannot be recorded."""
 
     def refuse(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -214,7 +207,7 @@ def test_stage_that_cannot_be_recorded_is_computed(
 
 
 def test_graph_with_other_results_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """What a stage computes on the host does not happen again in a graph."""
+    """A graph does not repeat what a stage computes on the host."""
 
     def frozen(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         found = call()
@@ -228,7 +221,7 @@ def test_graph_with_other_results_is_not_used(caplog: pytest.LogCaptureFixture) 
 
 
 def test_cleared_graphs_are_recorded_again() -> None:
-    """Their memory is given up for other steps."""
+    """Clearing frees their memory for other steps."""
     record = Recorder()
     graphs, _, _ = made(record)
     for begin in range(6):
@@ -239,7 +232,6 @@ def test_cleared_graphs_are_recorded_again() -> None:
 
 
 def test_memory_of_graphs_is_freed_for_a_step_that_lacks_it() -> None:
-    """A prompt that does not fit beside them is computed once they are gone."""
     stage = Adding()
     cache, record = PagedKvCache(4), Recorder()
     graphs = StepGraphs(stage, cache, record)
@@ -261,7 +253,6 @@ def test_memory_of_graphs_is_freed_for_a_step_that_lacks_it() -> None:
 
 
 def test_missing_memory_ends_no_graphs() -> None:
-    """They are recorded another time."""
     record = Recorder()
     failures = [torch.OutOfMemoryError("no memory")]
 
@@ -276,7 +267,7 @@ def test_missing_memory_ends_no_graphs() -> None:
 
 
 def test_nan_of_one_sequence_ends_no_graphs() -> None:
-    """Bits are compared."""
+    """Results are compared bitwise, because NaN does not equal itself."""
     record = Recorder()
     cache = PagedKvCache(4)
 
@@ -290,7 +281,7 @@ def test_nan_of_one_sequence_ends_no_graphs() -> None:
 
 
 def test_step_that_fails_is_not_known() -> None:
-    """Neither a first one, which initialises libraries, nor one that is compared."""
+    """A failed step does not count as the first one, which initialises libraries."""
     record = Recorder()
     cache, stage, failing = PagedKvCache(4), Adding(), [0, 3]
     calls = iter(range(100))
@@ -312,7 +303,7 @@ def test_step_that_fails_is_not_known() -> None:
 
 
 def test_states_of_another_dtype_are_refused() -> None:
-    """A copy would convert them without a word."""
+    """A copy would convert them silently."""
     cache = PagedKvCache(4)
 
     def stage(rows: Tensor, *_: Any) -> Tensor:
@@ -328,7 +319,7 @@ def test_states_of_another_dtype_are_refused() -> None:
 def test_pages_that_do_not_fit_are_not_half_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cache that cannot grow keeps all its pages, and graphs theirs."""
+    """A cache that cannot grow keeps all its pages."""
     cache = PagedKvCache(4)
     with torch.inference_mode():
         for layer in range(3):
@@ -353,7 +344,7 @@ def test_pages_that_do_not_fit_are_not_half_there(
 
 
 def test_early_row_of_a_long_sequence_is_computed_again() -> None:
-    """Its table ends where the graph's does."""
+    """Its table is cut to the length of the graph's."""
     record = Recorder()
     graphs, _, cache = made(record)
     with torch.inference_mode():
@@ -364,7 +355,7 @@ def test_early_row_of_a_long_sequence_is_computed_again() -> None:
 
 
 def test_pages_of_a_graph_are_a_power_of_two() -> None:
-    """Sequences of 17 to 32 pages share one."""
+    """Sequences of 17 to 32 pages share a graph."""
     record = Recorder()
     graphs, _, cache = made(record)
     with torch.inference_mode():
@@ -395,7 +386,6 @@ def test_stages_in_which_the_host_decides_are_not_recorded(
 def test_recording_is_on_a_stream_of_the_stages_device(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of GPU 0; afterwards the thread is on the stream where it was."""
     state: dict[str, Any] = {"device": 0, "stream": "default of 0"}
 
     class Device:

@@ -1,4 +1,4 @@
-"""Arguments of an engine: they become flags, or are refused when the spec is read."""
+"""Arguments of engines, which become flags or are refused when the spec is read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ from tests.tiny_decoder import VOCABULARY, save_decoder
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a small decoder."""
     return str(save_decoder(tmp_path_factory.mktemp("decoder")))
 
 
 def test_values_become_flags() -> None:
-    """As vLLM's command line takes them."""
     args = {
         "max_model_len": 5,
         "enforce_eager": True,
@@ -69,7 +67,7 @@ def test_values_become_flags() -> None:
 def test_argument_is_looked_up_in_the_release_of_vllm(
     text: str | None, has_it: bool, tmp_path: Path
 ) -> None:
-    """An older one would refuse it; where there is no source, it is a new one."""
+    """An older release would refuse it; without a source, a new one is assumed."""
     if text is not None:
         place = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
         place.mkdir(parents=True)
@@ -85,7 +83,6 @@ def test_argument_is_looked_up_in_the_release_of_vllm(
 def test_arguments_that_the_service_sets_are_refused(
     name: str, remedy: str, folder: str
 ) -> None:
-    """By name, with what to write instead, before anything starts."""
     spec = ModelSpec.model_validate(
         {"path": folder, "engine": "vllm", "engine_args": {name: 5}}
     )
@@ -95,14 +92,12 @@ def test_arguments_that_the_service_sets_are_refused(
 
 
 def test_engine_that_is_not_known_is_refused(folder: str) -> None:
-    """With the names of those that are."""
     spec = ModelSpec.model_validate({"path": folder, "engine": "vlm"})
     with pytest.raises(SpecError, match="vllm"):
         build_model(spec)
 
 
 def test_model_has_the_facts_of_its_folder(folder: str) -> None:
-    """One stage, the tokenizer, and a name of the weights that the arguments change."""
     data = {"path": folder, "engine": "vllm"}
     facts = build_model(ModelSpec.model_validate(data)).generation
     args = {**data, "engine_args": {"enforce_eager": True}}
@@ -129,7 +124,6 @@ def test_model_has_the_facts_of_its_folder(folder: str) -> None:
 def test_arguments_that_cannot_be_used_are_refused(
     engine: str, args: dict[str, object], text: str, folder: str
 ) -> None:
-    """When the spec is read, by name."""
     data = {"path": folder, "engine": engine, "engine_args": args}
     spec = ModelSpec.model_validate({**data, "generation": {"max_model_len": 64}})
     with pytest.raises(SpecError, match=text):
@@ -149,7 +143,7 @@ def test_arguments_that_cannot_be_used_are_refused(
 def test_engine_sees_the_gpus_of_its_replica_only(
     gpus: tuple[int, ...], visible: list[str] | None, names: str
 ) -> None:
-    """Their indexes count those that the replica sees; without a GPU it sees none."""
+    """Indexes count the GPUs that the replica sees."""
     settings = EngineSettings(replica="r", path="", vocabulary=1, gpus=gpus)
     found = gpu_environment(settings, visible)
     assert found["CUDA_VISIBLE_DEVICES"] == names
@@ -159,7 +153,6 @@ def test_engine_sees_the_gpus_of_its_replica_only(
 async def test_vllm_gets_the_booked_gpus_and_their_memory(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interpreter that writes down its arguments, and exits, shows it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     seen = tmp_path / "seen.json"
     python = tmp_path / "python"
@@ -208,7 +201,7 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
                 "args": {"kv_cache_memory_bytes": 5},
             },
             "",
-            {"gpu_memory_utilization": 0.5},  # vLLM wants so much free in any case
+            {"gpu_memory_utilization": 0.5},  # vLLM requires this much free in any case
         ),
     ],
 )
@@ -218,7 +211,7 @@ def test_replicas_of_vllm_on_cpus_leave_memory_to_others(
     wanted: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By default one would take nearly all of the machine's."""
+    """By default, a replica would take nearly all memory of the machine."""
     total = SimpleNamespace(total=10_000 * 2**20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: total)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
@@ -243,7 +236,6 @@ def test_replicas_of_vllm_on_cpus_leave_memory_to_others(
 def test_adapters_that_cannot_be_used_are_refused(
     engine: str, adapters: dict[str, str], text: str, folder: str, tmp_path: Path
 ) -> None:
-    """When the spec is read; also by an engine that has none."""
     for name, config in (("unranked", "{}"), ("huge", '{"r": 4096}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(config)
@@ -269,14 +261,14 @@ class CheckAwaited(Plain):
     """An adapter whose check would never be awaited."""
 
     async def check(self, sampling: Sampling) -> None:  # type: ignore[override]
-        """Check nothing."""
+        pass
 
 
 class TokensReturned(Plain):
     """An adapter that returns tokens instead of yielding them."""
 
     async def generate(self, run: Run) -> Any:  # type: ignore[override]
-        """Return no tokens."""
+        pass
 
 
 def nothing(settings: EngineSettings) -> None:
@@ -284,11 +276,10 @@ def nothing(settings: EngineSettings) -> None:
 
 
 async def awaited(settings: EngineSettings) -> None:
-    """Return only when awaited."""
+    pass
 
 
 def without_phase(settings: EngineSettings) -> Any:
-    """Return an adapter that lacks an attribute."""
     found: Any = SimpleNamespace(**dict.fromkeys(METHODS, print))
     found.usage = 0.0
     return found
@@ -309,7 +300,7 @@ METHODS = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill
     ],
 )
 def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> None:
-    """When the spec is read, and not by replicas that die one after the other."""
+    """The spec is refused, instead of replicas that die one after another."""
     engine = f"tests.unit.serve.engine.external.test_engine_args:{make}"
     spec = ModelSpec.model_validate({"path": folder, "engine": engine})
     with pytest.raises(SpecError, match=text):
@@ -317,7 +308,7 @@ def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> N
 
 
 def test_module_of_an_adapter_is_imported_once_for_all_replicas(folder: str) -> None:
-    """So that code which changes meanwhile changes no stream."""
+    """Code that changes meanwhile must not change a stream."""
     engine = "tests.unit.serve.engine.external.test_engine_args:Plain"
     spec = ModelSpec.model_validate({"path": folder, "engine": engine})
     assert engine.partition(":")[0] in modules_of(spec, build_model(spec))
@@ -326,7 +317,7 @@ def test_module_of_an_adapter_is_imported_once_for_all_replicas(folder: str) -> 
 def test_adapter_that_changes_changes_the_name_of_the_weights(
     folder: str, tmp_path: Path
 ) -> None:
-    """A stream must not continue with another one."""
+    """A stream must not continue with another adapter."""
     config = tmp_path / "adapter_config.json"
     config.write_text('{"r": 8}')
     data = {"path": folder, "engine": "vllm", "adapters": {"a": str(tmp_path)}}
@@ -341,7 +332,6 @@ def test_adapter_that_changes_changes_the_name_of_the_weights(
 
 @pytest.mark.parametrize("name", ["m", "b"])
 def test_name_of_an_adapter_is_its_own(name: str) -> None:
-    """No model has it, and no adapter of another."""
     models = {
         "m": {"path": "p", "engine": "vllm", "adapters": {name: "x"}},
         "n": {"path": "p", "engine": "vllm", "adapters": {"b": "y"}},
@@ -353,7 +343,7 @@ def test_name_of_an_adapter_is_its_own(name: str) -> None:
 
 
 def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
-    """Their folders, and room for the largest rank; one more on CPUs."""
+    """On CPUs, one adapter slot stays empty, because vLLM misuses the last one."""
     for name, rank in (("a", 12), ("b", 4)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(f'{{"r": {rank}}}')
@@ -367,6 +357,6 @@ def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["served_model_name", "ssl-keyfile", "root_path"])
 def test_arguments_that_put_a_server_elsewhere_are_refused(name: str) -> None:
-    """The service would not find it, or its model."""
+    """The service would not find the server, or its model."""
     with pytest.raises(SpecError, match=f"{name} is set by the service"):
         refuse_reserved({name: "x"}, {})

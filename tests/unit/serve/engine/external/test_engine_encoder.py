@@ -25,22 +25,20 @@ from tests.tiny_decoder import save_decoder
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small model."""
     return save_decoder(tmp_path_factory.mktemp("decoder"))
 
 
 def spec_of(folder: Path, **more: Any) -> ModelSpec:
-    """Return the spec of a model that embeds."""
     data = {"path": str(folder), "engine": "vllm", "embeddings": True}
     return ModelSpec.model_validate({**data, **more})
 
 
 KEPT: list[object] = []
-"""Stages and servers, which end with this process."""
+"""Stages and servers, which live as long as this process."""
 
 
 class Elsewhere:
-    """A server that somebody else runs."""
+    """A server that the service does not run."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -68,12 +66,11 @@ class Elsewhere:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Elsewhere:
-    """Return one that ends with this process: what uses it would exit otherwise."""
+    """Return a server that outlives the tests, as its users would exit without it."""
     return Elsewhere(folder).start()
 
 
 def at(*servers: Elsewhere) -> dict[str, Any]:
-    """Return the fields of a model whose embeddings these servers compute."""
     args = {"urls": [server.url for server in servers], "model": "there"}
     return {"engine": "openai", "engine_args": args}
 
@@ -89,7 +86,6 @@ def loaded(spec: ModelSpec) -> StageFunction:
 def stage(
     folder: Path, server: Elsewhere, request: pytest.FixtureRequest
 ) -> StageFunction:
-    """Return a stage whose engine runs; it ends with this process's leash."""
     if request.param == "openai":
         return loaded(spec_of(folder, **at(server)))
     python = str(fake_vllm.interpreter(folder))
@@ -102,7 +98,6 @@ def test_servers_without_embeddings_of_token_ids_are_named(
     server: Elsewhere,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the replica starts; and those that do not answer."""
     monkeypatch.setattr(engine_encoder, "ROUTE", "/v1/nothing")
     with pytest.raises(EngineLostError, match="no embeddings of token ids"):
         loaded(spec_of(folder, **at(server)))
@@ -113,7 +108,7 @@ def test_servers_without_embeddings_of_token_ids_are_named(
 def test_replica_exits_for_a_server_that_serves_again(
     folder: Path, server: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or once its own is lost, so that another one takes its work."""
+    """It also exits once its own server is lost, so that another takes its work."""
     exited = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
     monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
@@ -133,7 +128,6 @@ def test_replica_exits_for_a_server_that_serves_again(
 
 
 def asked(*texts: list[int]) -> dict[str, torch.Tensor]:
-    """Return a batch of texts of different lengths."""
     longest = max(map(len, texts))
     rows = [[*ids, *[0] * (longest - len(ids))] for ids in texts]
     masks = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in texts]
@@ -141,7 +135,7 @@ def asked(*texts: list[int]) -> dict[str, torch.Tensor]:
 
 
 def test_padding_may_stand_anywhere(stage: StageFunction) -> None:
-    """Before the text, as some tokenizers pad, or in its midst."""
+    """Some tokenizers pad before the text."""
     tensors = {
         "input_ids": torch.tensor([[7, 8, 9, 10], [0, 0, 5, 6], [5, 0, 0, 6]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1]]),
@@ -174,7 +168,6 @@ def test_row_without_a_token_is_refused(folder: Path) -> None:
 def test_ids_may_be_as_many_as_the_engine_takes(
     folder: Path, tmp_path: Path, more: dict[str, Any], longest: int
 ) -> None:
-    """However its arguments are written."""
     if more.get("engine") == "llama.cpp":
         (tmp_path / "weights.gguf").touch()
         weights = {"model": str(tmp_path / "weights.gguf")}
@@ -188,7 +181,6 @@ def test_ids_may_be_as_many_as_the_engine_takes(
 
 
 def test_each_row_gets_the_embedding_of_its_text(stage: StageFunction) -> None:
-    """Without its padding, and whatever order the engine answers in."""
     texts = [[5, 6, 7], [5], [9, 0]]
     found = stage(asked(*texts))["embedding"]
     assert found.dtype == torch.float32
@@ -210,7 +202,6 @@ def test_each_row_gets_the_embedding_of_its_text(stage: StageFunction) -> None:
 def test_engine_that_misbehaves_costs_one_request(
     token: int, error: type[Exception], stage: StageFunction
 ) -> None:
-    """The next one is answered."""
     with pytest.raises(error):
         stage(asked([token, 1], [2]))
     assert len(stage(asked([1, 2]))["embedding"]) == 1
@@ -227,13 +218,11 @@ def test_engine_that_misbehaves_costs_one_request(
 def test_fields_without_an_effect_are_refused(
     more: dict[str, Any], text: str, folder: Path
 ) -> None:
-    """When the spec is read."""
     with pytest.raises(ValidationError, match=text):
         spec_of(folder, **more)
 
 
 def test_arguments_that_the_service_sets_are_refused(folder: Path) -> None:
-    """By name."""
     with pytest.raises(SpecError, match="runner"):
         build_model(spec_of(folder, engine_args={"runner": "generate"}))
     with pytest.raises(SpecError, match="GGUF file"):
@@ -243,7 +232,7 @@ def test_arguments_that_the_service_sets_are_refused(folder: Path) -> None:
 
 
 def test_texts_are_cut_to_what_the_engine_takes(folder: Path) -> None:
-    """As everywhere, text is truncated and token ids are refused."""
+    """As everywhere, text is truncated, while too many token IDs are refused."""
     model = build_model(spec_of(folder, engine_args={"max_model_len": 8}))
     assert model.text is not None
     assert model.text().encode("a" * 100)["input_ids"].shape == (1, 8)

@@ -21,14 +21,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let temporary folders be made in a folder of the test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
 def test_folder_is_removed_with_its_files() -> None:
-    """A second removal does nothing."""
     folder = EngineFolder()
     (folder.path / "file").write_text("x")
     folder.remove()
@@ -37,7 +35,6 @@ def test_folder_is_removed_with_its_files() -> None:
 
 
 def test_folder_of_a_killed_process_is_removed_by_the_next_one() -> None:
-    """The folder of one that lives stays."""
     living = EngineFolder()
     command = [sys.executable, "-c", KILLED]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -52,7 +49,6 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_one() -> None:
 def test_what_is_no_folder_of_an_engine_is_left_alone(
     parent: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Links are not followed, and other names are not looked at."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "file").write_text("x")
     (parent / f"{PREFIX}link").symlink_to(elsewhere)

@@ -1,4 +1,4 @@
-"""The process group of an engine: real processes, which end with their holder."""
+"""The process group of an engine, which exits with its holder; with real processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ Make = Callable[..., EngineProcess]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Return a function that starts an engine, which ends with the test."""
     made: list[EngineProcess] = []
 
     def start(program: str, **options: Any) -> EngineProcess:
@@ -61,20 +60,18 @@ def make() -> Iterator[Make]:
 
 
 async def family(path: Path) -> list[int]:
-    """Return the process ids that a program has written."""
     await until(path.exists)
     text = path.read_text()  # noqa: ASYNC240 - a line
     return [int(word) for word in text.split()]
 
 
 class Watched:
-    """Processes that are to end, whoever their parents are."""
+    """Processes that are to exit, whoever their parents are."""
 
     def __init__(self, pids: list[int]) -> None:
         self._left = [os.pidfd_open(pid) for pid in pids]
 
     def are_gone(self, within_s: float) -> bool:
-        """Wait until all have exited; return whether they did."""
         limit = time.monotonic() + within_s
         for pidfd in self._left:
             left = max(0.0, limit - time.monotonic())
@@ -83,7 +80,6 @@ class Watched:
         return True
 
     def end(self) -> None:
-        """Kill those that still run."""
         for pidfd in self._left:
             try:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -93,7 +89,6 @@ class Watched:
 
 
 def hold(program: str) -> subprocess.Popen[bytes]:
-    """Start a process that starts an engine and waits."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLDER, program],
         env={**os.environ, "PYTHONPATH": SOURCE},
@@ -104,7 +99,7 @@ def hold(program: str) -> subprocess.Popen[bytes]:
 async def test_group_is_killed_with_its_holder(
     tmp_path: Path, is_stopped: bool
 ) -> None:
-    """The kernel kills the engine and its children, even if they are stopped."""
+    """The kernel kills the group, even if it is stopped."""
     program = FAMILY.format(tmp_path / "pids")
     holder = hold(program)
     try:
@@ -128,7 +123,6 @@ async def test_group_is_killed_with_its_holder(
 async def test_close_ends_the_whole_group(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    """Also a process that ignores SIGTERM, and one whose parent has exited."""
     monkeypatch.setattr(engine_process, "END_S", 0.2)
     process = make(program.format(tmp_path / "pids"))
     watched = Watched(await family(tmp_path / "pids"))
@@ -142,7 +136,7 @@ async def test_close_ends_the_whole_group(
 
 
 async def test_engine_may_exit_in_its_own_way(make: Make, tmp_path: Path) -> None:
-    """It has time after SIGTERM before it is killed."""
+    """It gets SIGTERM and has time to exit before it is killed."""
     program = "trap 'echo > {0}.bye; exit 3' TERM; echo > {0}; sleep 60 & wait"
     path = tmp_path / "here"
     process = make(program.format(path))
@@ -153,7 +147,6 @@ async def test_engine_may_exit_in_its_own_way(make: Make, tmp_path: Path) -> Non
 
 
 async def test_wait_returns_the_exit_code(make: Make) -> None:
-    """Each time, and to all who wait; a signal's is negative."""
     process = make("exit 5")
     assert {*await asyncio.gather(process.wait(), process.wait())} == {5}
     assert await process.wait() == 5
@@ -165,7 +158,6 @@ async def test_wait_returns_the_exit_code(make: Make) -> None:
 
 
 async def test_wait_can_be_cancelled(make: Make) -> None:
-    """The engine runs on, and can be waited for again."""
     process = make("sleep 60")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.wait(), 0.05)
@@ -176,14 +168,13 @@ async def test_wait_can_be_cancelled(make: Make) -> None:
 async def test_engine_has_the_environment_and_no_input(
     make: Make, tmp_path: Path
 ) -> None:
-    """Variables that are given come beside those of this process."""
     process = make(f'echo "$WORD $PATH" > {tmp_path / "env"}; cat')
     assert await process.wait() == 0
     assert (tmp_path / "env").read_text() == f"hello {os.environ['PATH']}\n"
 
 
 async def test_command_that_does_not_exist_ends_with_an_error() -> None:
-    """As an engine that does not start."""
+    """It looks like an engine that does not start."""
     process = EngineProcess(["/no/such/program"], {})
     try:
         assert await process.wait() != 0
@@ -194,7 +185,7 @@ async def test_command_that_does_not_exist_ends_with_an_error() -> None:
 async def test_seconds_are_counted_while_a_process_of_the_group_is_stopped(
     make: Make, tmp_path: Path
 ) -> None:
-    """From when it is first seen, until all of them run again."""
+    """Time counts from when the stop is first seen, until all processes run again."""
     now = 0.0
     process = make(FAMILY.format(tmp_path / "pids"), clock=lambda: now)
     _, child = await family(tmp_path / "pids")
@@ -223,14 +214,13 @@ async def test_seconds_are_counted_while_a_process_of_the_group_is_stopped(
 
 
 def test_free_port_is_not_taken() -> None:
-    """Somebody can listen on it."""
     assert 0 < free_port() < 65536
 
 
 def test_killing_waits_for_no_process_that_cannot_exit(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be in a driver for ever, and its replica would never exit."""
+    """A process may be stuck in a driver, and its replica would never exit."""
     engine, limits = make("sleep 60"), []
 
     def wait(process: object, timeout: float | None = None) -> int:
@@ -246,7 +236,7 @@ def test_killing_waits_for_no_process_that_cannot_exit(
 def test_engines_that_start_together_get_different_ports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system would give a port again until an engine listens on it."""
+    """Until an engine listens on a port, the system may give it out again."""
     drawn = iter([5000, 5000, 5001, 5000])
     monkeypatch.setattr(engine_process, "free_port", lambda: next(drawn))
     first, second = HeldPort(), HeldPort()
@@ -259,7 +249,7 @@ def test_engines_that_start_together_get_different_ports(
 
 
 def test_output_of_an_engine_is_bounded_and_ends_with_its_last_words() -> None:
-    """A line without an end takes no memory, and a disk that is full ends nothing."""
+    """An endless line takes no memory, and a full disk does not stop the output."""
     source, inlet = os.pipe()
     found: list[bytes] = []
     fails = [True]

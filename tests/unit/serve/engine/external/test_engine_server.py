@@ -13,28 +13,21 @@ from multiworld.serve.engine.external.whole_engine import RunFailedError
 
 
 class Elsewhere:
-    """A server that sends its clients to another place.
-
-    Attributes:
-        stolen: Bodies that came there.
-    """
+    """A server that redirects its clients to a place that keeps their bodies."""
 
     def __init__(self) -> None:
         self.stolen = list[bytes]()
 
     async def moved(self, request: web.Request) -> web.Response:
-        """Redirect."""
         raise web.HTTPTemporaryRedirect("/stolen")
 
     async def steal(self, request: web.Request) -> web.Response:
-        """Take what comes."""
         self.stolen.append(await request.read())
         return web.json_response({})
 
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[tuple[EngineServer, Elsewhere]]:
-    """Return a client and its server."""
     elsewhere, app = Elsewhere(), web.Application()
     app.router.add_route("*", "/stolen", elsewhere.steal)
     app.router.add_route("*", "/{path}", elsewhere.moved)
@@ -52,7 +45,7 @@ async def server() -> AsyncIterator[tuple[EngineServer, Elsewhere]]:
 async def test_redirects_are_not_followed(
     server: tuple[EngineServer, Elsewhere],
 ) -> None:
-    """Prompts would go to whoever is named, and a page to log in would be health."""
+    """Prompts would go to the target, and a login page would pass for health."""
     client, elsewhere = server
     assert not await client.answers()
     with pytest.raises(RunFailedError, match="307"):
@@ -79,5 +72,5 @@ async def test_redirects_are_not_followed(
     ],
 )
 def test_retry_after_is_seconds_or_a_date(given: str, wait_s: float) -> None:
-    """Bounded, whatever a server says."""
+    """The wait is bounded, whatever a server says."""
     assert wait_of(given, 1000.0) == wait_s

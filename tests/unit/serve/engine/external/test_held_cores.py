@@ -15,7 +15,6 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def are_free() -> bool:
-    """Return whether nobody holds any core."""
     every = HeldCores(len(CORES))
     found = every.numbers == CORES
     every.release()
@@ -24,13 +23,12 @@ def are_free() -> bool:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let this test have locks of its own."""
+    """Give each test its own locks."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def test_no_two_hold_the_same_core() -> None:
-    """What one releases, another can have; repeated releases do nothing."""
     first = HeldCores(1)
     second = HeldCores(len(CORES) - 1)
     assert first.numbers == CORES[:1]
@@ -47,7 +45,6 @@ def test_no_two_hold_the_same_core() -> None:
 def test_none_are_held_where_too_few_are_free(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And those that were free stay so."""
     assert HeldCores(len(CORES) + 1).numbers == []
     assert f"{len(CORES)} of {len(CORES) + 1} wanted cores are free" in caplog.text
     assert are_free()
@@ -56,7 +53,7 @@ def test_none_are_held_where_too_few_are_free(
 def test_folder_of_somebody_else_is_no_error(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine has all cores then."""
+    """The engine then uses all cores."""
     (folder / f"multiworld-cores-{os.getuid()}").write_text("no folder")
     assert HeldCores(1).numbers == []
     assert "cores are not held" in caplog.text
@@ -64,7 +61,6 @@ def test_folder_of_somebody_else_is_no_error(
 
 @pytest.mark.asyncio
 async def test_engine_runs_on_its_cores_until_it_ends(tmp_path: Path) -> None:
-    """This process keeps all of them, as does an engine that holds none."""
     found = []
     for number, cores in enumerate((1, 0)):
         path = tmp_path / str(number)

@@ -15,13 +15,12 @@ from multiworld.serve.engine.external.host_locks import all_locked, host_lock
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this test have locks of its own, and look often."""
+    """Give each test its own locks, and poll often."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(host_locks, "POLL_S", 0.01)
 
 
 def is_free(name: str) -> bool:
-    """Return whether nobody holds a lock."""
     if (lock := host_lock("test", name)) is None:
         return False
     os.close(lock)
@@ -29,7 +28,6 @@ def is_free(name: str) -> bool:
 
 
 async def test_one_at_a_time_has_a_lock() -> None:
-    """Those that share none do not wait; names may be paths."""
     inside: list[str] = []
     most = {"a": 0, "b": 0, "MIG/1": 0}
 
@@ -52,14 +50,13 @@ async def test_one_at_a_time_has_a_lock() -> None:
 async def test_folder_of_somebody_else_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is locked then."""
+    """Nothing is locked in that case."""
     (tmp_path / f"multiworld-test-{os.getuid()}").write_text("no folder")
     async with all_locked("test", ["a"]):
         assert "test are not locked" in caplog.text
 
 
 async def test_who_gives_up_holds_nothing() -> None:
-    """Cancelled while it waits for the second of two."""
     async with asyncio.timeout(60):
         async with all_locked("test", ["b"]):
             waiting = asyncio.ensure_future(all_locked("test", "ab").__aenter__())

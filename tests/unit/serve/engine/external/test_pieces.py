@@ -1,4 +1,4 @@
-"""Requests into which a sequence is divided."""
+"""The requests into which a sequence is divided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def outcome(piece: Piece) -> list[int]:
 
 
 def generated(sampling: Sampling, size: int | None, made: list[int]) -> list[int]:
-    """Continue a sequence to its end, piece by piece."""
     tokens = [*PROMPT, *made]
     while len(tokens) - len(PROMPT) < sampling.max_tokens:
         piece = next_piece(tokens, len(PROMPT), sampling, size)
@@ -43,7 +42,6 @@ def generated(sampling: Sampling, size: int | None, made: list[int]) -> list[int
 def test_sequence_continues_exactly_from_every_token(
     size: int, count: int, frequency: float, presence: float, cut: int
 ) -> None:
-    """Whatever was known, the same tokens follow."""
     sampling = Sampling(
         seed=3,
         max_tokens=count,
@@ -57,7 +55,7 @@ def test_sequence_continues_exactly_from_every_token(
 
 
 def test_greedy_sequence_is_one_request() -> None:
-    """It needs no random number, so nothing is computed twice."""
+    """It needs no random numbers, so nothing is computed twice."""
     sampling = Sampling(temperature=0.0, max_tokens=100)
     piece = next_piece([*PROMPT, *range(10)], len(PROMPT), sampling, 32)
     assert (piece.known, piece.count) == ((), 90)
@@ -65,7 +63,7 @@ def test_greedy_sequence_is_one_request() -> None:
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_piece_anew_begins_at_the_next_token(anew: bool) -> None:
-    """It is for a server that repeated the known tokens differently."""
+    """Such a piece is for a server that repeated the known tokens differently."""
     sampling = Sampling(max_tokens=100)
     piece = next_piece([*PROMPT, *range(10)], len(PROMPT), sampling, 32, anew=anew)
     assert piece.known == (() if anew else tuple(range(10)))
@@ -73,7 +71,7 @@ def test_piece_anew_begins_at_the_next_token(anew: bool) -> None:
 
 
 def test_penalties_of_earlier_pieces_are_biases() -> None:
-    """Those within a piece are the server's own."""
+    """The server itself applies the penalties within a piece."""
     sampling = Sampling(max_tokens=9, frequency_penalty=0.5, logit_bias={1: 2.0})
     piece = next_piece([*PROMPT, 1, 1, 2, 5, 6], len(PROMPT), sampling, 4)
     assert piece.known == (6,)
@@ -81,7 +79,7 @@ def test_penalties_of_earlier_pieces_are_biases() -> None:
 
 
 def test_seeds_differ_by_choice_and_piece() -> None:
-    """No two pieces share their random numbers."""
+    """Pieces with equal seeds would share their random numbers."""
     seeds = {
         seed_of(Sampling(seed=seed, choice=choice), start)
         for seed in (0, 1, 2**63)

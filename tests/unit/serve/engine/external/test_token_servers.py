@@ -1,4 +1,4 @@
-"""Dialects of servers that sample themselves, and the slots of one."""
+"""Dialects of servers that sample themselves, and the slots of a server."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ from tests.tiny_decoder import save_tokenizer
 
 @pytest.fixture
 def texts(tmp_path: Path) -> CompletionsOfText:
-    """Return the dialect of a server of text; its tokens are bytes."""
     save_tokenizer(tmp_path)
     return CompletionsOfText("m", Tokenizer(tmp_path), end=0)
 
 
 def run_of(tokens: list[int], tenant: str = "") -> Run:
-    """Return a sequence without output so far."""
     return Run(tokens, len(tokens), Sampling(max_tokens=5), (), tenant)
 
 
 def test_text_of_a_control_token_is_no_control_token(texts: CompletionsOfText) -> None:
-    """A server would read one where a user has written its name."""
+    """A server would read a control token where a user has written its name."""
     for text, is_refused in (("a < b", False), ("see <end> here", True)):
         letters = [
             token
@@ -53,7 +51,7 @@ def test_text_of_a_control_token_is_no_control_token(texts: CompletionsOfText) -
 
 
 def test_end_of_a_server_is_a_token(texts: CompletionsOfText) -> None:
-    """Without ends, as with ``ignore_eos``, the sequence continues after it."""
+    """Without end tokens, as with ``ignore_eos``, the sequence continues after it."""
     event = {"choices": [{"text": "", "finish_reason": "stop"}]}
     data = json.dumps(event).encode()
     assert texts.tokens(data, run_of([5])) == [EngineToken(0)]
@@ -62,7 +60,7 @@ def test_end_of_a_server_is_a_token(texts: CompletionsOfText) -> None:
 
 
 def test_biases_that_a_server_does_not_take_are_the_weakest() -> None:
-    """With many penalised tokens; those of the request are always sent."""
+    """A server limits the biases; those of the request are always sent."""
     output = [*range(2000), 7, 7, 9]
     asked = {5000: 0.1, 7: 50.0}
     sampling = Sampling(max_tokens=9999, frequency_penalty=0.5, logit_bias=asked)
@@ -77,7 +75,7 @@ def test_biases_that_a_server_does_not_take_are_the_weakest() -> None:
 
 
 def test_neutral_values_are_sent_all_the_same() -> None:
-    """Otherwise a server uses the defaults of its own for them."""
+    """Otherwise a server would use its own defaults."""
     sampling = Sampling(max_tokens=5, top_p=1.0, repetition_penalty=1.0)
     run = Run([1, 2], 2, sampling)
     piece = next_piece(run.tokens, run.prompt, run.sampling, 32)
@@ -94,7 +92,7 @@ def test_neutral_values_are_sent_all_the_same() -> None:
 
 
 def test_more_stop_tokens_than_end_a_server_are_refused() -> None:
-    """With ``min_tokens``, vLLM's GPU runner takes 128, and then ends."""
+    """With ``min_tokens``, 128 stop tokens crash vLLM's GPU runner."""
     dialect = Completions("m")
     stops = tuple(range(200))
     dialect.check(Sampling(stop_token_ids=stops))
@@ -104,7 +102,7 @@ def test_more_stop_tokens_than_end_a_server_are_refused() -> None:
 
 
 async def test_slot_without_an_answer_is_nobodys() -> None:
-    """It may still have the tokens of the tenant before."""
+    """It may still hold the tokens of the previous tenant."""
     slots, tokens = Slots(1), [1, 2, 3]
     assert await slots.take(run_of(tokens, "a")) == (0, False)
     slots.free(0, ("a", ""), tokens)
@@ -120,7 +118,6 @@ async def test_slot_without_an_answer_is_nobodys() -> None:
 
 
 async def test_sequences_wait_for_a_slot() -> None:
-    """The one with the longest common prefix is taken; who gives up takes none."""
     slots = Slots(2)
     first, _ = await slots.take(run_of([1, 2, 3]))
     second, _ = await slots.take(run_of([7, 8, 9]))

@@ -1,4 +1,4 @@
-"""Answers of vLLM."""
+"""Requests to vLLM, and its answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCORES = {7: -3.0, 5: -0.5, 6: -1.0}
 
 
 def event(*, is_old: bool) -> bytes:
-    """Return an event with one token; before 0.32 its scores have no ids."""
+    """Return an event with one token; before vLLM 0.32 its scores have no IDs."""
     scores = [
         {"logprob": value}
         | ({"token": f"token_id:{token}"} if is_old else {"token_id": token})
@@ -42,14 +42,14 @@ def event(*, is_old: bool) -> bytes:
 
 @pytest.mark.parametrize("is_old", [True, False])
 def test_scores_are_read_with_and_without_ids(*, is_old: bool) -> None:
-    """The likeliest tokens count, without the sampled one if it is none of them."""
+    """Only the likeliest tokens are read; the sampled one need not be among them."""
     run = Run((1,), 1, Sampling(logprobs=2))
     (token,) = tokens_of(event(is_old=is_old), run)
     assert token == EngineToken(7, -3.0, ((5, -0.5), (6, -1.0)))
 
 
 def test_more_tokens_than_asked_for_are_not_read() -> None:
-    """A line may have millions."""
+    """A line may have millions of tokens."""
     choice = {"token_ids": [7] * 100}
     data = json.dumps({"choices": [choice]}).encode()
     run = Run((1, 2), 1, Sampling(max_tokens=4))
@@ -69,13 +69,13 @@ def test_more_tokens_than_asked_for_are_not_read() -> None:
 def test_reports_say_whether_another_replica_may_try(
     tmp_path: Path, text: str, kind: type[Exception]
 ) -> None:
-    """Out of memory, one is lost; with a structure that nothing fits, all are."""
+    """Out of memory, one replica fails; with an impossible structure, all would."""
     (tmp_path / "x").write_text(text)
     assert type(failure_of(tmp_path / "x")) is kind
 
 
 def test_limit_of_scores_is_said_before_a_run() -> None:
-    """vLLM would fail each run, on one replica after another."""
+    """Otherwise the run would fail on one replica after another."""
     for args, most in (
         ({}, 20),
         ({"max-logprobs": 5}, 5),
@@ -93,14 +93,14 @@ def test_limit_of_scores_is_said_before_a_run() -> None:
 
 
 def test_text_in_place_of_a_token_fails_the_run() -> None:
-    """It would be no token at all, or that of another text."""
+    """It may be no token, or the token of another text."""
     text = event(is_old=True).replace(b"token_id:5", b"five")
     with pytest.raises(RunFailedError, match="returned 'five' in place"):
         tokens_of(text, Run((1,), 1, Sampling(logprobs=2)))
 
 
 def test_stop_tokens_beyond_the_memory_of_runner_v2_are_refused() -> None:
-    """They would end vLLM, on one replica after another."""
+    """They would crash vLLM, on one replica after another."""
     engine = VllmEngine(
         EngineSettings(replica="r", path="", vocabulary=999, end_tokens=(1,))
     )
@@ -114,7 +114,7 @@ def test_stop_tokens_beyond_the_memory_of_runner_v2_are_refused() -> None:
 
 
 def test_request_to_runner_v2_is_what_an_undisturbed_one_would_be() -> None:
-    """Less what the delivered tokens have used up."""
+    """The delivered tokens are subtracted from its limits."""
     given = Sampling(seed=2**63 - 1, choice=1, min_tokens=5, max_tokens=9, top_k=4)
     run = Run((1, 2, 3, 4, 5), 2, given)
     found = sampling_of(run)

@@ -1,8 +1,4 @@
-"""The logits processor for vLLM's runner V2, in a runner that is played with tensors.
-
-The played runner keeps tokens as vLLM's does, counts penalties from the prompt that it
-is told, and draws each token by a function of the seed, the position and the logits.
-"""
+"""The logits processor for vLLM's runner V2, in a fake runner."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class Plugin:
 
     @property
     def failures(self) -> dict[str, str]:
-        """The reports that have come: errors by name."""
+        """Reports that have come since the last call: errors by name."""
         found = {each.name: each.read_text() for each in self.reports.iterdir()}
         for each in self.reports.iterdir():
             each.unlink()
@@ -63,7 +59,7 @@ def plugin(opened: Plugin) -> Plugin:
 
 
 class Buffer:
-    """vLLM's tensor with a side for the host and one for the device."""
+    """vLLM's tensor with a copy on the host and one on the device."""
 
     def __init__(self, device: torch.device, *shape: int) -> None:
         self.gpu = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -80,11 +76,7 @@ def options(name: str, prompt: int, pattern: str = "", **more: Any) -> str:
 
 
 class PlayedRunner:
-    """Runner V2 with this processor.
-
-    Attributes:
-        made: Tokens that each sequence got, by name.
-    """
+    """A fake runner V2 with this processor; it draws by seed, position and logits."""
 
     def __init__(self, plugin: Plugin, device: torch.device = CPU) -> None:
         self.states = SimpleNamespace(
@@ -102,7 +94,6 @@ class PlayedRunner:
         self.is_needed: dict[int, bool] = {}
 
     def add(self, slot: int, tokens: list[int], seed: int, given: str | None) -> None:
-        """Add a sequence, or again one that was preempted."""
         states, size = self.states, len(tokens)
         given_tokens = torch.tensor(tokens, dtype=torch.int32, device=states.device)
         states.all_token_ids.gpu[slot, :size] = given_tokens
@@ -116,7 +107,6 @@ class PlayedRunner:
         states.prefill_len.copy()
 
     def step(self, *slots: int) -> None:
-        """Let sequences have a token each, in this order of rows."""
         self.processor.apply_staged_writes()
         states, rows = self.states, []
         for slot in slots:
@@ -169,7 +159,6 @@ def test_penalties_are_counted_from_the_true_prompt_at_every_cut(
 
 
 def test_structure_holds_ends_and_continues_at_every_cut(plugin: Plugin) -> None:
-    """Beside sequences without one, in rows that change."""
     prompt, pattern = [5, 6], "(ab|cde){2}f[a-z]{2}"
     whole = PlayedRunner(plugin)
     whole.add(1, prompt, 7, options("whole", 2, pattern))
@@ -190,7 +179,7 @@ def test_structure_holds_ends_and_continues_at_every_cut(plugin: Plugin) -> None
 
 
 def test_sequence_that_vllm_preempted_continues(plugin: Plugin) -> None:
-    """It is added again, with what it had; its slot may have been another's."""
+    """vLLM adds it again with its output, perhaps in a slot that others have used."""
     pattern = "[a-m]{9}"
     undisturbed = PlayedRunner(plugin)
     undisturbed.add(0, [5, 6], 7, options("one", 2, pattern))
@@ -202,13 +191,13 @@ def test_sequence_that_vllm_preempted_continues(plugin: Plugin) -> None:
     generated(runner, 0, 2)
     runner.add(2, [5, 6, *first], 7, options("one", 2, pattern))
     assert [*first, *generated(runner, 2, 6)] == wanted
-    runner.add(0, [8], 2, None)  # of nobody: nothing of the slot's past is left
+    runner.add(0, [8], 2, None)  # not ours: nothing of the slot's past is left
     assert not runner.is_needed[0]
     assert plugin.failures == {}
 
 
 def test_prefill_in_chunks_has_no_effect_on_a_structure(plugin: Plugin) -> None:
-    """Its rows are computed, and their tokens are not taken."""
+    """vLLM computes the rows of a prefill chunk but discards their tokens."""
     runner = PlayedRunner(plugin)
     runner.add(0, [5, 6, 7, 8], 7, options("one", 4, "abc"))
     runner.processor.apply_staged_writes()
@@ -252,7 +241,7 @@ def test_broken_sequence_ends_and_is_reported_and_others_go_on(
 def test_grammar_that_takes_long_comes_again_later(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others wait for it only briefly."""
+    """The other sequences of a step wait for a grammar only briefly."""
     is_asked, matcher = threading.Event(), llguidance.LLMatcher
 
     def slow(*given: Any, **options: Any) -> Any:
@@ -271,7 +260,7 @@ def test_grammar_that_takes_long_comes_again_later(
 
 
 def test_tokens_that_a_structure_forbids_are_reported(plugin: Plugin) -> None:
-    """As if another release had written them."""
+    """Another release might have written such tokens."""
     runner = PlayedRunner(plugin)
     runner.add(0, [5, 6, 7], 3, options("wrong", 2, "[0-9]{3}"))
     runner.step(0)
@@ -282,7 +271,7 @@ def test_tokens_that_a_structure_forbids_are_reported(plugin: Plugin) -> None:
 def test_ended_sequences_cost_the_others_nothing(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM does not say which have ended; one that pauses continues all the same."""
+    """vLLM does not say which sequences have ended, and a paused one must continue."""
     asked: list[str] = []
     allowed = plugin.structures.Structure.allowed
 

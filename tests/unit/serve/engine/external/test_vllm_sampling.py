@@ -1,7 +1,4 @@
-"""The logits processor for vLLM: its tokens are those of our own sampler.
-
-The module is copied beside a tokenizer and imported from there, as vLLM does.
-"""
+"""The logits processor for vLLM, whose tokens are those of our own sampler."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ class BatchUpdate:
 
 @dataclass
 class Asked:
-    """One sequence as vLLM has it; ``output`` is its live list."""
+    """A sequence as vLLM has it; ``output`` is its live list."""
 
     name: str
     sampling: Sampling
@@ -99,7 +96,7 @@ class Asked:
     other: dict[str, Any] = field(default_factory=dict)
 
     def at(self, row: int) -> Added:
-        """Return how vLLM adds it to a row."""
+        """Return what vLLM passes to add the sequence to a row."""
         options = {
             **msgspec.to_builtins(self.sampling),
             "name": self.name,
@@ -111,12 +108,11 @@ class Asked:
 
 
 def as_added(row: int, options: str, tokens: list[int], output: list[int]) -> Added:
-    """Return how vLLM adds a sequence with these options."""
     return row, SimpleNamespace(extra_args={"multiworld": options}), tokens, output
 
 
 def imported_copy(folder: Path, name: str) -> ModuleType:
-    """Copy the package into a folder, and import one of its modules from there."""
+    """Copy the package into a folder and import a module from there, as vLLM does."""
     for source in Path(vllm_plugin.__path__[0]).glob("*.py"):
         shutil.copyfile(source, folder / source.name)
     package = f"copied_{abs(hash(str(folder)))}"
@@ -140,7 +136,6 @@ class Beside:
         self.reports.mkdir()
 
     def processor(self, *asked: Asked) -> Any:
-        """Return a processor with these sequences, in rows from 0 on."""
         made = self.module.MultiworldSampling(None, torch.device("cpu"), False)
         rows = [one.at(row) for row, one in enumerate(asked)]
         made.update_state(BatchUpdate(added=rows))
@@ -148,7 +143,7 @@ class Beside:
 
     @property
     def failures(self) -> list[tuple[str, str]]:
-        """The reports that have come: names and errors."""
+        """Reports that have come since the last call: names and errors."""
         found = []
         for report in sorted(self.reports.iterdir()):
             found.append((report.name, report.read_text()))
@@ -158,13 +153,11 @@ class Beside:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """Return the module, imported from a folder of its own."""
     return Beside(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture
 def beside(opened: Beside) -> Beside:
-    """Return the module, without reports of other tests."""
     assert opened.failures == [], "of another test"
     return opened
 
@@ -177,7 +170,6 @@ def logits_after(tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected(one: Asked, dtype: torch.dtype) -> int:
-    """Return the token that our sampler chooses next."""
     tokens = [*one.tokens, *one.output]
     history = TokenHistory(one.sampling, tokens, one.prompt, one.ends)
     logits = logits_after(tokens, dtype).float()[None].clone()
@@ -189,7 +181,7 @@ def expected(one: Asked, dtype: torch.dtype) -> int:
 def apply(
     processor: Any, rows: Sequence[Asked], dtype: torch.dtype = torch.float32
 ) -> list[int]:
-    """Let vLLM take a step; return the token that it takes from each row."""
+    """Take a step as vLLM does; return the token that it takes from each row."""
     made = torch.stack([logits_after([*o.tokens, *o.output], dtype) for o in rows])
     before = made.clone()
     found = processor.apply(made)
@@ -204,14 +196,14 @@ def apply(
 
 
 def only(row: torch.Tensor) -> int:
-    """Return the token that is left in a row."""
+    """Return the only token that is left in a row."""
     (token,) = (row > -math.inf).nonzero().flatten().tolist()
     assert row[token] == 0.0
     return int(token)
 
 
 def generated(processor: Any, one: Asked, count: int) -> list[int]:
-    """Return all tokens of a sequence that is alone in its batch, after its prompt."""
+    """Generate a sequence alone in its batch; return all tokens after its prompt."""
     while len(one.tokens) + len(one.output) < one.prompt + count:
         one.output += apply(processor, [one])
     return [*one.tokens, *one.output][one.prompt :]
@@ -225,7 +217,6 @@ def generated(processor: Any, one: Asked, count: int) -> list[int]:
 def test_token_is_the_one_that_our_sampler_chooses(
     beside: Beside, name: str, dtype: torch.dtype
 ) -> None:
-    """And vLLM has no other, for each token of a sequence."""
     one = Asked(name, Sampling(**SAMPLINGS[name]))
     processor = beside.processor(one)
     for _ in range(8):
@@ -236,7 +227,6 @@ def test_token_is_the_one_that_our_sampler_chooses(
 
 
 def test_sequences_of_a_batch_do_not_affect_each_other(beside: Beside) -> None:
-    """Each row has the token that its sequence gets alone."""
     every = [Asked(name, Sampling(**given)) for name, given in SAMPLINGS.items()]
     processor = beside.processor(*every)
     for _ in range(4):
@@ -250,7 +240,7 @@ def test_sequences_of_a_batch_do_not_affect_each_other(beside: Beside) -> None:
 def test_sequence_that_continues_gets_the_tokens_of_an_undisturbed_one(
     beside: Beside, name: str
 ) -> None:
-    """Wherever it is cut: vLLM's prompt then has output tokens as well."""
+    """vLLM's prompt then contains output tokens as well."""
     sampling = Sampling(**SAMPLINGS[name])
     whole = Asked("whole", sampling)
     tokens = generated(beside.processor(whole), whole, 8)
@@ -260,7 +250,6 @@ def test_sequence_that_continues_gets_the_tokens_of_an_undisturbed_one(
 
 
 def test_sequence_that_vllm_preempted_continues(beside: Beside) -> None:
-    """It is added again with its output so far."""
     one = Asked("one", Sampling(**SAMPLINGS["penalties"]))
     tokens = generated(beside.processor(one), one, 8)
     again = Asked("again", one.sampling, output=tokens[:5])
@@ -271,7 +260,6 @@ def test_sequence_that_vllm_preempted_continues(beside: Beside) -> None:
 
 
 def staged(beside: Beside, *asked: Asked) -> Any:
-    """Return a processor of a server with two stages, which removes and adds again."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
@@ -285,7 +273,7 @@ def staged(beside: Beside, *asked: Asked) -> Any:
 def test_sequence_that_stages_add_again_is_not_read_again(
     beside: Beside, monkeypatch: pytest.MonkeyPatch, *, is_kept: bool
 ) -> None:
-    """Each second step removes it; at most ``max_num_seqs`` of those are kept."""
+    """With stages, every second step removes it; at most ``max_num_seqs`` are kept."""
     begun, sequence = [], beside.module.Sequence
 
     def counted(*given: Any) -> Any:
@@ -308,7 +296,7 @@ def test_sequence_that_stages_add_again_is_not_read_again(
 
 
 def test_sequence_of_that_name_with_other_tokens_is_read_again(beside: Beside) -> None:
-    """Such as one that vLLM preempted."""
+    """vLLM may have preempted it."""
     one = Asked("one", Sampling(seed=3))
     processor = staged(beside, one)
     processor.update_state(BatchUpdate(removed=[0]))
@@ -324,7 +312,6 @@ class Ranks:
         self.is_first, self._shared = is_first, shared
 
     def share(self, tokens: list[int], device: torch.device) -> list[int]:
-        """Keep the tokens of the first rank; return them at another."""
         assert device.type == "cpu"
         if self.is_first:
             self._shared.append(tokens)
@@ -334,15 +321,13 @@ class Ranks:
 def test_ranks_take_the_tokens_of_the_first(
     beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a grammar is not compiled in time at one of them, or one fails."""
     shared: list[list[int]] = []
     slow, is_asked = structured("slow", "x{3}"), threading.Event()
 
     class LateExecutor(ThreadPoolExecutor):
-        """One whose tasks wait until the step has been computed."""
+        """An executor whose tasks wait until the step has been computed."""
 
         def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            """Compile a grammar later."""
             return super().submit(lambda: is_asked.wait(10.0) and task(*args, **kwargs))
 
     monkeypatch.setattr(beside.structures, "ThreadPoolExecutor", LateExecutor)
@@ -371,7 +356,7 @@ def test_ranks_take_the_tokens_of_the_first(
 def test_ranks_of_vllm_are_those_with_the_same_logits(
     beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tensor-parallel group in the last stage."""
+    """Those ranks are the tensor-parallel group of the last stage."""
     sent: list[tuple[list[int], int]] = []
 
     def broadcast(tokens: torch.Tensor, src: int) -> None:
@@ -403,7 +388,7 @@ def test_ranks_of_vllm_are_those_with_the_same_logits(
 
 
 def test_likeliest_of_equal_words_is_the_first(beside: Beside) -> None:
-    """A greedy sequence is left to vLLM, whose choice is that of our sampler."""
+    """vLLM chooses for greedy sequences, with the same result as our sampler."""
     one = Asked("one", Sampling(temperature=0.0))
     logits = torch.zeros(1, VOCABULARY)
     logits[0, [40, 90, 91]] = 2.0
@@ -415,7 +400,7 @@ def test_likeliest_of_equal_words_is_the_first(beside: Beside) -> None:
 
 
 def test_argmax_depends_on_it(beside: Beside) -> None:
-    """So that vLLM applies it for sequences without temperature too."""
+    """Otherwise vLLM would skip it for sequences without temperature."""
     assert not beside.processor().is_argmax_invariant()
 
 
@@ -423,7 +408,6 @@ def test_argmax_depends_on_it(beside: Beside) -> None:
 
 
 def test_sequence_without_our_parameters_is_left_alone(beside: Beside) -> None:
-    """In a row of its own, or one that was ours."""
     one, other = Asked("one", Sampling()), Asked("other", Sampling())
     processor = beside.processor(one, other)
     for extra in (None, {}, {"theirs": 1}):
@@ -437,7 +421,7 @@ def test_sequence_without_our_parameters_is_left_alone(beside: Beside) -> None:
 
 
 def test_steps_without_an_update_change_nothing(beside: Beside) -> None:
-    """vLLM passes None then, and an empty batch has no rows."""
+    """vLLM then passes None, and an empty batch has no rows."""
     one = Asked("one", Sampling())
     processor = beside.processor(one)
     processor.update_state(None)
@@ -454,7 +438,7 @@ Rows = dict[int, Asked]
 def test_sequences_keep_their_tokens_wherever_vllm_moves_them(
     opened: Beside, data: st.DataObject
 ) -> None:
-    """Removed, added over others, moved and swapped, in vLLM's order."""
+    """An update lists what was removed, added and moved, in vLLM's order."""
     processor, rows, count = opened.processor(), Rows(), 0
     row = st.integers(0, 4)
     for _ in range(data.draw(st.integers(1, 6), "updates")):
@@ -502,20 +486,17 @@ def test_sequences_keep_their_tokens_wherever_vllm_moves_them(
 
 
 def letters(tokens: Sequence[int], folder: Path) -> str:
-    """Return the text of tokens of the tokenizer of bytes."""
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     names = {token: letter for letter, token in model["vocab"].items()}
     return "".join(names[token] for token in tokens)
 
 
 def structured(name: str, pattern: str, **sampling: Any) -> Asked:
-    """Return a sequence whose output has to match a regular expression."""
     grammar = grammar_of_regex(pattern, "p")
     return Asked(name, Sampling(**{"grammar": grammar, **sampling}))
 
 
 def test_structure_holds_and_ends(beside: Beside) -> None:
-    """The end token comes once the structure is complete, and nothing after it."""
     for seed in range(4):
         one = structured("one", "(ab|cde){2}f", seed=seed)
         processor = beside.processor(one)
@@ -529,7 +510,6 @@ def test_structure_holds_and_ends(beside: Beside) -> None:
 
 
 def test_structure_continues_at_every_cut(beside: Beside) -> None:
-    """The tokens so far are matched first; prompts are not part of it."""
     whole = structured("whole", "[a-z]{6}", seed=5)
     tokens = generated(beside.processor(whole), whole, 7)
     assert tokens[-1] == END
@@ -562,7 +542,6 @@ BROKEN_OPTIONS: dict[str, str] = {
 
 @pytest.mark.parametrize("name", BROKEN_OPTIONS)
 def test_options_that_cannot_be_read_are_reported(beside: Beside, name: str) -> None:
-    """By the sequence's name, if that can be read; vLLM's engine lives."""
     good = Asked("good", Sampling(seed=3))
     processor = beside.processor(good)
     options = BROKEN_OPTIONS[name]
@@ -598,7 +577,6 @@ ABSURD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_values_fail_their_own_sequence_alone(beside: Beside, name: str) -> None:
-    """It is reported once, and gets an end token; the others get theirs."""
     goods = [Asked(str(n), Sampling(seed=n, top_k=9 * n)) for n in range(2)]
     bad = Asked("bad", Sampling(), other=ABSURD[name])
     processor = beside.processor(goods[0], bad, goods[1])
@@ -617,7 +595,6 @@ def test_absurd_values_fail_their_own_sequence_alone(beside: Beside, name: str) 
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(
     beside: Beside, value: float
 ) -> None:
-    """As in our own engine."""
     good, bad = Asked("good", Sampling()), Asked("bad", Sampling(), ends=(9,))
     processor = beside.processor(bad, good)
     logits = torch.full((2, VOCABULARY), value)
@@ -633,7 +610,6 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
 def test_step_does_not_wait_for_grammars(
     beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others get their tokens; those whose grammar is not compiled come again."""
     free, matcher = threading.Event(), llguidance.LLMatcher
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -667,7 +643,7 @@ def test_step_does_not_wait_for_grammars(
 def test_grammar_without_a_thread_fails_its_sequence_this_time_only(
     beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system may have one again later."""
+    """The system may have threads again later."""
 
     def none_left(*given: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -685,14 +661,14 @@ def test_grammar_without_a_thread_fails_its_sequence_this_time_only(
 
 
 def test_every_sequence_that_fails_is_reported(beside: Beside) -> None:
-    """However many fail in one step: an end token alone would seem an answer."""
+    """Without a report, an end token would look like an answer."""
     bad = [Asked(str(n), Sampling(), other={"seed": "x"}) for n in range(600)]
     assert apply(beside.processor(*bad), bad) == [END] * 600
     assert {name for name, _ in beside.failures} == {one.name for one in bad}
 
 
 def test_nobody_need_read_the_reports(tmp_path: Path) -> None:
-    """Neither a replica that is gone nor an old report ends vLLM's engine."""
+    """Neither an exited replica nor an old report may stop vLLM."""
     alone = Beside(tmp_path)
     bad = Asked("bad", Sampling(), other={"seed": "x"})
     for _ in range(2):

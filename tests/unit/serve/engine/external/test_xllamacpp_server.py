@@ -12,7 +12,6 @@ from multiworld.serve.engine.external.xllamacpp_server import parameters_of
 
 
 def made(**args: Any) -> Any:
-    """Return the parameters that arguments make."""
     parameters = SimpleNamespace(
         model=SimpleNamespace(path=""),
         hostnames=["0.0.0.0"],
@@ -33,7 +32,7 @@ def made(**args: Any) -> Any:
 
 
 def test_flags_set_parameters() -> None:
-    """By llama.cpp's names or the package's, each in its type."""
+    """Flags may have llama.cpp's names or the package's."""
     found = made(
         model="/a b.gguf",
         host="127.0.0.1",
@@ -56,7 +55,7 @@ def test_flags_set_parameters() -> None:
 
 
 def test_adapters_are_parameters_of_their_own() -> None:
-    """In their order, which is their number in requests."""
+    """Their order gives the numbers that requests use."""
     assert made(lora=["a"]).lora_adapters == ["A"]
     parameters = SimpleNamespace(lora_adapters=[])
     flags = ["--lora", "b", "--lora", "a"]
@@ -64,6 +63,6 @@ def test_adapters_are_parameters_of_their_own() -> None:
 
 
 def test_flag_that_is_not_known_ends_the_server() -> None:
-    """With its name, which is the last line of the replica's log."""
+    """Its name becomes the last line of the replica's log."""
     with pytest.raises(SystemExit, match="no parameter lora_scaled"):
         made(lora_scaled="a")

@@ -15,7 +15,6 @@ from multiworld.serve.engine.models.partition import chain_partition
 def test_chain_partition_is_as_good_as_exhaustive_search(
     costs: list[float], parts: int
 ) -> None:
-    """The parts are contiguous and complete; no other cut has a cheaper worst part."""
     if parts > len(costs):
         with pytest.raises(ValueError, match="cannot be cut"):
             chain_partition(costs, parts)

@@ -30,7 +30,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Return an empty cache folder; nothing has been loaded."""
+    """Return an empty cache folder, with nothing loaded."""
     monkeypatch.setenv("MULTIWORLD_CACHE", str(tmp_path))
     compiled_code.outcome.cache_clear()
     yield tmp_path
@@ -38,7 +38,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_machine_with_a_compiler_uses_it() -> None:
-    """So that no fault of the compiled code leaves it unused, and untested."""
+    """Otherwise a fault could leave the compiled code unused, and so untested."""
     is_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if platform.machine() != "x86_64" or not is_avx2 or not shutil.which("cc"):
         pytest.skip("there is no compiler, or no AVX2")
@@ -48,7 +48,7 @@ def test_a_machine_with_a_compiler_uses_it() -> None:
 
 
 def test_wheels_have_all_c_files() -> None:
-    """Or else an installed package would silently be slower."""
+    """Otherwise an installed package would silently be slower."""
     package = Path(multiworld.__file__).parent
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = declared["tool"]["setuptools"]["package-data"]["multiworld"]
@@ -59,7 +59,7 @@ def test_wheels_have_all_c_files() -> None:
 
 @NEEDS_COMPILER
 def test_compiled_code_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next process has it without a compiler, unless others may write to it."""
+    """A later process loads it without a compiler, unless others may write to it."""
     compiled_code.load(SOURCE)
     (kept,) = (fresh / "compiled").iterdir()
     monkeypatch.setattr(subprocess, "Popen", _refuse)
@@ -77,7 +77,6 @@ def _refuse(*_: object, **__: object) -> None:
 
 @NEEDS_COMPILER
 def test_a_cache_that_cannot_be_used_is_done_without(fresh: Path) -> None:
-    """A file where its folder should be; a file in it that is cut off."""
     (fresh / "compiled").touch()
     compiled_code.load(SOURCE)
     (fresh / "compiled").unlink()
@@ -106,7 +105,6 @@ def test_a_cache_that_cannot_be_used_is_done_without(fresh: Path) -> None:
 def test_torch_computes_where_nothing_can_be_compiled(
     name: str, value: str, error: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its product has the same bits. The compiler is asked once."""
     weight, scale = integers.quantized(torch.randn(17, 68))
     given = torch.randn(3, 68)
     wanted = integers.packed(weight, scale, [17]).products(given)[0]
@@ -123,7 +121,7 @@ def test_torch_computes_where_nothing_can_be_compiled(
 
 @NEEDS_COMPILER
 def test_a_folder_of_others_is_not_used(fresh: Path) -> None:
-    """Its owner could put another file there."""
+    """The owner could put another file there."""
     folder = fresh / "compiled"
     folder.mkdir()
     folder.chmod(0o777)
@@ -139,7 +137,7 @@ def test_a_folder_of_others_is_not_used(fresh: Path) -> None:
 
 @NEEDS_COMPILER
 def test_a_home_is_not_needed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers."""
+    """Containers may have no home directory."""
     monkeypatch.delenv("MULTIWORLD_CACHE")
 
     def no_home() -> Path:
@@ -153,7 +151,6 @@ def test_a_home_is_not_needed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_compiler_that_hangs_is_ended(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its children, and no other one is tried."""
     script, children = fresh / "slow", fresh / "children"
     script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >> {children}\nwait\n")
     script.chmod(0o700)

@@ -1,4 +1,4 @@
-"""What transformers builds once in a process is there before a model is loaded."""
+"""Checkpoint conversions, which transformers builds once in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 
 
 def test_conversions_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked after the import does not build them again."""
+    """A process that is forked after the import must not build them again."""
 
     def fail() -> None:
         raise AssertionError("built again")

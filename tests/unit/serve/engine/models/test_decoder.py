@@ -1,4 +1,4 @@
-"""Decoders cut into stages: token by token what transformers generates."""
+"""Decoders cut into stages, which generate what transformers does."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ COUNT = 20
 
 
 class Chain:
-    """Stages in one process, computing steps by hand."""
+    """Stages in one process, whose steps the test computes."""
 
     def __init__(self, functions: list[Any]) -> None:
         self.functions = functions
         self.caches = [KvCache(block_size=4) for _ in functions]
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Compute the tokens of a new sequence; return the logits after each."""
         x, at = torch.tensor(ids), torch.arange(len(ids))
         with torch.inference_mode():
             for function, cache in zip(self.functions, self.caches, strict=True):
@@ -64,7 +63,6 @@ class Chain:
 
 
 def chain_of(folder: Path, cuts: list[tuple[int, int]]) -> Chain:
-    """Load a decoder, cut by hand."""
     spans = [Span(begin, end, 4) for begin, end in cuts]
     stages = [decoder_stage.load(folder, s, "float32", "cpu") for s in spans]
     for stage in stages:
@@ -74,7 +72,6 @@ def chain_of(folder: Path, cuts: list[tuple[int, int]]) -> Chain:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_generate_what_transformers_does(kind: str, tmp_path: Path) -> None:
-    """Two sequences of different lengths in one batch, over three stages."""
     folder = save_decoder(tmp_path, kind)
     wanted = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
     chain = chain_of(folder, [(0, 2), (2, 3), (3, 4)])
@@ -89,10 +86,10 @@ def test_stages_generate_what_transformers_does(kind: str, tmp_path: Path) -> No
     assert made == wanted
 
 
-# In mixtral with these weights other experts are chosen by less than the error.
+# With these weights, mixtral's choice of experts depends on less than the error.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mixtral"])
 def test_logits_in_int8_are_close_to_those_of_floats(kind: str, tmp_path: Path) -> None:
-    """Weights have 8 bits and activations 14; over three stages, with the head."""
+    """Weights have 8 bits, and activations 14."""
     folder = save_decoder(tmp_path, kind)
     found = []
     for quantization in (None, "int8"):
@@ -117,11 +114,10 @@ def test_logits_in_int8_are_close_to_those_of_floats(kind: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_prompt_in_parts_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    """Also beyond the window of a sliding attention, and computed twice."""
     folder = save_decoder(tmp_path, kind)
     prompt = PROMPTS[0]
     chain = chain_of(folder, [(0, 4)])
-    chain.step([(0, 0, [1, 2, 3, 4, 5])])  # it is dropped when it begins anew
+    chain.step([(0, 0, [1, 2, 3, 4, 5])])  # dropped when the sequence begins anew
     begin = 0
     found = []
     for end in (1, 4, 9, len(prompt)):
@@ -134,7 +130,6 @@ def test_prompt_in_parts_gives_the_same_tokens(kind: str, tmp_path: Path) -> Non
 
 
 def test_model_of_a_spec_knows_its_ends_and_sizes(tmp_path: Path) -> None:
-    """As its folder has them."""
     folder = save_decoder(tmp_path)
     spec = ModelSpec.model_validate(
         {"path": str(folder), "generation": {}, "stages": [{}, {}], "cut": [1]}
@@ -150,7 +145,6 @@ def test_model_of_a_spec_knows_its_ends_and_sizes(tmp_path: Path) -> None:
 
 
 def test_encoder_generates_nothing_and_says_so(tmp_path: Path) -> None:
-    """At the start of the stage."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
@@ -165,7 +159,6 @@ def test_encoder_generates_nothing_and_says_so(tmp_path: Path) -> None:
 
 
 def test_rotary_frequencies_are_not_rounded_in_int8(tmp_path: Path) -> None:
-    """They stay float32 whatever the rest is computed in, as without quantization."""
     folder, span = save_decoder(tmp_path), Span(0, 4, 4)
 
     def frequencies(how: str | None = None) -> torch.Tensor:
@@ -178,19 +171,19 @@ def test_rotary_frequencies_are_not_rounded_in_int8(tmp_path: Path) -> None:
 
 
 def test_layers_with_another_state_are_refused(tmp_path: Path) -> None:
-    """They would mix what is computed together, and forget the steps before."""
+    """They would mix sequences of a batch, and forget earlier steps."""
     folder = save_decoder(tmp_path, "lfm2")
     with pytest.raises(SpecError, match=r"of kind conv are not supported.*vllm"):
         decoder.model(str(folder))
     config = json.loads((folder / "config.json").read_text())
-    del config["layer_types"]  # transformers then has its own
+    del config["layer_types"]  # transformers then uses its default
     (folder / "config.json").write_text(json.dumps({**config, "full_attn_idxs": [1]}))
     with pytest.raises(SpecError, match="of kind conv are not supported"):
         decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
 
 
 def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> None:
-    """When a stage is loaded: it would see no token of an earlier step."""
+    """Such a layer would not see the tokens of earlier steps."""
     folder = save_decoder(tmp_path, "codegen")
     with pytest.raises(
         SpecError, match="0 of 4 layers use transformers' attention interface"
@@ -209,7 +202,7 @@ def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> No
 def test_attention_that_ours_leaves_a_part_of_out_is_refused(
     kind: str, why: str, tmp_path: Path
 ) -> None:
-    """Rather than text that the model would not write."""
+    """Otherwise the model would generate wrong text."""
     folder = save_decoder(tmp_path, kind)
     with pytest.raises(SpecError, match=why):
         decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
@@ -219,7 +212,7 @@ def test_attention_that_ours_leaves_a_part_of_out_is_refused(
 
 
 def test_cut_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    """In one stage the model is right; in two, later layers lack an input."""
+    """In one stage the model is correct; in two, later layers lack an input."""
     folder = save_decoder(tmp_path, "gemma3n")
     decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
     for span in (Span(0, 2, 4), Span(2, 4, 4)):
@@ -235,7 +228,6 @@ def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_positions_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
-    """Before a stage is loaded."""
     folder = save_decoder(tmp_path, "roberta")
     with pytest.raises(SpecError, match="counts positions from its padding token"):
         decoder.model(str(folder), stages=1)
@@ -244,7 +236,7 @@ def test_positions_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_memory_of_latent_attention_is_that_of_its_expanded_keys(
     tmp_path: Path,
 ) -> None:
-    """``head_dim`` is the size of the rotary part alone."""
+    """``head_dim`` is the size of the rotary part only."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     sizes: dict[str, Any] = {
@@ -277,7 +269,6 @@ def test_memory_of_latent_attention_is_that_of_its_expanded_keys(
 
 
 def config_of(kind: str, **more: Any) -> dict[str, Any]:
-    """Return the facts of a tiny model of a kind, as its folder has them."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     return {"model_type": kind, "head_dim": 16, **sizes, **more}
 
@@ -303,7 +294,6 @@ def config_of(kind: str, **more: Any) -> dict[str, Any]:
 def test_memory_of_keys_and_values_is_that_of_each_layer(
     tmp_path: Path, config: dict[str, Any], numbers: list[int]
 ) -> None:
-    """Also of models whose layers differ."""
     facts = {**config, "num_hidden_layers": 2, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     save_tokenizer(tmp_path)
@@ -314,7 +304,7 @@ def test_memory_of_keys_and_values_is_that_of_each_layer(
 
 
 def test_layers_that_keep_more_than_was_booked_are_refused(tmp_path: Path) -> None:
-    """The memory of a replica could not be kept to."""
+    """Otherwise a replica could exceed its memory."""
     folder = save_decoder(tmp_path)
     span = Span(0, 4, 4)
     assert decoder_stage.load(folder, span, "float32", "cpu", kv_numbers=4 * 64)
@@ -341,24 +331,23 @@ def test_sequences_end_before_their_length_changes_others(
     if longest == 99:
         config["original_max_position_embeddings"] = 99
     assert huggingface.longest_of(config, 7) == longest
-    # External engines:
+    # External engines take the whole length.
     assert huggingface.configured_length(config, folder_facts.MAX_TOKENS) == 500
 
 
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    """With the known ones."""
     folder = save_decoder(tmp_path)
     with pytest.raises(SpecError, match="'int8' is not one of float32"):
         decoder.model(str(folder), dtype="int8")
 
 
 def unquantized() -> Model:
-    """Return a model, as a factory that knows nothing of quantization."""
+    """Stand in for a factory without a parameter ``quantization``."""
     raise AssertionError("it must not be called")
 
 
 def test_factory_that_cannot_quantize_is_refused() -> None:
-    """Rather than ignored, so that nobody takes floats for integers."""
+    """If the option were ignored, users would take floats for integers."""
     spec = ModelSpec.model_validate(
         {
             "factory": f"{__name__}:unquantized",
@@ -371,7 +360,7 @@ def test_factory_that_cannot_quantize_is_refused() -> None:
 
 
 def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    """At the start, rather than with every request."""
+    """Otherwise every request would fail."""
     folder = save_decoder(tmp_path)
     (folder / "tokenizer.json").unlink(missing_ok=True)
     with pytest.raises(SpecError, match=r"there is no tokenizer\.json"):
@@ -379,7 +368,6 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_longer_sequences_than_the_model_takes_are_refused(tmp_path: Path) -> None:
-    """At the start, with the most that there may be."""
     folder = save_decoder(tmp_path)
     most = decoder.model(str(folder)).generation
     assert most is not None
@@ -396,7 +384,6 @@ def test_longer_sequences_than_the_model_takes_are_refused(tmp_path: Path) -> No
 
 
 def test_model_that_caps_its_scores_is_not_deterministic(tmp_path: Path) -> None:
-    """It says so at the start."""
     folder = save_decoder(tmp_path, "gemma2")
     with pytest.raises(SpecError, match="caps the scores"):
         decoder.model(str(folder), deterministic=True)
@@ -405,7 +392,7 @@ def test_model_that_caps_its_scores_is_not_deterministic(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 def test_bfloat16_chooses_what_transformers_does(kind: str, tmp_path: Path) -> None:
-    """Up to its precision: the chosen token is never much less likely."""
+    """Rounding may change a token, but only to one that is about as likely."""
     from transformers import AutoModelForCausalLM
 
     folder = save_decoder(tmp_path, kind)

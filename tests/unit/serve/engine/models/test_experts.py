@@ -1,4 +1,4 @@
-"""Experts of a mixture as linears, beside those of transformers."""
+"""Experts of a mixture as linears, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ SIZES: dict[str, Any] = {
 
 
 def experts(kind: Any = Qwen3MoeExperts, config: Any = Qwen3MoeConfig) -> Any:
-    """Return experts of transformers with random weights, in a holder."""
     torch.manual_seed(3)
     made = kind(config(**SIZES))
     for weight in made.parameters():
@@ -42,7 +41,7 @@ def experts(kind: Any = Qwen3MoeExperts, config: Any = Qwen3MoeConfig) -> Any:
 
 
 def rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, their experts and the factors of these."""
+    """Return rows, their chosen experts and the weights of these."""
     chance = torch.Generator().manual_seed(count)
     scores = torch.rand(count, COUNT, generator=chance)
     weights, chosen = scores.topk(CHOSEN)
@@ -55,7 +54,6 @@ def rows(count: int) -> tuple[Tensor, Tensor, Tensor]:
 )
 @torch.inference_mode()
 def test_outputs_are_those_of_transformers(kind: Any, config: Any) -> None:
-    """With packed weights, too; for no row, one, and more than experts."""
     holder = experts(kind, config)
     given = [rows(count) for count in (0, 1, 5, 40)]
     wanted = [holder["experts"](*these) for these in given]
@@ -70,7 +68,6 @@ def test_outputs_are_those_of_transformers(kind: Any, config: Any) -> None:
 
 @torch.inference_mode()
 def test_outputs_in_int8_are_close_and_exact_in_every_batch() -> None:
-    """A row has the same bits alone as beside others."""
     holder = experts()
     given = rows(40)
     wanted = holder["experts"](*given)
@@ -87,7 +84,7 @@ def test_outputs_in_int8_are_close_and_exact_in_every_batch() -> None:
 
 @torch.inference_mode()
 def test_number_beyond_the_experts_adds_nothing() -> None:
-    """transformers gives it to rows whose expert is elsewhere."""
+    """transformers gives this number to rows whose expert is elsewhere."""
     holder = experts()
     hidden, chosen, weights = rows(8)
     chosen[::2, 1] = COUNT
@@ -97,7 +94,6 @@ def test_number_beyond_the_experts_adds_nothing() -> None:
 
 
 def test_float_weights_are_freed_once_they_are_quantized() -> None:
-    """Nothing keeps the tensor of all experts."""
     holder = experts()
     watch: Any = StorageWeakRef
     storage = watch(holder["experts"].gate_up_proj.untyped_storage())
@@ -110,7 +106,7 @@ def test_float_weights_are_freed_once_they_are_quantized() -> None:
 
 
 def test_experts_of_another_layout_stay() -> None:
-    """GPT-OSS transposes them, and adds biases."""
+    """GPT-OSS transposes its experts, and adds biases."""
     holder = experts(GptOssExperts, GptOssConfig)
     split_experts(holder)
     assert isinstance(holder["experts"], GptOssExperts)

@@ -18,7 +18,7 @@ from multiworld.serve.spec.schema import ModelSpec, StageSpec
 def test_code_that_has_changed_since_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    """New replicas would run the old one, which is imported already."""
+    """New replicas would run the old code, which is already imported."""
     (tmp_path / "shop_of_tests.py").write_text(
         "from parts_of_tests import RATE\ndef model(): pass\n"
     )
@@ -42,18 +42,17 @@ def test_code_that_has_changed_since_is_refused(
 
 
 def fails() -> None:
-    """Fail as a factory may."""
     raise KeyError("weights")
 
 
 def test_factory_that_fails_is_named() -> None:
-    """Whatever it raises: it is the user's."""
+    """A user's factory may raise anything."""
     spec = ModelSpec(factory=f"{__name__}:fails", stages=[StageSpec()])
     with pytest.raises(SpecError, match=r"failed with \{\}: KeyError: 'weights'"):
         build_model(spec)
 
 
 def test_models_without_code_of_their_own_are_not_looked_at() -> None:
-    """Their factory is the package's."""
+    """Their factory is part of the package."""
     imported_sources.check("")
     imported_sources.check("never_imported:f")

@@ -1,4 +1,4 @@
-"""What versions of a model share of one folder."""
+"""Facts of a folder that versions of a model share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.tiny_decoder import save_tokenizer
 def test_versions_share_the_tokenizer_of_a_folder_while_its_files_stay(
     tmp_path: Path,
 ) -> None:
-    """Nothing keeps one that no version uses."""
     save_tokenizer(tmp_path)
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
     first = tokenizer(tmp_path)

@@ -38,14 +38,12 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the hub that fetching a model needs."""
 
     def log_message(self, *args: object) -> None:
-        """Print nothing."""
+        pass
 
     def do_HEAD(self) -> None:
-        """Describe a file."""
         self._answer(has_body=False)
 
     def do_GET(self) -> None:
-        """Describe a model, or return a file."""
         self._answer(has_body=True)
 
     def _answer(self, *, has_body: bool) -> None:
@@ -86,7 +84,6 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
-    """Return a hub with one model."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
@@ -116,7 +113,6 @@ def fetched(endpoint: str, cache: Path, name: str = "some/model") -> str:
 def test_model_is_fetched_once_and_then_found_offline(
     server: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    """Without the files that nobody needs."""
     endpoint = f"http://127.0.0.1:{server.server_port}"
     folder = Path(fetched(endpoint, tmp_path))
     assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -127,7 +123,7 @@ def test_model_is_fetched_once_and_then_found_offline(
 def test_files_that_another_program_fetched_are_completed(
     server: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    """Such as a tokenizer alone; if the hub does not answer, they are what there is."""
+    """Another program may have fetched only a tokenizer."""
     endpoint = f"http://127.0.0.1:{server.server_port}"
     repository = tmp_path / "hub" / "models--some--model"
     (repository / "snapshots" / COMMIT).mkdir(parents=True)
@@ -145,14 +141,12 @@ def test_files_that_another_program_fetched_are_completed(
 def test_model_that_cannot_be_fetched_is_named(
     server: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    """With the reason: there is none, or the hub does not answer."""
     endpoint = f"http://127.0.0.1:{server.server_port}"
     text = fetched(endpoint, tmp_path, "some/other")
     assert text.startswith("SpecError: cannot fetch some/other at 0123")
 
 
 def test_hub_name_needs_a_revision_and_a_folder_has_none(tmp_path: Path) -> None:
-    """Both are said by name."""
     with pytest.raises(SpecError, match="add `revision:` with a commit"):
         hub.folder_of("some/model", None)
     with pytest.raises(SpecError, match="is a folder; remove `revision:`"):

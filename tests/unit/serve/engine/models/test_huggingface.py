@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a model, read without its weights."""
+"""Facts about a model in a Hugging Face folder, read without its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 
 
 def encoder(folder: Path, modules: list[str], **pooling: bool) -> str:
-    """Write what describes a sentence encoder; return its folder."""
+    """Write the config files of a sentence encoder; return its folder."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "model_type": "bert"}
     (folder / "config.json").write_text(json.dumps(sizes))
     listed = [
@@ -42,7 +42,6 @@ def encoder(folder: Path, modules: list[str], **pooling: bool) -> str:
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
 def test_tokens_are_pooled_as_the_folder_says(tmp_path: Path, mode: str) -> None:
-    """By their mean, or by the first of them."""
     modules = [TRANSFORMER, POOLING, NORMALIZE]
     both = {"mean_tokens": False, "cls_token": False}
     made = huggingface.model(encoder(tmp_path, modules, **{**both, mode: True}))
@@ -64,7 +63,7 @@ def test_tokens_are_pooled_as_the_folder_says(tmp_path: Path, mode: str) -> None
 def test_encoder_that_would_embed_otherwise_is_refused(
     tmp_path: Path, modules: list[str], pooling: dict[str, Any], said: str
 ) -> None:
-    """Its vectors would not be those of the model."""
+    """Its vectors would differ from those of the model."""
     with pytest.raises(SpecError, match=said):
         huggingface.model(encoder(tmp_path, modules, **pooling))
 
@@ -73,7 +72,7 @@ def test_encoder_that_would_embed_otherwise_is_refused(
 def test_embeddings_are_normalized_if_the_folder_says_so(
     tmp_path: Path, modules: list[str]
 ) -> None:
-    """Others are compared by their lengths, too."""
+    """Embeddings that are not normalized are compared by length, too."""
     made = huggingface.model(
         encoder(tmp_path, [TRANSFORMER, POOLING, *modules], mean_tokens=True)
     )
@@ -92,7 +91,7 @@ def test_embeddings_are_normalized_if_the_folder_says_so(
 
 
 def test_text_is_lowered_if_the_folder_says_so(tmp_path: Path) -> None:
-    """As sentence-transformers does, before its tokenizer."""
+    """sentence-transformers lowers text before it tokenizes."""
     save_tokenizer(tmp_path)
     found = []
     for lowered in (False, True):
@@ -131,7 +130,6 @@ def test_positions_that_padding_takes_are_not_counted(kind: str, longest: int) -
 
 
 def test_text_is_cut_to_what_the_model_takes(tmp_path: Path) -> None:
-    """Also where the folder names a greater length, or no table of positions."""
     folder = tmp_path / "encoder"
     folder.mkdir()
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048}')
@@ -140,7 +138,7 @@ def test_text_is_cut_to_what_the_model_takes(tmp_path: Path) -> None:
 
 
 def test_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    """Its operators are of CPUs; the first batch would fail."""
+    """Its operators exist for CPUs only, so the first batch would fail."""
     folder = encoder(tmp_path, [TRANSFORMER, POOLING], mean_tokens=True)
     made = huggingface.model(folder, quantization="int8")
     with pytest.raises(SpecError, match="for CPUs only, not for cuda"):

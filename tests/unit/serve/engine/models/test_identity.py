@@ -1,4 +1,4 @@
-"""Identities of versions: what counts as a change, and what the copies are good for."""
+"""Identities of versions: what counts as a change, and the copies of files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def folder_with(place: Path, **files: bytes) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with some files of a model."""
     return folder_with(
         tmp_path / "model",
         config__json=b"{}",
@@ -48,14 +47,13 @@ def made(folder: Path, copies: Path | None = None) -> Identity:
 
 
 def replaced(path: Path, content: bytes) -> None:
-    """Put another file in the place of one, as a download does."""
+    """Replace a file by another one, as a download does."""
     fresh = path.with_name("fresh")
     fresh.write_bytes(content)
     fresh.replace(path)
 
 
 def test_name_depends_on_content_only(folder: Path, tmp_path: Path) -> None:
-    """A copy elsewhere, with other times, is the same version."""
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     os.utime(other / "model.safetensors", (1, 1))
@@ -67,7 +65,6 @@ def test_name_depends_on_content_only(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 5000, -1])
 def test_every_byte_of_the_weights_counts(folder: Path, place: int) -> None:
-    """Also if the size stays, and the time is set back."""
     first = made(folder)
     weights = folder / "model.safetensors"
     before, content = weights.stat(), bytearray(weights.read_bytes())
@@ -84,7 +81,6 @@ def test_every_byte_of_the_weights_counts(folder: Path, place: int) -> None:
 def test_new_file_that_decides_about_tokens_is_a_change(
     folder: Path, name: str
 ) -> None:
-    """It would have an effect; a file of notes has none."""
     first = made(folder)
     (folder / "notes.md").write_text("")
     assert difference(first, folder) == ""
@@ -93,7 +89,6 @@ def test_new_file_that_decides_about_tokens_is_a_change(
 
 
 def test_missing_file_is_a_change(folder: Path) -> None:
-    """Nothing else is loaded in its place."""
     first = made(folder)
     (folder / "tokenizer.json").unlink()
     assert difference(first, folder) == str(folder / "tokenizer.json")
@@ -102,7 +97,7 @@ def test_missing_file_is_a_change(folder: Path) -> None:
 def test_copies_are_used_while_the_originals_are_others(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Of small files and of large ones, which are linked if they cannot be cloned."""
+    """Large files are linked if they cannot be cloned."""
     first = made(folder, tmp_path / "copies")
     assert usable_folder(first, str(folder)) == str(folder)
     replaced(folder / "model.safetensors", b"others")
@@ -118,7 +113,7 @@ def test_copies_are_used_while_the_originals_are_others(
 def test_linked_copy_that_was_written_to_in_place_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Original and copy are one file then."""
+    """The original and a linked copy are the same file."""
     monkeypatch.setattr(identity, "FICLONE", 0)
     monkeypatch.setattr(identity, "COPIED_BYTES", 100)
     first = made(folder, tmp_path / "copies")
@@ -133,7 +128,7 @@ def test_linked_copy_that_was_written_to_in_place_is_refused(
 def test_large_file_is_sampled_and_refused_if_it_was_written_to(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies between the samples cannot be known to be the same."""
+    """The bytes between the samples are not compared, so a new time is a change."""
     monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(identity, "SAMPLE_BYTES", 4)
     first, weights = made(folder), folder / "model.safetensors"
@@ -146,7 +141,7 @@ def test_large_file_is_sampled_and_refused_if_it_was_written_to(
 
 
 def test_copies_of_unused_versions_are_removed(folder: Path, tmp_path: Path) -> None:
-    """Linked weights would take room on the disk for ever."""
+    """Linked weights would occupy the disk forever."""
     copies = tmp_path / "copies"
     first, second = made(folder, copies), made(folder, copies)
     identity.forget_copies(copies, [second.kept])
@@ -157,7 +152,7 @@ def test_copies_of_unused_versions_are_removed(folder: Path, tmp_path: Path) -> 
 def test_factory_whose_code_has_changed_builds_no_other_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that imported the old code goes on; one with the new code refuses."""
+    """A process that has imported the old code continues; a new one refuses."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("changing", "changing_part"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -193,7 +188,6 @@ def test_factory_whose_code_has_changed_builds_no_other_version(
 def test_files_that_a_factory_names_are_part_of_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its model lists them."""
     monkeypatch.syspath_prepend(str(tmp_path))
     data = tmp_path / "table.bin"
     data.write_bytes(b"old")
@@ -214,7 +208,7 @@ def test_files_that_a_factory_names_are_part_of_a_version(
 
 
 def test_folder_of_a_version_is_checked_wherever_it_is_asked_for(folder: Path) -> None:
-    """Gateways read tokenizers, replicas weights."""
+    """Gateways read tokenizers, and replicas read weights."""
     spec = ModelSpec.model_validate({"path": str(folder), "stages": [{}]})
     first = identified(spec, None)
     assert folder_of(first) == str(folder)
@@ -225,7 +219,6 @@ def test_folder_of_a_version_is_checked_wherever_it_is_asked_for(folder: Path) -
 
 
 def test_identity_is_no_field_of_a_spec_file(folder: Path) -> None:
-    """The service makes it."""
     text = (
         f"models:\n  m:\n    path: {folder}\n    stages: [{{}}]\n"
         "    identity: {name: mine}\n"

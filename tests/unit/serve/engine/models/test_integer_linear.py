@@ -1,4 +1,4 @@
-"""Products in int8: exact sums, and the same bits however rows are computed."""
+"""Matrix products in int8: exact sums that are bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ COMPILED = [
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> type[Kernel]:
-    """Use this kernel alone, whatever the processor is."""
+    """Use only this kernel, whatever the processor is."""
     made: type[Kernel] = CompiledProducts
     if isinstance(request.param, Instructions):
         monkeypatch.setattr(integer_products, "best", lambda: request.param)
@@ -81,7 +81,7 @@ def kernel(
 def test_compiled_products_are_those_of_torch(
     widths: tuple[int, ...], inputs: int, kernel: type[Kernel]
 ) -> None:
-    """Blocks and tiles that are not full, of weights and of rows."""
+    """The sizes leave blocks and tiles of weights and rows partly filled."""
     weight, scale = integers.quantized(waves(sum(widths), inputs))
     theirs, ours = (make(weight, scale, widths) for make in (integers.OneDnn, kernel))
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def test_compiled_products_are_those_of_torch(
 
 @pytest.mark.parametrize("kernel", COMPILED, indirect=True)
 def test_the_largest_sums_are_exact(kernel: type[Kernel]) -> None:
-    """No instruction saturates: all weights 127 or -127, all integers the largest."""
+    """With the largest weights and integers, no instruction may saturate."""
     for sign in (1, -1):
         weight = torch.full((40, 4_096), sign * 127, dtype=torch.int8)
         given = torch.full((20, 4_096), 62.5)
@@ -116,7 +116,6 @@ def waves(rows: int, columns: int) -> torch.Tensor:
 
 
 def integer_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
-    """Return the linear that replaces one with this weight and bias."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias=bias is not None)
     with torch.no_grad():
@@ -132,7 +131,6 @@ def integer_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn
 def test_integers_give_each_row_the_same_bits(
     inputs: int, threads: int, kernel: type[Kernel]
 ) -> None:
-    """In calls of any size, at any place, with any number of threads."""
     linear = integer_linear(waves(40, inputs), waves(1, 40)[0])
     given = waves(150, inputs)
     with torch.inference_mode():
@@ -144,7 +142,7 @@ def test_integers_give_each_row_the_same_bits(
 
 
 def test_integers_have_the_same_bits_on_every_processor(kernel: type[Kernel]) -> None:
-    """As recorded on a Xeon with AMX; this also runs as a smaller processor."""
+    """The digest was recorded on a Xeon with AMX."""
     linear = integer_linear(waves(300, 576), waves(1, 300)[0])
     with torch.inference_mode():
         found = linear(waves(50, 576))
@@ -153,7 +151,7 @@ def test_integers_have_the_same_bits_on_every_processor(kernel: type[Kernel]) ->
 
 
 def test_integers_come_close_to_the_product_of_floats() -> None:
-    """Activations have 14 bits, so that what is lost is that of the weights."""
+    """Activations have 14 bits, so the error comes from the weights."""
     chance = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 576, generator=chance)
     scale = weight.abs().amax(1, keepdim=True) / 127
@@ -168,7 +166,6 @@ def test_integers_come_close_to_the_product_of_floats() -> None:
 def test_integers_of_strange_rows_concern_those_rows_alone(
     kernel: type[Kernel],
 ) -> None:
-    """Rows of zeros, and numbers that are not finite; no rows at all."""
     linear = integer_linear(waves(16, 64))
     given = waves(4, 64)
     with torch.inference_mode():
@@ -186,7 +183,7 @@ def test_integers_of_strange_rows_concern_those_rows_alone(
 
 
 def test_integers_replace_linears_and_leave_embeddings() -> None:
-    """A head that shares its weights with the embedding has bytes of its own."""
+    """A head that shares the embedding's weights gets integers of its own."""
     embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50)
     head.weight = words = embedding.weight
     module = nn.ModuleDict({"words": embedding, "head": head})
@@ -199,7 +196,7 @@ def test_integers_replace_linears_and_leave_embeddings() -> None:
 
 
 class Attention(nn.Module):
-    """Three linears with the names that transformers gives those of an attention."""
+    """Linears with the names that transformers gives those of an attention."""
 
     __module__ = "transformers.models.llama.modeling_llama"
 
@@ -212,7 +209,7 @@ class Attention(nn.Module):
 
 
 def test_what_chooses_experts_stays_float() -> None:
-    """By the name of the module that holds it, or by its own."""
+    """Routers are recognised by their own name or that of the module around them."""
 
     class TopKGating(nn.Module):
         def __init__(self) -> None:
@@ -234,7 +231,6 @@ def test_what_chooses_experts_stays_float() -> None:
 def test_siblings_are_computed_together_with_the_bits_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, is_biased: bool, kernel: type[Kernel]
 ) -> None:
-    """One call for query, key and value; other rows for one of them are no mistake."""
     attention = Attention(is_biased=is_biased)
     alone = [
         integer_linear(linear.weight, linear.bias)
@@ -277,7 +273,6 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
 def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error says what to do."""
     for each in (OneDnn, Fbgemm, CompiledProducts):
         monkeypatch.setattr(
             each, "products", lambda _, rows: [torch.zeros(len(rows), 17)]
@@ -289,7 +284,7 @@ def test_integers_are_refused_where_sums_are_not_exact(
 def test_another_kernel_computes_what_the_first_one_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So torch may remove an operator."""
+    """A later torch may remove an operator."""
 
     class Removed(OneDnn):
         def __init__(self, *_: object) -> None:
@@ -308,7 +303,6 @@ def test_another_kernel_computes_what_the_first_one_cannot(
 def test_kernel_follows_from_the_processor(
     capabilities: dict[str, bool], first: type[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where torch does not say what the processor has."""
     name = "get_capabilities"
     monkeypatch.setattr(torch.cpu, name, lambda: capabilities, raising=False)
     assert integers.kernels()[:2] == [CompiledProducts, first]

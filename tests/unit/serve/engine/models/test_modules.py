@@ -1,4 +1,4 @@
-"""The stages of a cut ``nn.Module`` together compute what the whole module does."""
+"""Stages of a cut ``nn.Module``, which together compute what the whole does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from multiworld.serve.engine.models.tracing import Cutter
 
 
 class Block(nn.Module):
-    """Two convolutions with a residual connection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(8, 8, 3, padding=1)
@@ -227,8 +225,6 @@ class Totalling(Deciding):
 
 
 class Twice(Deciding):
-    """A module that returns one tensor twice."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[1](self.layers[0](x))
         return x, x  # type: ignore[return-value]
@@ -260,7 +256,7 @@ def test_module_that_cannot_be_cut_is_reported(
 
 
 class Branching(nn.Module):
-    """Computes something else for more than eight positions."""
+    """A module that computes something else for more than eight positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +277,7 @@ class Branching(nn.Module):
 def test_size_that_would_take_another_branch_is_refused(
     traced: int | None, right: tuple[int, ...], wrong: tuple[int, ...]
 ) -> None:
-    """It was silently computed by the branch of the example."""
+    """It would silently take the branch of the example."""
     whole = Branching().eval()
     cutter = Cutter(
         Module(
@@ -313,7 +309,7 @@ def test_inconsistent_descriptions_are_reported() -> None:
 
 
 class Tied(nn.Module):
-    """A head that shares its weights with the embeddings."""
+    """A module whose head shares the weights of its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,14 +318,13 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [rows, 32]."""
         found: Tensor = self.head(torch.relu(self.body(self.embed(x).mean(1))))
         return found
 
 
 @pytest.mark.parametrize("left_out", ["", "head.weight", "embed.weight"])
 def test_tied_weights_reach_all_of_their_holders(left_out: str, tmp_path: Path) -> None:
-    """Also if the file has them by one name."""
+    """The file may have them under one name only."""
     torch.manual_seed(3)
     whole = Tied().eval()
     state = {name: t.clone() for name, t in whole.state_dict().items()}
@@ -357,7 +352,7 @@ def test_weight_missing_in_the_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_buffers_that_no_file_has_are_told_apart(tmp_path: Path) -> None:
-    """They cannot be saved, so the remedy is another one."""
+    """They cannot be saved, so the remedy differs."""
 
     def made() -> nn.Module:
         whole = chain()
@@ -374,7 +369,7 @@ def test_buffers_that_no_file_has_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_output_that_is_called_as_an_input_which_goes_on_is_refused() -> None:
-    """A stage would send two tensors of one name."""
+    """A stage would send two tensors with the same name."""
 
     class Early(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Products with packed weights: those of the module, with its memory freed."""
+"""Packed weights: the products of the module, with its memory freed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from multiworld.serve.engine.models.packed_linear import PackedLinear, pack_line
 def test_packed_module_computes_the_same(
     rows: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to the last bits, with and without a bias, and for any leading sizes.
-
-    A processor without fast bfloat16 cannot pack that, and the module stays as it is.
-    """
+    """A processor without fast bfloat16 leaves a module in bfloat16 as it is."""
     module = nn.Sequential(nn.Linear(24, 40, bias=False), nn.GELU(), nn.Linear(40, 7))
     module = module.to(dtype).eval()
     given = torch.randn(2, rows, 24).to(dtype)
@@ -33,7 +30,7 @@ def test_packed_module_computes_the_same(
 
 
 def test_memory_of_weights_is_freed_unless_they_are_shared() -> None:
-    """As a language model's head shares those of its embedding."""
+    """The head of a language model may share the weights of its embedding."""
     module = nn.ModuleDict({"words": nn.Embedding(50, 8), "head": nn.Linear(8, 50)})
     alone = nn.Linear(8, 8)
     module["alone"] = alone
@@ -46,7 +43,6 @@ def test_memory_of_weights_is_freed_unless_they_are_shared() -> None:
 
 
 def test_dtypes_without_fast_products_stay_as_they_are() -> None:
-    """Doubles, for example."""
     module = nn.Sequential(nn.Linear(4, 4).double())
     pack_linears(module)
     assert not isinstance(module[0].forward, PackedLinear)
@@ -55,8 +51,6 @@ def test_dtypes_without_fast_products_stay_as_they_are() -> None:
 def test_torch_that_cannot_pack_is_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its modules compute as before."""
-
     def fail(*given: object) -> None:
         raise RuntimeError("no such thing")
 

@@ -22,8 +22,6 @@ from tests.tiny_decoder import VOCABULARY, save_decoder
 
 
 def sleeper(seconds: float) -> Stage:
-    """Return a stage that takes this many seconds."""
-
     def run(tensors: Tensors) -> Tensors:
         time.sleep(seconds)
         return tensors
@@ -32,7 +30,7 @@ def sleeper(seconds: float) -> Stage:
 
 
 def test_meter_measures_time_and_output_size() -> None:
-    """Bytes are those of a row."""
+    """The output size is that of one row."""
     model = Model(
         stages=[sleeper(0.001), sleeper(0.02)],
         inputs=[TensorSpec("x", "FP32", (-1, 8))],
@@ -44,7 +42,7 @@ def test_meter_measures_time_and_output_size() -> None:
 
 
 def test_meter_takes_one_row_of_the_example_and_keeps_it() -> None:
-    """A request's example may have several; stages may change what they get."""
+    """An example may have several rows, and stages may change their inputs in place."""
     rows: list[int] = []
 
     def run(tensors: Tensors) -> Tensors:
@@ -63,7 +61,6 @@ def test_meter_takes_one_row_of_the_example_and_keeps_it() -> None:
 
 
 def test_cut_makes_the_slowest_stage_fast() -> None:
-    """The stages have different numbers of parts."""
     parts = [Part(seconds) for seconds in (5, 1, 1, 1, 1, 1)]
     found = cut(parts, 2)
     assert found.begins == (0, 1)
@@ -72,7 +69,7 @@ def test_cut_makes_the_slowest_stage_fast() -> None:
 
 
 def test_partition_leaves_room_for_kv_where_it_costs_no_time() -> None:
-    """Of cuts that are about as fast, that whose stages keep the least for a token."""
+    """Of cuts that are about as fast, the one with the smallest KV size wins."""
     parts = [Part(1.0, 10.0)] * 2 + [Part(0.01, 10.0)] * 2 + [Part(2.0, 10.0)]
     assert cut(parts, 2).begins == (0, 2)
     without = [Part(part.seconds) for part in parts]
@@ -80,7 +77,6 @@ def test_partition_leaves_room_for_kv_where_it_costs_no_time() -> None:
 
 
 def test_minilm_computes_the_same_however_it_is_cut() -> None:
-    """Each stage holds only its own weights."""
     whole = minilm.model(1)
     assert whole.text is not None
     tensors = whole.text().encode("one sentence, cut in every way")
@@ -101,13 +97,11 @@ def test_minilm_computes_the_same_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("where", [[2], [4, 2], [0, 3], [3, 6]])
 def test_impossible_cut_is_reported(where: list[int]) -> None:
-    """The error has the rule for cuts."""
     with pytest.raises(SpecError, match="first layers of stages 1 to 2"):
         minilm.model(3, cut=where)
 
 
 def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
-    """The command measures the model of a spec."""
     path = tmp_path / "app.yaml"
     path.write_text(
         "models:\n  minilm:\n    factory: multiworld.demo.minilm:model\n"
@@ -126,7 +120,6 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
 
 
 def test_decoder_is_measured_and_cut(tmp_path: Path) -> None:
-    """By its steps; KV bytes are reported, and the profile can be used."""
     folder = save_decoder(tmp_path / "decoder")
     path = tmp_path / "app.yaml"
     path.write_text(

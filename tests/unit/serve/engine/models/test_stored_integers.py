@@ -31,7 +31,6 @@ def packed(integers: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_folder(folder: Path, layout: str, **weights: Any) -> None:
-    """Rewrite the projections of a folder in int8."""
     from safetensors.torch import load_file, save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -57,7 +56,6 @@ def quantize_folder(folder: Path, layout: str, **weights: Any) -> None:
 
 
 def logits(folder: Path, span: Span, rows: torch.Tensor) -> torch.Tensor:
-    """Return what the layers of a span make of rows."""
     stage = decoder_stage.load(folder, span, "float32", "cpu", "int8")
     at = torch.arange(len(TOKENS))
     step = KvCache().step([Rows("a", 0, len(TOKENS))])
@@ -71,7 +69,6 @@ def logits(folder: Path, span: Span, rows: torch.Tensor) -> torch.Tensor:
 def test_stored_integers_are_loaded_as_they_are(
     tmp_path: Path, kind: str, layout: str
 ) -> None:
-    """In every stage; they give the bits of weights that are quantized when loaded."""
     folder = save_decoder(tmp_path, kind)
     spans = Span(0, 2, 4), Span(2, 4, 4)
     wanted = TOKENS
@@ -85,7 +82,7 @@ def test_stored_integers_are_loaded_as_they_are(
 
 
 def test_stored_integers_keep_their_own_scales(tmp_path: Path) -> None:
-    """Though their largest magnitude is less than 127."""
+    """Their largest magnitude is below 127, unlike in weights that we quantize."""
     from safetensors.torch import load_file, save_file
 
     folder = save_decoder(tmp_path, "llama")
@@ -123,7 +120,6 @@ def test_stored_integers_keep_their_own_scales(tmp_path: Path) -> None:
 def test_other_quantized_weights_are_refused_by_name(
     tmp_path: Path, told: dict[str, Any], quantization: str | None, reason: str
 ) -> None:
-    """When the spec is read, not when a stage loads."""
     folder = save_decoder(tmp_path, "llama")
     quantize_folder(folder, "int-quantized", **told.pop("weights", {}))
     config = json.loads((folder / "config.json").read_text())
@@ -137,7 +133,7 @@ def test_other_quantized_weights_are_refused_by_name(
 def test_integers_of_anything_but_products_are_refused(
     tmp_path: Path, what: str
 ) -> None:
-    """Their scales would be missing; and a scale without its weight is no model."""
+    """Nothing would apply their scales."""
     from safetensors.torch import load_file, save_file
 
     folder = save_decoder(tmp_path, "llama")
@@ -154,7 +150,7 @@ def test_integers_of_anything_but_products_are_refused(
 
 
 def test_experts_that_are_integers_are_refused(tmp_path: Path) -> None:
-    """transformers would put the integers into its tensor of floats."""
+    """transformers would copy the integers into its tensor of floats."""
     folder = save_decoder(tmp_path, "qwen3_moe")
     quantize_folder(folder, "int-quantized")
     with pytest.raises(SpecError, match=r"layers\.[01]\..*experts of a mixture cannot"):

@@ -1,4 +1,4 @@
-"""The stages of a Hugging Face model together compute what the whole model does."""
+"""Stages of a Hugging Face model, which together compute what the whole does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ HEAVY = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2"
 def saved(
     kind: str, folder: Path, sizes: dict[str, Any] | None = None, **more: Any
 ) -> torch.nn.Module:
-    """Save a small random model of an architecture, and return it."""
     torch.manual_seed(7)
     sizes = ARCHITECTURES[kind] if sizes is None else sizes
     config = transformers.AutoConfig.for_model(kind, **sizes, **more)
@@ -146,7 +145,6 @@ def test_architecture_that_nobody_compared_is_right_all_the_same(
 def test_architecture_that_would_be_wrong_in_stages_is_refused(
     kind: str, tmp_path: Path
 ) -> None:
-    """In one stage it is served."""
     whole = saved(kind, tmp_path, UNCUT[kind])
     for stage in huggingface.model(str(tmp_path), stages=2).stages:
         with pytest.raises(SpecError, match="cannot be cut into stages"):

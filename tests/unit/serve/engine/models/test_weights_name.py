@@ -14,7 +14,6 @@ from multiworld.serve.engine.models.weights import name_of
 
 
 def folder(at: Path) -> Path:
-    """Return a folder with a file of weights."""
     at.mkdir()
     (at / "config.json").write_text("{}")
     (at / "model.safetensors").write_bytes(b"1234")
@@ -22,7 +21,6 @@ def folder(at: Path) -> Path:
 
 
 def test_name_stays_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
-    """Also if the new file has the size of the old one."""
     made = folder(tmp_path / "a")
     name = name_of(made, "float32")
     assert name_of(made, "float32") == name
@@ -34,7 +32,7 @@ def test_name_stays_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
 
 
 def test_names_differ_though_size_and_time_do_not(tmp_path: Path) -> None:
-    """Images may give all files one time."""
+    """Container images may give all files the same time."""
     names = []
     for number, content in enumerate((b"1234", b"1243")):
         made = folder(tmp_path / f"{number}")
@@ -49,7 +47,7 @@ def test_names_differ_though_size_and_time_do_not(tmp_path: Path) -> None:
 
 
 def test_index_names_files_beside_it_only(tmp_path: Path) -> None:
-    """A folder from elsewhere cannot have other files of this machine read."""
+    """An untrusted folder must not make us read other files of this machine."""
     made = folder(tmp_path / "a")
     index = made / "model.safetensors.index.json"
     for name in ("../b.safetensors", str(tmp_path / "b.safetensors")):
@@ -69,7 +67,6 @@ def test_damaged_index_is_reported(text: str, tmp_path: Path) -> None:
 
 
 def test_file_of_the_hub_is_identified_by_its_content(tmp_path: Path) -> None:
-    """Wherever and whenever it was fetched."""
     names = []
     for number, content in enumerate(("one", "one", "two")):
         made = folder(tmp_path / f"{number}")
@@ -84,7 +81,6 @@ def test_file_of_the_hub_is_identified_by_its_content(tmp_path: Path) -> None:
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    """The error names the file."""
     made = folder(tmp_path / "a")
     (made / "config.json").unlink()
     with pytest.raises(SpecError, match=r"config\.json"):

@@ -23,18 +23,15 @@ def work(
     gateway: str = "r",
     via: dict[str, str] | None = None,
 ) -> Work:
-    """Return a piece of work."""
     key = gateway, number, 1
     return Work(key, group, rows, deadline, at, is_isolated, via=via)
 
 
 def numbers(batch: list[Work]) -> list[int]:
-    """Return the request numbers of a batch."""
     return [w.key[1] for w in batch]
 
 
 def test_batch_without_wait_takes_all_waiting_work() -> None:
-    """An idle replica takes all work that has arrived."""
     batcher = BatchQueue(4, 0.0)
     for number in range(3):
         batcher.add(work(number))
@@ -44,7 +41,6 @@ def test_batch_without_wait_takes_all_waiting_work() -> None:
 
 
 def test_probe_is_taken_before_all_that_waits() -> None:
-    """One at a time; the others stay in their order."""
     batcher = BatchQueue(4, 0.0)
     for number in range(4):
         batcher.add(work(number, via={"1": "x"} if number in (1, 2) else None))
@@ -55,7 +51,7 @@ def test_probe_is_taken_before_all_that_waits() -> None:
 
 
 def test_batch_when_full_then_the_rest_waits() -> None:
-    """Rows count, not requests; the order is kept."""
+    """The limit counts rows, not requests."""
     batcher = BatchQueue(4, 0.0)
     for number, rows in enumerate((2, 1, 2, 1)):
         batcher.add(work(number, rows=rows))
@@ -64,7 +60,7 @@ def test_batch_when_full_then_the_rest_waits() -> None:
 
 
 def test_batch_with_wait_is_due_later_or_when_full() -> None:
-    """The oldest work decides."""
+    """The oldest work in the queue decides when a batch is due."""
     batcher = BatchQueue(2, 0.5)
     batcher.add(work(0, at=1.0))
     assert batcher.take(1.4) == []
@@ -76,7 +72,6 @@ def test_batch_with_wait_is_due_later_or_when_full() -> None:
 
 
 def test_batch_when_groups_differ_then_one_at_a_time() -> None:
-    """The group of the oldest work first; other work keeps its order."""
     batcher = BatchQueue(8, 0.0)
     for number, group in enumerate("abab"):
         batcher.add(work(number, group=group))
@@ -85,7 +80,6 @@ def test_batch_when_groups_differ_then_one_at_a_time() -> None:
 
 
 def test_suspect_runs_in_isolation_without_waiting() -> None:
-    """No earlier or later work shares its batch."""
     batcher = BatchQueue(8, 10.0)
     batcher.add(work(0, is_isolated=True))
     batcher.add(work(1))
@@ -97,7 +91,6 @@ def test_suspect_runs_in_isolation_without_waiting() -> None:
 
 
 def test_cancelled_and_expired_work_is_removed() -> None:
-    """By key, by gateway, by deadline."""
     batcher = BatchQueue(8, 0.0)
     batcher.add(work(0))
     batcher.add(work(1, gateway="other"))
@@ -120,7 +113,6 @@ def test_cancelled_and_expired_work_is_removed() -> None:
 def test_everything_runs_once_within_the_limits(
     wishes: list[tuple[str, int, bool]], limit: int
 ) -> None:
-    """For any order of arrival."""
     batcher = BatchQueue(limit, 0.0)
     for number, (group, rows, is_isolated) in enumerate(wishes):
         batcher.add(work(number, group=group, rows=rows, is_isolated=is_isolated))
@@ -134,7 +126,7 @@ def test_everything_runs_once_within_the_limits(
 
 
 def test_batch_begins_with_the_probes_that_wait() -> None:
-    """What waits may need the replica that a probe makes ready."""
+    """Queued work may need the replica that a probe makes ready."""
     batcher = BatchQueue(2, 0.0)
     for number in range(3):
         batcher.add(work(number))
@@ -146,7 +138,6 @@ def test_batch_begins_with_the_probes_that_wait() -> None:
 
 
 def test_full_batch_does_not_wait_for_another_group() -> None:
-    """The oldest work waits for company of its own."""
     batcher = BatchQueue(2, 1.0)
     batcher.add(work(0, group="odd"))
     batcher.add(work(1))
@@ -158,7 +149,7 @@ def test_full_batch_does_not_wait_for_another_group() -> None:
 
 
 def test_tenant_whose_request_failed_is_batched_apart() -> None:
-    """For a while, and pays for the batches that its failure cost."""
+    """This lasts for a while, and the tenant pays for the batches its failure cost."""
     bad, good = Share("bad"), Share("good")
 
     def fill(batcher: BatchQueue) -> None:

@@ -15,17 +15,14 @@ def piece(
     deadline_at: float = 100.0,
     session: str | None = None,
 ) -> Work:
-    """Return the output of one request."""
     return Work(key(number), None, 1, deadline_at, 0.0, via=via, session=session)
 
 
 def key(number: int) -> Key:
-    """Return the key of a request."""
     return ("r", number, 1)
 
 
 def forwarding(credit: int = 2, **states: ReplicaState) -> Forwarder:
-    """Return a forwarder to these connected replicas of stage 1."""
     made = Forwarder(1, credit, lambda: 0.0)
     made.table_changed([Replica(n, "m", "1", 1, s) for n, s in states.items()])
     for name in states:
@@ -34,7 +31,6 @@ def forwarding(credit: int = 2, **states: ReplicaState) -> Forwarder:
 
 
 def sent(found: dict[str, list[Work]]) -> dict[str, list[int]]:
-    """Return the request numbers by receiver."""
     return {name: [p.key[1] for p in pieces] for name, pieces in found.items()}
 
 
@@ -43,7 +39,6 @@ DRAINING = ReplicaState.DRAINING
 
 
 def test_hand_when_credit_is_used_up_then_the_rest_waits_in_order() -> None:
-    """It is sent when the receiver begins earlier work."""
     f = forwarding(2, a=READY)
     assert sent(f.hand([piece(n) for n in range(4)], 0.0)) == {"a": [0, 1]}
     assert (len(f), f.handed_count) == (2, 2)
@@ -54,7 +49,7 @@ def test_hand_when_credit_is_used_up_then_the_rest_waits_in_order() -> None:
 
 
 def test_hand_when_a_probe_then_beyond_the_credit() -> None:
-    """It may make the replica ready that all the others wait for."""
+    """A probe may make the replica ready that all others wait for."""
     f = forwarding(1, a=READY)
     assert sent(f.hand([piece(n) for n in range(3)], 0.0)) == {"a": [0]}
     assert sent(f.hand([piece(9, via={"2": "x"})], 0.0)) == {"a": [9]}
@@ -62,14 +57,12 @@ def test_hand_when_a_probe_then_beyond_the_credit() -> None:
 
 
 def test_hand_when_two_then_to_the_emptier_one() -> None:
-    """Both get the same number."""
     f = forwarding(4, a=READY, b=READY)
     found = sent(f.hand([piece(n) for n in range(6)], 0.0))
     assert {name: len(n) for name, n in found.items()} == {"a": 3, "b": 3}
 
 
 def test_session_has_a_home_while_that_has_room() -> None:
-    """Its other work goes elsewhere, and keeps no replica from the work of others."""
     f = forwarding(16, a=READY, b=READY, c=READY)
     found = sent(f.hand([piece(n, session="s") for n in range(4)], 0.0))
     ((home, numbers),) = found.items()
@@ -111,7 +104,6 @@ def test_silence_and_loss_return_unbegun_work_once() -> None:
 
 
 def test_replica_that_leaves_has_finished_what_it_began() -> None:
-    """Only the rest goes back."""
     f = forwarding(4, a=READY)
     f.hand([piece(0), piece(1)], 0.0)
     f.begun("a", [key(0)])
@@ -120,7 +112,6 @@ def test_replica_that_leaves_has_finished_what_it_began() -> None:
 
 
 def test_probe_goes_to_its_replica_or_to_starting_ones() -> None:
-    """No other work goes to starting replicas."""
     f = forwarding(4, a=READY, b=STARTING)
     assert sent(f.hand([piece(0, via={"1": "b"})], 0.0)) == {"b": [0]}
     assert sent(f.hand([piece(1, via={"0": "x"})], 0.0)) == {"a": [1]}
@@ -140,7 +131,7 @@ def test_waiting_work_goes_back_when_the_next_stage_has_no_replicas() -> None:
 
 
 def test_replica_that_refused_work_gets_none_for_a_while() -> None:
-    """It has no edge to the gateway yet."""
+    """It may have no edge to the gateway yet."""
     f = forwarding(4, a=READY, b=READY)
     (name,) = f.hand([piece(0)], 0.0)
     f.refused(name, [key(0)], 0.0)
@@ -151,7 +142,6 @@ def test_replica_that_refused_work_gets_none_for_a_while() -> None:
 
 
 def test_refusal_of_work_that_was_never_sent_is_ignored() -> None:
-    """Work of that gateway still goes to the replica."""
     f = forwarding(4, a=READY)
     f.refused("a", [key(9)], 0.0)
     f.refused("unknown", [key(0)], 0.0)
@@ -159,7 +149,6 @@ def test_refusal_of_work_that_was_never_sent_is_ignored() -> None:
 
 
 def test_late_and_cancelled_work_is_dropped() -> None:
-    """It takes no credit."""
     f = forwarding(1, a=READY)
     f.hand([piece(0)], 0.0)
     f.hand([piece(1, deadline_at=5.0), piece(2), piece(3)], 0.0)
@@ -172,7 +161,7 @@ def test_late_and_cancelled_work_is_dropped() -> None:
 
 
 def test_hand_when_as_full_then_to_the_one_that_began_longer_ago() -> None:
-    """What has begun is not over; nobody says when it is."""
+    """Receivers report when work begins, not when it is finished."""
     f = forwarding(4, a=READY, b=READY)
     for number in range(6):
         found = sent(f.hand([piece(number)], 0.0))

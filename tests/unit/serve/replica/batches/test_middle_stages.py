@@ -1,4 +1,4 @@
-"""A worker between two stages: credit, outputs that wait, and work that goes back."""
+"""A worker between two stages: credit, waiting outputs and returned work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.unit.serve.replica.batches.test_worker import (
 
 
 async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() -> None:
-    """Deadline, session, share and probe."""
     async with bench(0, 2, "1-a") as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         share = Share("acme", 2.0, 1)
@@ -41,7 +40,6 @@ async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() 
 
 
 async def test_time_that_work_takes_goes_with_it() -> None:
-    """Its wait for the batch and for the next stage, and the batch itself."""
     async with bench(0, 2, "1-a", max_ongoing_requests=1, is_started=False) as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         real = b.model.compute
@@ -65,7 +63,6 @@ async def test_time_that_work_takes_goes_with_it() -> None:
 
 
 async def test_next_stage_without_credit_stops_this_one() -> None:
-    """No batch is begun while outputs wait; credit that comes back lets it continue."""
     async with bench(
         0, 2, "1-a", max_ongoing_requests=1, max_batch_size=1, is_started=False
     ) as b:
@@ -83,7 +80,7 @@ async def test_next_stage_without_credit_stops_this_one() -> None:
 
 
 async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
-    """Else the only replica of the next stage would never become ready."""
+    """Otherwise the only replica of the next stage would never become ready."""
     starting = ReplicaState.STARTING
     async with bench(
         0, 2, max_ongoing_requests=1, max_batch_size=1, is_started=False
@@ -108,7 +105,6 @@ async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
 
 
 async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> None:
-    """Cancelled work returns it, too; gateways are notified by notes alone."""
     async with bench(1, 2, "0-z", is_started=False) as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(n) for n in (1, 2)], 1.0, 2.0)
@@ -126,7 +122,7 @@ async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> No
 
 
 async def test_work_of_a_gateway_that_is_not_connected_goes_back() -> None:
-    """An answer could not reach it from here; other work is computed."""
+    """Its answer could not reach the gateway from here."""
     async with bench(1, 2, "0-z") as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(1, "h"), item(2, "g")], 1.0, 2.0)
@@ -137,7 +133,6 @@ async def test_work_of_a_gateway_that_is_not_connected_goes_back() -> None:
 
 
 async def test_work_that_the_next_stage_refused_is_returned_to_its_gateway() -> None:
-    """Another replica of the next stage gets what comes next."""
     async with bench(0, 2, "1-a", "1-b") as b:
         g = await b.connect("g")
         next_ones = {name: await b.connect(name) for name in ("1-a", "1-b")}
@@ -153,7 +148,7 @@ async def test_work_that_the_next_stage_refused_is_returned_to_its_gateway() -> 
 
 
 async def peer_has_work(peer: Peer) -> bool:
-    """Return whether work was handed to a replica; it is taken."""
+    """Return whether work was handed to a replica, and consume it."""
     waiting = asyncio.ensure_future(handed(peer))
     await settle()
     is_there = waiting.done()
@@ -163,7 +158,7 @@ async def peer_has_work(peer: Peer) -> bool:
 
 
 async def test_lost_replica_of_the_next_stage_is_reported_with_its_work() -> None:
-    """Also with what it had just begun: its own note may be lost with it."""
+    """This includes work that it had just begun, whose note may be lost with it."""
     async with bench(0, 2, "1-a") as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         await send(g, [item(1)], 1.0)
@@ -181,7 +176,6 @@ async def test_lost_replica_of_the_next_stage_is_reported_with_its_work() -> Non
 
 
 async def test_silent_replica_of_the_next_stage_gets_nothing_and_is_reported() -> None:
-    """Once, until it gives a sign again."""
     async with bench(0, 2, "1-a") as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         await send(g, [item(1)], 1.0)
@@ -198,7 +192,6 @@ async def test_silent_replica_of_the_next_stage_gets_nothing_and_is_reported() -
 
 
 async def test_cancellation_follows_the_work_to_the_next_stage() -> None:
-    """It frees the place there; what waits here is dropped."""
     async with bench(0, 2, "1-a", max_ongoing_requests=1) as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         await send(g, [item(1), item(2)], 1.0, 2.0)
@@ -213,7 +206,7 @@ async def test_cancellation_follows_the_work_to_the_next_stage() -> None:
 
 
 async def test_outputs_go_back_when_the_next_stage_is_gone_from_the_table() -> None:
-    """The version is being replaced: nobody will take them."""
+    """The version is being replaced, so nobody will take them."""
     async with bench(0, 2, "1-a", max_ongoing_requests=1) as b:
         g, a = await b.connect("g"), await b.connect("1-a")
         await send(g, [item(1), item(2)], 1.0, 2.0)
@@ -225,7 +218,6 @@ async def test_outputs_go_back_when_the_next_stage_is_gone_from_the_table() -> N
 
 
 async def test_lost_replica_of_the_stage_before_is_no_loss_here() -> None:
-    """Its work is computed and answered; only its credit goes nowhere."""
     async with bench(1, 2, "0-z", is_started=False) as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(1)], 1.0)
@@ -237,7 +229,7 @@ async def test_lost_replica_of_the_stage_before_is_no_loss_here() -> None:
 
 
 async def test_all_that_was_sent_can_be_waited_for() -> None:
-    """A worker that ends does so before it exits."""
+    """A worker waits like this before it exits."""
     async with bench(1, 3, "0-z", "2-a") as b:
         for name in ("g", "0-z", "2-a"):
             await b.connect(name)

@@ -1,4 +1,4 @@
-"""Quick stages: computed on the event loop, without an announcement."""
+"""Quick stages, which are computed on the event loop without an announcement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.serve.replica.batches.test_worker import (
 
 
 def test_stage_is_quick_once_enough_batches_took_little_time() -> None:
-    """One slow batch starts the count anew, and a slow mean ends it."""
+    """One slow batch restarts the count, and a slow mean ends quickness."""
     measure = Quickness()
     for _ in range(WARM):
         assert not measure.is_quick
@@ -52,7 +52,7 @@ def test_stage_is_quick_once_enough_batches_took_little_time() -> None:
 
 
 def quicken(b: Bench) -> None:
-    """Make the worker take its stage for a quick one, however busy the machine is."""
+    """Make the worker treat its stage as quick, however busy the machine is."""
     for _ in range(WARM):
         b.quickness.add(0.0)
     measured: Any = b.quickness
@@ -60,7 +60,6 @@ def quicken(b: Bench) -> None:
 
 
 async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
-    """Its answers say all there is to say."""
     threads: list[str] = []
     async with bench() as b:
         g = await b.connect("g")
@@ -80,7 +79,7 @@ async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
 
 
 async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
-    """No task has to wake up; under load, more work comes for the same batch."""
+    """No task has to wake up; under load, waiting lets a batch grow."""
     tasks: list[asyncio.Task[Any] | None] = []
     async with bench() as b:
         g = await b.connect("g")
@@ -108,7 +107,7 @@ async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
 async def test_what_a_calm_quick_stage_cannot_compute_at_once_goes_to_its_thread(
     is_isolated: bool,
 ) -> None:
-    """A suspect, and a request that fails; what comes meanwhile waits for it."""
+    """This is a suspect, or a request that fails."""
     async with bench() as b:
         g = await b.connect("g")
         quicken(b)
@@ -139,7 +138,6 @@ async def test_suspect_at_a_quick_stage_is_announced_and_computed_alone() -> Non
 
 
 async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
-    """The others of its batch are answered."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         quicken(b)
@@ -155,7 +153,7 @@ async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
 
 
 async def test_stage_that_works_in_its_own_thread_only_is_left_there() -> None:
-    """It opened a database, or starts a loop of its own; nobody notices but the log."""
+    """For example, it opened a database or runs its own event loop."""
     async with bench() as b:
         g = await b.connect("g")
         real = b.model.compute
@@ -207,7 +205,7 @@ async def test_credit_is_returned_at_once_when_much_is_owed(
 
 
 async def test_loop_serves_its_other_tasks_between_quick_batches() -> None:
-    """Work without end must not starve them."""
+    """Endless work must not starve them."""
     async with bench(max_batch_size=1) as b:
         g = await b.connect("g")
         quicken(b)
@@ -230,7 +228,7 @@ async def test_loop_serves_its_other_tasks_between_quick_batches() -> None:
 async def test_quick_stage_that_hangs_ends_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The loop cannot look any more; a thread does."""
+    """The blocked loop cannot check for hangs, so a thread does."""
     codes: list[int] = []
     hangs = threading.Event()
 
@@ -257,7 +255,6 @@ async def test_quick_stage_that_hangs_ends_its_process(
 
 
 def test_guard_starts_one_thread() -> None:
-    """However often it is started."""
     before = threading.active_count()
     guard = HangGuard(lambda resumed_at: None)
     for _ in range(3):

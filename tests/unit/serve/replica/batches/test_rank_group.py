@@ -44,7 +44,6 @@ class Ranks:
         return lambda tensors: self._compute(group, tensors)
 
     async def start(self) -> None:
-        """Load every rank."""
         for world, executor in zip(self.worlds[1:], self.executors[1:], strict=True):
             following = follow(world, executor, "cpu")
             self.followers.append(asyncio.ensure_future(following))
@@ -52,7 +51,6 @@ class Ranks:
         await self.executors[LEADER].load(StageContext(group=group))
 
     async def run(self, *values: float) -> list[Outcome]:
-        """Compute a batch of requests with one row each; return their outcomes."""
         works = [
             Work(("g", n, 1), None, 1, 1e9, 0.0, content={"x": torch.tensor([value])})
             for n, value in enumerate(values)
@@ -61,7 +59,6 @@ class Ranks:
             return await self.executors[LEADER].run(works)
 
     async def close(self) -> None:
-        """End all ranks."""
         for world in self.worlds:
             await world.close()
         for task in self.followers:
@@ -75,7 +72,6 @@ class Ranks:
 
 @asynccontextmanager
 async def ranks(size: int, compute: Compute) -> AsyncIterator[Ranks]:
-    """Return a replica of so many ranks that is loaded."""
     async with Arena("memory") as arena:
         made = Ranks(await arena.world(size), compute)
         try:
@@ -86,26 +82,22 @@ async def ranks(size: int, compute: Compute) -> AsyncIterator[Ranks]:
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """Return the value of each answer, or the type of its error."""
     return [
         type(one) if isinstance(one, Exception) else one["y"].item() for one in outcomes
     ]
 
 
 def sums(group: Group, tensors: Tensors) -> Tensors:
-    """Return the sum over all ranks of the rank's number times the inputs."""
     return {"y": group.all_reduce(tensors["x"] * (group.rank + 1))}
 
 
 async def test_every_rank_computes_its_part_of_the_leaders_batch() -> None:
-    """Batch after batch; the sum is over all of them."""
     async with ranks(3, sums) as r:
         assert values(await r.run(1.0, 2.0)) == [6.0, 12.0]
         assert values(await r.run(10.0)) == [60.0]
 
 
 async def test_parts_are_gathered_in_the_order_of_ranks() -> None:
-    """On every rank."""
     seen: dict[int, list[float]] = {}
 
     def gathers(group: Group, tensors: Tensors) -> Tensors:
@@ -120,8 +112,6 @@ async def test_parts_are_gathered_in_the_order_of_ranks() -> None:
 
 
 async def test_request_that_every_rank_refuses_fails_alone() -> None:
-    """Each is computed again by itself, on all ranks."""
-
     def refuses(group: Group, tensors: Tensors) -> Tensors:
         if 13.0 in tensors["x"]:
             raise ValueError("13")
@@ -137,10 +127,7 @@ async def test_request_that_every_rank_refuses_fails_alone() -> None:
 async def test_rank_that_fails_alone_breaks_the_replica(
     failing: int, before: int
 ) -> None:
-    """For example one GPU has no memory left: its next collective never begins.
-
-    The replica answers nothing more, so nothing wrong; its requests are replayed.
-    """
+    """A rank without GPU memory, for example, never begins its next collective."""
 
     def fails(group: Group, tensors: Tensors) -> Tensors:
         for _ in range(before):
@@ -163,7 +150,7 @@ async def test_rank_that_fails_alone_breaks_the_replica(
 async def test_rank_that_fails_after_its_last_collective_stays_in_step(
     failing: int,
 ) -> None:
-    """Every rank has begun as many collectives, so the replica continues."""
+    """All ranks have begun equally many collectives, so the replica continues."""
     calls = dict.fromkeys(range(3), 0)
 
     def fails_once(group: Group, tensors: Tensors) -> Tensors:
@@ -181,7 +168,7 @@ async def test_rank_that_fails_after_its_last_collective_stays_in_step(
 
 
 async def test_follower_returns_when_the_leader_leaves() -> None:
-    """The replica has finished; it is no error."""
+    """The replica has finished, which is no error."""
     async with ranks(2, sums) as r:
         await r.run(1.0)
         await r.worlds[LEADER].close()
@@ -189,7 +176,7 @@ async def test_follower_returns_when_the_leader_leaves() -> None:
 
 
 async def test_lost_rank_ends_followers_with_an_error() -> None:
-    """Its process exits, and with it the replica."""
+    """The error makes a follower's process exit, and with it the replica."""
     async with ranks(3, sums) as r:
         await break_world(r.worlds[1])
         for follower in r.followers:
@@ -198,7 +185,6 @@ async def test_lost_rank_ends_followers_with_an_error() -> None:
 
 
 async def test_lost_rank_frees_the_model_that_waits_for_it() -> None:
-    """The thread of the leader's model does not hang."""
     async with ranks(2, sums) as r:
         r.followers[0].cancel()
         await asyncio.gather(*r.followers, return_exceptions=True)
@@ -225,7 +211,6 @@ FORKING = textwrap.dedent(
 
 
 def test_ranks_are_forked_once_each_and_die_with_their_leader() -> None:
-    """However it dies."""
     process = subprocess.Popen(
         [sys.executable, "-c", FORKING, "stay"], stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""The worker: work over real edges, gateways and replicas that a test plays."""
+"""The worker, on real edges to gateways and replicas that the tests play."""
 
 from __future__ import annotations
 
@@ -64,15 +64,7 @@ def table(stage: int, stages: int, *names: str, **states: ReplicaState) -> Routi
 
 
 class FakeModel:
-    """The model of a stage; tests hold it up.
-
-    Attributes:
-        batches: Values that it has computed, by batch.
-        gate: It computes while this is set.
-        is_computing: Set while it computes.
-        compute: The function of the stage, which a test may replace.
-        thread: The thread in which the stage was loaded.
-    """
+    """The model of a stage; it computes while `gate` is set."""
 
     def __init__(self) -> None:
         self.compute: Callable[[Tensors], Tensors] = self.double
@@ -82,12 +74,10 @@ class FakeModel:
         self.gate.set()
 
     def load(self, context: StageContext) -> Any:
-        """Return the function of the stage."""
         self.thread = threading.current_thread()
         return lambda tensors: self.compute(tensors)
 
     def double(self, tensors: Tensors) -> Tensors:
-        """Compute a batch."""
         self.is_computing.set()
         assert self.gate.wait(HANG_S)
         self.is_computing.clear()
@@ -101,8 +91,6 @@ class FakeModel:
 
 
 class Bench:
-    """A worker under test, its edges, and the processes at their other ends."""
-
     def __init__(
         self, arena: Arena, stage: int, stages: int, limits: WorkerLimits
     ) -> None:
@@ -122,12 +110,10 @@ class Bench:
         self.own: list[asyncio.Task[None]] = []
 
     async def use(self, given: RoutingTable) -> None:
-        """Apply a table."""
         self.worker.table_changed(given)
         self.edges: dict[str, Edge] = edges_of(given, ME)
 
     async def connect(self, name: str) -> Peer:
-        """Open the edge to a process; return its other end."""
         outbox, peer = await connect(self._arena, self.edges[name])
         self.worker.edge_up(outbox)
         listen(outbox, self.worker)
@@ -136,7 +122,6 @@ class Bench:
         return peer
 
     async def lose(self, name: str) -> None:
-        """Lose the process at the other end of an edge."""
         outbox, tasks = self.outboxes.pop(name), self.tasks.pop(name)
         await break_world(outbox.world)
         for task in tasks:
@@ -145,12 +130,10 @@ class Bench:
         self.worker.edge_down(outbox, is_polite=False)
 
     def start(self) -> None:
-        """Compute, and look at deadlines and silence."""
         for body in (self.worker.run, self.worker.look):
             self.own.append(asyncio.ensure_future(body()))
 
     async def close(self) -> None:
-        """End everything."""
         self.model.gate.set()
         tasks = [*self.own, *(t for many in self.tasks.values() for t in many)]
         for task in tasks:
@@ -183,31 +166,26 @@ async def bench(
 
 
 def item(number: int, gateway: str = "g", **more: Any) -> WorkItem:
-    """Return the header of the first attempt at a request."""
     return WorkItem((gateway, number, 1), **{"remaining_s": 50.0, **more})
 
 
 async def send(peer: Peer, items: Sequence[WorkItem], *values: float) -> None:
-    """Send work of one row each."""
     contents = [{"x": torch.tensor([value])} for value in values]
     await peer.send_with(inference_messages.Work(tuple(items)), contents)
 
 
 async def note(peer: Peer) -> Note:
-    """Receive the next note."""
     found: Note = await peer.receive(Note)
     return found
 
 
 async def begun(peer: Peer) -> tuple[Attempt, ...]:
-    """Receive a note; return the attempts that it says have begun."""
     found = await note(peer)
     assert isinstance(found, inference_messages.BatchBegun), found
     return found.attempts
 
 
 async def answers(peer: Peer) -> dict[int, float]:
-    """Receive answers; return their values by number of the request."""
     header, contents = await peer.receive_with(inference_messages.Answers)
     return {
         one.attempt[0]: tensors["x"].item()
@@ -216,7 +194,6 @@ async def answers(peer: Peer) -> dict[int, float]:
 
 
 async def handed(peer: Peer) -> dict[Key, float]:
-    """Receive work that was handed on; return its values by key."""
     header, contents = await peer.receive_with(inference_messages.Work)
     return {
         one.key: tensors["x"].item()
@@ -225,7 +202,6 @@ async def handed(peer: Peer) -> dict[Key, float]:
 
 
 def key(number: int, gateway: str = "g") -> Key:
-    """Return the key of the first attempt at a request."""
     return (gateway, number, 1)
 
 
@@ -233,7 +209,6 @@ def key(number: int, gateway: str = "g") -> Key:
 
 
 async def test_batch_is_announced_computed_together_and_answered() -> None:
-    """Each answer has its own row."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         await send(g, [item(1), item(2)], 3.0, 4.0)
@@ -251,7 +226,6 @@ async def test_batch_is_announced_computed_together_and_answered() -> None:
 
 
 async def test_batch_of_two_gateways_is_announced_and_answered_to_each() -> None:
-    """Neither hears of the other's requests."""
     async with bench(is_started=False) as b:
         g, h = await b.connect("g"), await b.connect("h")
         await send(g, [item(1)], 1.0)
@@ -263,7 +237,6 @@ async def test_batch_of_two_gateways_is_announced_and_answered_to_each() -> None
 
 
 async def test_request_that_fails_fails_alone() -> None:
-    """Others of its batch are answered; the error says which stage raised it."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         await send(g, [item(n) for n in (1, 2, 3)], 1.0, 13.0, 66.0)
@@ -286,7 +259,6 @@ async def test_request_that_fails_fails_alone() -> None:
 
 
 async def test_tenant_whose_requests_fail_is_charged_for_all_computations() -> None:
-    """Others are served meanwhile."""
     async with bench(is_started=False, max_batch_size=4) as b:
         g = await b.connect("g")
         bad, good = Share("bad"), Share("good")
@@ -301,7 +273,7 @@ async def test_tenant_whose_requests_fail_is_charged_for_all_computations() -> N
 
 
 async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
-    """It would wait for ever; what comes with it is computed."""
+    """It would wait forever."""
     async with bench(max_batch_size=2) as b:
         g = await b.connect("g")
         header = inference_messages.Work((item(1), item(2)))
@@ -315,7 +287,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
 
 
 async def test_suspect_is_computed_alone() -> None:
-    """The gateway is notified, because it counts losses by that."""
+    """The gateway counts losses by such announcements."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         work = [item(1), item(2, is_isolated=True), item(3)]
@@ -330,7 +302,7 @@ async def test_suspect_is_computed_alone() -> None:
 
 
 async def test_late_work_is_not_computed() -> None:
-    """Its gateway has answered already."""
+    """Its gateway has already answered."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         await send(g, [item(1, remaining_s=1.0), item(2, remaining_s=9.0)], 1.0, 2.0)
@@ -342,7 +314,6 @@ async def test_late_work_is_not_computed() -> None:
 
 
 async def test_work_waits_for_company_for_a_while() -> None:
-    """As long as it may, or until the batch is full."""
     async with bench(max_wait_s=1000.0, max_batch_size=2) as b:
         g = await b.connect("g")
         await send(g, [item(1)], 1.0)
@@ -356,7 +327,6 @@ async def test_work_waits_for_company_for_a_while() -> None:
 
 
 async def test_cancelled_work_is_taken_from_the_queue() -> None:
-    """What arrives after its cancellation is dropped, too."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         await send(g, [item(1), item(2)], 1.0, 2.0)
@@ -392,7 +362,7 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
 
 
 async def test_gateway_hears_when_what_it_gave_up_is_computed() -> None:
-    """Until then the replica is not idle, though nothing is waited for there."""
+    """Until then the replica is busy, though nobody waits for its result."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         b.model.gate.clear()
@@ -415,7 +385,7 @@ async def test_gateway_hears_when_what_it_gave_up_is_computed() -> None:
 async def test_cancelled_keys_are_remembered_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A gateway that cancels for ever fills no memory."""
+    """A gateway that keeps cancelling must not fill the memory."""
     monkeypatch.setattr(module, "MAX_CANCELLED", 3)
     async with bench() as b:
         g = await b.connect("g")
@@ -426,11 +396,10 @@ async def test_cancelled_keys_are_remembered_up_to_a_limit(
         assert await answers(g) == {0: 2.0}
 
 
-# Routers that end.
+# Gateways that exit.
 
 
 async def test_work_of_a_lost_gateway_is_dropped() -> None:
-    """Queued or computed: nobody waits for it; another gateway's is answered."""
     async with bench(is_started=False, max_batch_size=1) as b:
         g, h = await b.connect("g"), await b.connect("h")
         b.model.gate.clear()
@@ -451,7 +420,6 @@ async def test_work_of_a_lost_gateway_is_dropped() -> None:
 async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is notified when it reads again."""
     monkeypatch.setattr(module, "TELL_S", 0.02)
     async with bench() as b:
         g = await b.connect("g")
@@ -465,7 +433,6 @@ async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
 async def test_message_that_is_not_understood_closes_its_edge(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker continues with others."""
     async with bench() as b:
         g, h = await b.connect("g"), await b.connect("h")
         if what == "no work":
@@ -513,7 +480,7 @@ async def test_model_that_never_ends_ends_its_process(
     is_hung: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At its limit, or when nobody can be waiting any more (here: after 60 s)."""
+    """This happens at its limit, or once nobody can be waiting (here after 60 s)."""
     async with computing(monkeypatch, compute_s) as (b, _, codes):
         looks, is_paused, is_late = 0, False, False
         real = b.pauses.look
@@ -539,7 +506,7 @@ async def test_model_that_never_ends_ends_its_process(
 async def test_request_that_nobody_waits_for_holds_no_hung_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its client gave it a day, and hung up."""
+    """The client allowed a day, and then cancelled."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
@@ -576,7 +543,7 @@ async def test_request_that_nobody_waits_for_holds_no_hung_replica(
 async def test_limit_of_a_computation_is_for_each_call_of_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a batch that fails, its requests are computed alone, one by one."""
+    """After a failed batch, its requests are computed one by one."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     async with bench(compute_s=0.8) as b:
@@ -603,7 +570,7 @@ async def test_limit_of_a_computation_is_for_each_call_of_a_batch(
 async def test_pause_of_the_process_is_no_hang_of_its_model(
     compute_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was stopped for long while it computed, and the deadlines are over."""
+    """The process was stopped during a computation until all deadlines had passed."""
     async with computing(monkeypatch, compute_s) as (b, g, codes):
         looks, real = 0, b.pauses.look
 

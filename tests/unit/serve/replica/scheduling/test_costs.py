@@ -1,4 +1,4 @@
-"""The cost of one step, arrival or end at a replica does not grow with the others."""
+"""Costs of steps, arrivals and ends at a replica, beside many other sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tests.lines import lines_of
 
 
 def scheduler_of(seqs: int, waiting: int, *, tenants: int = 1) -> Scheduler:
-    """Return a scheduler with sequences of some tenants."""
     limits = EngineLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=64,
@@ -43,7 +42,6 @@ def scheduler_of(seqs: int, waiting: int, *, tenants: int = 1) -> Scheduler:
 
 
 def step(scheduler: Scheduler) -> None:
-    """Compute one step."""
     planned = scheduler.next_step(1.0)
     assert planned is not None
     tokens = [(part.key, 5 if part.samples else None) for part in planned.parts]
@@ -51,7 +49,7 @@ def step(scheduler: Scheduler) -> None:
 
 
 def test_tenant_whose_prompts_are_scored_gets_a_smaller_part_of_a_step() -> None:
-    """The probabilities of its tokens are work for the others' step, too."""
+    """Scoring its tokens makes the step longer for the others, too."""
     scheduler = scheduler_of(4, 0)
     scored = Sampling(prompt_logprobs=20)
     for number, sampling in enumerate((scored, Sampling())):
@@ -71,7 +69,7 @@ def test_tenant_whose_prompts_are_scored_gets_a_smaller_part_of_a_step() -> None
 
 
 def work_beside_waiting(waiting: int, tenants: int = 1) -> int:
-    """Return the lines of code for a step of four, while others wait."""
+    """Return the lines of code run for a step of four sequences, while others wait."""
     scheduler = scheduler_of(4, waiting, tenants=tenants)
     for _ in range(8):
         step(scheduler)
@@ -80,12 +78,11 @@ def work_beside_waiting(waiting: int, tenants: int = 1) -> int:
 
 
 def test_work_for_a_step_does_not_grow_with_the_sequences_that_wait() -> None:
-    """Those of one tenant."""
     assert work_beside_waiting(1000) == work_beside_waiting(10)
 
 
 def test_work_for_a_step_grows_no_faster_than_the_tenants_that_wait() -> None:
-    """It is not their square, nor their number for each part of the step."""
+    """It must not grow with their square, or with tenants times parts."""
     few, many = work_beside_waiting(100, 100), work_beside_waiting(400, 400)
     assert many < 4.5 * few
     parts = scheduler_of(100, 100, tenants=100)
@@ -94,11 +91,11 @@ def test_work_for_a_step_grows_no_faster_than_the_tenants_that_wait() -> None:
 
 
 def arrival_beside(running: int) -> list[int]:
-    """Return the lines of code for an arrival and an end beside running tenants."""
+    """Return the lines of code run for an arrival and an end beside running tenants."""
     scheduler = scheduler_of(running + 1, running, tenants=running)
     while scheduler.pool.waiting:
         step(scheduler)
-    # The counters that have grown are noted.
+    # This lets the scheduler note the counters that have grown.
     scheduler.add(ScheduledSequence(("g", -2, 0), [1] * 9))
     scheduler.pool.remove(("g", -2, 0))
     new = ScheduledSequence(("g", -1, 0), [1] * 9, Share("new"))
@@ -110,12 +107,11 @@ def arrival_beside(running: int) -> list[int]:
 
 
 def test_work_for_an_arrival_does_not_grow_with_the_sequences_that_run() -> None:
-    """Nor with their tenants; the same holds for its end."""
     assert arrival_beside(200) == arrival_beside(10)
 
 
 def lines_of_preemption(waiting: int) -> int:
-    """Return the lines of code for a step that admits sequences of a priority."""
+    """Return the lines of code run for a step that admits sequences of a priority."""
     scheduler = scheduler_of(2, 2)
     step(scheduler)
     for number in range(waiting):
@@ -127,7 +123,7 @@ def lines_of_preemption(waiting: int) -> int:
 
 
 def test_higher_priorities_are_admitted_without_a_look_at_all_of_them() -> None:
-    """Only as many as are admitted, and one more."""
+    """The step looks at as many as it admits, and one more."""
     assert lines_of_preemption(1000) < lines_of_preemption(20) + 100
 
 
@@ -165,7 +161,7 @@ def comparisons_beside(suspects: int) -> int:
 
 
 def test_work_for_an_end_does_not_grow_with_the_suspects_that_wait() -> None:
-    """In a replica with a whole engine."""
+    """This is about a replica with a whole engine."""
     assert comparisons_beside(500) == comparisons_beside(5)
 
 
@@ -181,7 +177,6 @@ class Unread(OrderedDict[bytes, Block]):
 def test_cached_blocks_are_not_read_while_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block is put, and found again."""
     monkeypatch.setattr(prefix_cache, "OrderedDict", Unread)
     cache = PrefixCache(100)
     cache.put(b"a", Block({}))

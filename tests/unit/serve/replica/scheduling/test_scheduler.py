@@ -1,4 +1,4 @@
-"""The scheduler of steps: a simulated pipeline, with sequences that come and go."""
+"""The scheduler of steps, in a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from multiworld.serve.wire.protocol import Key
 
 
 def key(number: int) -> Key:
-    """Return the key of a sequence."""
     return "gateway/1", number, 0
 
 
@@ -38,7 +37,6 @@ def limits(
     blocks: int = 100,
     steps: int = 1,
 ) -> EngineLimits:
-    """Return limits that are small."""
     return EngineLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -49,12 +47,7 @@ def limits(
 
 
 class Pipeline:
-    """A scheduler, and stages that compute what it plans, in order.
-
-    Attributes:
-        computed: Tokens of each sequence whose keys and values every stage has.
-        made: Tokens that each sequence got.
-    """
+    """A scheduler, and stages that compute the steps that it plans, in order."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -64,7 +57,7 @@ class Pipeline:
         self.ended: set[Key] = set()
 
     def plan(self) -> PlannedStep | None:
-        """Plan a step, and check what must hold of it."""
+        """Plan a step, and check its invariants."""
         step = self.scheduler.next_step()
         if step is None:
             return None
@@ -92,7 +85,6 @@ class Pipeline:
         return step
 
     def finish_one(self, wanted: dict[Key, int]) -> None:
-        """Let the oldest step come out of the last stage."""
         step = self.in_flight.popleft()
         out: list[tuple[Key, int | None]] = []
         for part in step.parts:
@@ -110,12 +102,10 @@ class Pipeline:
                 self.end(number)
 
     def end(self, which: Key) -> None:
-        """Let a sequence end."""
         self.ended.add(which)
         self.scheduler.pool.remove(which)
 
     def run(self, wanted: dict[Key, int], turns: int = 10_000) -> None:
-        """Run until every sequence has its tokens."""
         for _ in range(turns):
             while self.plan() is not None:
                 pass
@@ -128,7 +118,6 @@ class Pipeline:
 
 
 def test_long_prompt_is_computed_in_chunks_while_others_continue() -> None:
-    """No step is longer than the budget."""
     pipeline = Pipeline(Scheduler(limits(tokens=8)))
     scheduler = pipeline.scheduler
     scheduler.add(ScheduledSequence(key(1), [1, 2]))
@@ -159,7 +148,7 @@ def planned(pipeline: Pipeline) -> list[dict[int, int]]:
 
 
 def test_prompt_is_computed_in_all_stages_at_once() -> None:
-    """In parts of about the same size, if those are not too small."""
+    """Chunks have about the same size, unless they would be too small."""
     for tokens, parts in ((128, [43, 43, 42]), (50, [32, 18]), (300, [100] * 3)):
         pipeline = Pipeline(Scheduler(limits(tokens=512, steps=3, blocks=100)))
         pipeline.scheduler.add(ScheduledSequence(key(1), [0] * tokens))
@@ -170,7 +159,7 @@ def test_prompt_is_computed_in_all_stages_at_once() -> None:
 
 
 def test_running_sequences_wait_for_the_prefill_of_one_step_in_all() -> None:
-    """Steps are full while no sequence waits for them."""
+    """Steps are full only while no sequence waits for them."""
     pipeline = Pipeline(Scheduler(limits(tokens=120, steps=3, blocks=9000)))
     pipeline.scheduler.add(ScheduledSequence(key(1), [0] * 400))
     wanted = {key(1): 99, key(2): 99, key(3): 99}
@@ -205,7 +194,6 @@ def test_rebuilt_sequences_wait_for_those_still_being_rebuilt() -> None:
 
 
 def test_rebuild_without_memory_delays_no_other_sequence() -> None:
-    """Running sequences share steps; new prompts are computed in small chunks."""
     pipeline = Pipeline(Scheduler(limits(seqs=2, tokens=120, steps=3, blocks=9000)))
     wanted = {key(number): 99 for number in range(1, 4)}
     for number in (1, 2):
@@ -228,14 +216,12 @@ def started(count: int) -> Pipeline:
 
 
 def test_many_sequences_fill_the_pipeline_in_equal_steps() -> None:
-    """With three stages, three steps are in flight, of eight sequences each."""
     pipeline = started(24)
     steps = [pipeline.plan() for _ in range(4)]
     assert [len(s.parts) if s else None for s in steps] == [8, 8, 8, None]
 
 
 def test_few_sequences_go_together_and_wait_for_each_other() -> None:
-    """One that comes later joins them when they are back."""
     pipeline = started(6)
     wanted = {key(number): 99 for number in range(7)}
     assert [
@@ -257,7 +243,6 @@ def test_few_sequences_go_together_and_wait_for_each_other() -> None:
 
 
 def test_last_sequence_is_preempted_and_comes_back_first() -> None:
-    """It is computed again from its tokens, those that it had got included."""
     scheduler = Scheduler(limits(seqs=2, tokens=64, block=2, blocks=4))
     pipeline = Pipeline(scheduler)
     scheduler.add(ScheduledSequence(key(1), [1, 2, 3]))
@@ -269,7 +254,6 @@ def test_last_sequence_is_preempted_and_comes_back_first() -> None:
 
 
 def test_blocks_that_others_need_are_left_to_them() -> None:
-    """Sequences that have them are preempted; a single one may have all."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     for number in range(3):
@@ -289,7 +273,6 @@ def test_blocks_that_others_need_are_left_to_them() -> None:
 
 
 def test_sequence_that_can_never_fit_is_refused() -> None:
-    """And leaves nothing."""
     scheduler = Scheduler(limits(block=2, blocks=3))
     with pytest.raises(TooManyTokensError, match="6 tokens need 4 blocks of 2; there"):
         scheduler.add(ScheduledSequence(key(1), [0] * 6))
@@ -297,7 +280,6 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
 
 
 def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
-    """The tokens of others come all the same."""
     scheduler = Scheduler(limits(tokens=64))
     scheduler.add(ScheduledSequence(key(1), [1]))
     scheduler.add(ScheduledSequence(key(2), [1]))
@@ -312,7 +294,7 @@ def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
 
 
 def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
-    """A member that lies, or a step of before a loss."""
+    """It may come from a faulty member, or from before a loss."""
     scheduler = Scheduler(limits())
     scheduler.add(ScheduledSequence(key(1), [1]))
     scheduler.sampled(77, [(key(1), 5), (key(9), 5)])
@@ -324,7 +306,6 @@ def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
 def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
     data: st.DataObject,
 ) -> None:
-    """Whatever comes, goes or is lost when."""
     block = data.draw(st.integers(1, 5), "block")
     blocks = data.draw(st.integers(4, 12), "blocks")
     limit = limits(
@@ -363,7 +344,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
 
 
 def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
-    """Before its gateway says that it ends; until then its blocks are not free."""
+    """Its blocks stay allocated until its gateway ends it."""
     scheduler = Scheduler(limits(seqs=8, tokens=64))
     for number in range(8):
         scheduler.add(ScheduledSequence(key(number), [1]))
@@ -380,7 +361,7 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
 
 
 def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -> None:
-    """All its tokens are computed; the last stage chooses the next one again."""
+    """All its tokens are computed, so the last stage only samples the next one."""
     scheduler = Scheduler(limits(tokens=64))
     scheduler.add(ScheduledSequence(key(1), [1, 2]))
     step = scheduler.next_step()
@@ -410,7 +391,7 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
 
 
 def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
-    """They count as free at once, and may be reserved for another."""
+    """They count as free at once and may be reserved for another sequence."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     scheduler.add(ScheduledSequence(key(1), [1, 2]))
     scheduler.add(ScheduledSequence(key(2), [1, 2]))
@@ -437,7 +418,6 @@ def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
 
 
 def test_probe_waits_for_nobody() -> None:
-    """Although as many run as may, and others wait."""
     scheduler = Scheduler(limits(seqs=1, tokens=64, steps=2))
     scheduler.add(ScheduledSequence(key(1), [1]))
     assert scheduler.next_step() is not None
@@ -451,7 +431,7 @@ def test_probe_waits_for_nobody() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("tenants", [1, 2])
 def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
-    """Of streams that run, have it all, and need no more for a long time."""
+    """The running sequences hold all memory and need no more for a long time."""
     scheduler = Scheduler(limits(tokens=256, block=16, blocks=96, steps=steps))
     scheduler.pool.granule = 512
     pipeline, probe = Pipeline(scheduler), key(9)
@@ -473,7 +453,6 @@ def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 5])
 def test_probe_longer_than_a_step_is_in_it_once(tokens: int) -> None:
-    """The rest of it is in the next one, also if that is one token."""
     pipeline = Pipeline(Scheduler(limits(tokens=tokens)))
     pipeline.scheduler.add(ScheduledSequence(key(1), [1] * 6, is_probe=True))
     pipeline.scheduler.add(ScheduledSequence(key(2), [1] * 6))
@@ -481,7 +460,7 @@ def test_probe_longer_than_a_step_is_in_it_once(tokens: int) -> None:
 
 
 def test_probes_do_not_hold_each_other_up() -> None:
-    """Though each has grown until nothing is left."""
+    """Each probe has grown until no memory is left."""
     scheduler = Scheduler(limits(tokens=16, block=4, blocks=4))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 8 for number in range(2)}
@@ -491,7 +470,6 @@ def test_probes_do_not_hold_each_other_up() -> None:
 
 
 def test_suspect_is_computed_alone_until_it_has_some_tokens() -> None:
-    """Steps in flight come back first, and nothing joins it; others take turns."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
     scheduler.add(ScheduledSequence(key(1), [1]))
     first = scheduler.next_step()
@@ -521,7 +499,6 @@ def test_suspect_is_computed_alone_until_it_has_some_tokens() -> None:
 
 
 def test_flood_of_long_prompts_delays_another_tenant_by_the_step_in_flight() -> None:
-    """Its prompt is in the next step, and a token of it in every one after that."""
     scheduler = Scheduler(limits(seqs=8, tokens=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 3 for number in range(5)}
@@ -542,7 +519,7 @@ def test_flood_of_long_prompts_delays_another_tenant_by_the_step_in_flight() -> 
 
 
 def test_parts_of_prompts_are_small_beside_a_sequence_that_decodes() -> None:
-    """Beside one of the same tenant, all in flight are as much as one step may have."""
+    """Within a tenant, all chunks in flight together are as large as one full step."""
     scheduler = Scheduler(limits(seqs=3, tokens=240, steps=3, blocks=9000))
     pipeline = Pipeline(scheduler)
     scheduler.add(ScheduledSequence(key(1), [0], share=Share("own")))
@@ -558,7 +535,7 @@ def test_parts_of_prompts_are_small_beside_a_sequence_that_decodes() -> None:
 def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
     steps: int, weight: float
 ) -> None:
-    """With a share of one half what is in flight beside it does not double its step."""
+    """Work in flight costs at most 1 + BESIDE / weight times the tenant's own step."""
     scheduler = Scheduler(limits(seqs=90, tokens=240, steps=steps, blocks=9000))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 99 for number in range(80)}
@@ -578,7 +555,7 @@ def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
 
 
 def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
-    """Alone for a minute, another one has full steps again."""
+    """After a minute alone, another tenant has full steps again."""
     scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000))
     scheduler.add(ScheduledSequence(key(1), [0], share=Share("quiet")))
     assert scheduler.next_step(0.0) is not None
@@ -593,7 +570,6 @@ def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
 
 
 def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
-    """The last sequences of the tenant that has most, until both have their share."""
     for seqs, blocks in ((6, 900), (90, 6)):
         scheduler = Scheduler(limits(seqs=seqs, tokens=64, block=64, blocks=blocks))
         pipeline = Pipeline(scheduler)
@@ -617,7 +593,7 @@ def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
 
 
 def test_tenants_get_tokens_by_their_weights() -> None:
-    """Tokens of prompts and of answers count the same, whoever came first."""
+    """Prompt and output tokens count the same."""
     scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
     for number in range(30):
         scheduler.add(
@@ -638,7 +614,6 @@ def test_tenants_get_tokens_by_their_weights() -> None:
 
 
 def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
-    """It begins level with the others."""
     scheduler = Scheduler(limits(seqs=100, tokens=10, blocks=10_000))
     for number in range(20):
         scheduler.add(ScheduledSequence(key(number), [0] * 50, share=Share("a")))
@@ -662,7 +637,6 @@ def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
 
 
 def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
-    """The last one of those; it is computed again later."""
     scheduler = Scheduler(limits(seqs=2, tokens=64))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 3 for number in (1, 2, 3)}
@@ -682,7 +656,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
 
 
 def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
-    """Two that are both half computed; it once continued for ever."""
+    """Two half-computed prompts once preempted each other forever."""
     scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 2 for number in range(3)}
@@ -697,7 +671,6 @@ def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
 
 
 def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> None:
-    """Its steps are not waited for, and it keeps its blocks."""
     scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
     for number in (1, 2):
         scheduler.add(ScheduledSequence(key(number), [0] * 4))
@@ -722,7 +695,7 @@ def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> No
 
 
 def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
-    """Because a later stage lacks rows that only these tokens can give."""
+    """A later stage lacks rows that only these tokens can produce."""
     scheduler = Scheduler(limits(seqs=4, tokens=64))
     scheduler.add(ScheduledSequence(key(1), [0] * 6))
     assert scheduler.next_step() is not None
@@ -737,7 +710,6 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
 
 
 def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
-    """And others wait for them; once it has come, it continues without a step."""
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
     assert scheduler.pool.reserve([], key(1), 10)
     assert scheduler.pool.used_blocks == 3
@@ -764,7 +736,6 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
 
 
 def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
-    """Whoever waits for them gets them."""
     scheduler = Scheduler(limits(blocks=2))
     assert scheduler.pool.reserve([], key(1), 7)
     assert not scheduler.pool.reserve([], key(2), 1)
@@ -774,7 +745,7 @@ def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_tenant_beside_a_heavier_one_comes_on(steps: int) -> None:
-    """It has a row of each step at least."""
+    """It has at least one row in each step."""
     scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000, steps=steps))
     pipeline = Pipeline(scheduler)
     wanted = {key(0): 999, key(1): 1}
@@ -788,7 +759,7 @@ def test_tenant_beside_a_heavier_one_comes_on(steps: int) -> None:
 
 
 def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> None:
-    """Alone of its tenant it ends, though its tenant uses most."""
+    """A sequence alone of its tenant ends, though the tenant uses the most."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, block=16, blocks=100, steps=1))
     pipeline = Pipeline(scheduler)
     wanted = {key(0): 100}
@@ -807,7 +778,7 @@ def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> Non
 
 
 def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
-    """Of a higher priority, but through a replica that has no memory now."""
+    """It has a higher priority, but its replica has no memory now."""
     scheduler = Scheduler(limits(seqs=20, tokens=64, blocks=100))
     pipeline = Pipeline(scheduler)
     for number in range(20):
@@ -825,7 +796,7 @@ def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
 
 
 def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
-    """Several sequences that come back from it at once are one attempt."""
+    """Several sequences that it returns at once count as one attempt."""
     scheduler = Scheduler(limits(seqs=9, blocks=100))
     now, pauses = 0.0, []
     for _ in range(4):
@@ -844,7 +815,6 @@ def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
 
 
 def test_rows_cost_more_with_context() -> None:
-    """A row with a long context more than one without, and less than two parts."""
     assert rows_of(1, 0) == 1
     assert rows_of(64, 0) == 64
     assert rows_of(1, 1024) > 2
@@ -855,7 +825,7 @@ def test_rows_cost_more_with_context() -> None:
 def test_newcomer_gets_half_beside_one_that_takes_less_than_its_share(
     extra: Share,
 ) -> None:
-    """Its counter is that of the tenant that is next, not of one that wants little."""
+    """It starts at the counter of the next tenant, not of one with few requests."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, blocks=9000))
     pipeline, wanted = Pipeline(scheduler), dict[Key, int]()
     flood, newcomer = Share("flood"), Share("newcomer")
@@ -887,7 +857,7 @@ def test_newcomer_gets_half_beside_one_that_takes_less_than_its_share(
 
 
 def test_step_that_is_late_holds_up_no_other_sequences() -> None:
-    """A replica of its chain was stopped; the steps of others are as many as before."""
+    """A replica of its chain was stopped."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, steps=1))
     for number in range(4):
         scheduler.add(ScheduledSequence(key(number), [1]))
@@ -915,7 +885,6 @@ def test_step_that_is_late_holds_up_no_other_sequences() -> None:
 
 
 def test_replica_without_memory_is_tried_again_when_its_pause_ends() -> None:
-    """Whatever else happens or does not."""
     scheduler = Scheduler(limits())
     assert scheduler.wakes_at == float("inf")
     scheduler.evict(key(1), "back", 5.0)
@@ -923,7 +892,7 @@ def test_replica_without_memory_is_tried_again_when_its_pause_ends() -> None:
 
 
 def test_suspect_that_finds_no_room_holds_up_nobody() -> None:
-    """The steps of the others need not end for it."""
+    """The steps of others need not finish first."""
     scheduler = Scheduler(limits(seqs=2, steps=2, tokens=64))
     pipeline = Pipeline(scheduler)
     for number in range(2):
@@ -947,7 +916,7 @@ def stuck(scheduler: Scheduler, prompt: int = 1) -> int:
 
 
 def test_sequence_of_a_step_that_others_passed_gets_no_further_steps() -> None:
-    """A slow replica would get all chunks of a prompt at once, without bound."""
+    """Otherwise a slow replica would get all chunks of a prompt at once."""
     scheduler = Scheduler(limits(seqs=9, tokens=8, steps=3))
     stuck(scheduler, prompt=4)
     long = ScheduledSequence(key(2), [1] * 80, route=("s0", "slow"))
@@ -966,7 +935,7 @@ def test_sequence_of_a_step_that_others_passed_gets_no_further_steps() -> None:
 
 
 def test_suspect_waits_for_a_stuck_step_but_others_do_not() -> None:
-    """It would run alone only once that has returned."""
+    """A suspect can run alone only once the stuck step has returned."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, steps=2))
     number = stuck(scheduler)
     suspect = ScheduledSequence(key(2), [1], is_suspect=True, route=("s0", "fast"))
@@ -985,7 +954,7 @@ def test_suspect_waits_for_a_stuck_step_but_others_do_not() -> None:
 
 
 def test_running_sequences_go_on_beside_a_prompt_after_another_tenant() -> None:
-    """While a second tenant counts as present, steps are small, but have their rows."""
+    """Steps stay small while the other tenant counts as present."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, steps=2, blocks=900))
     pipeline, wanted = Pipeline(scheduler), {key(n): 10**6 for n in range(3)}
     scheduler.add(ScheduledSequence(key(1), [1], share=Share("b")))
@@ -1004,7 +973,6 @@ def test_running_sequences_go_on_beside_a_prompt_after_another_tenant() -> None:
 
 
 def test_counters_of_tenants_that_have_left_are_forgotten() -> None:
-    """Also if each of them had a single step."""
     shares = TokenShares()
     for number in range(4 * PRUNE_AT):
         share = Share(f"tenant {number}")

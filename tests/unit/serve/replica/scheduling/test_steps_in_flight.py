@@ -1,4 +1,4 @@
-"""Steps that later stages do not return, and what a pause of stage 0 makes of them."""
+"""Steps in flight: those that later stages do not return, and pauses of stage 0."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ MAX_S = 60.0
 
 
 def begun(*keys: tuple[str, int, int]) -> StepsInFlight:
-    """Return steps in flight: one, with these sequences."""
     steps = StepsInFlight(2)
     steps.begin([StepPart(key, 0, 1, samples=True) for key in keys])
     return steps
 
 
 def looked(steps: StepsInFlight, *periods_s: float, is_paused: bool = False) -> float:
-    """Check again and again; return the seconds until something is overdue."""
+    """Check after each period; return the seconds until something is overdue."""
     now = 0.0
     for period_s in periods_s:
         now += period_s
@@ -32,14 +31,13 @@ def looked(steps: StepsInFlight, *periods_s: float, is_paused: bool = False) -> 
 
 
 def test_step_that_does_not_return_is_overdue() -> None:
-    """With all its sequences, after the given time and not before."""
     steps = begun(A, B)
     assert 60 < looked(steps, *[GRACE_S] * 100) <= 63
     assert sorted(steps.overdue(100.0, MAX_S)) == [A, B]
 
 
 def test_pause_of_this_process_does_not_count() -> None:
-    """What arrived meanwhile is unread."""
+    """What arrived during the pause is still unread."""
     assert looked(begun(A), GRACE_S, 500.0, *[GRACE_S] * 100) > 550
 
 
@@ -50,7 +48,7 @@ def test_process_that_is_late_all_the_time_still_judges() -> None:
 
 
 def test_sequence_whose_route_returned_without_it_is_missing() -> None:
-    """For a moment, in which its end may arrive; the others are waited for."""
+    """A grace period allows for its end to arrive."""
     steps = begun(A, B)
     steps.left_out(1, [("a",)], {A: ("a",), B: ("b",)}.__getitem__)
     assert not steps.is_waited_for(1, A)
@@ -64,7 +62,6 @@ def test_sequence_whose_route_returned_without_it_is_missing() -> None:
 
 
 def test_step_ends_with_its_last_sequence() -> None:
-    """Whether it returned, or left."""
     steps = begun(A, B)
     steps.came_back(1, A)
     assert len(steps) == 1

@@ -1,4 +1,4 @@
-"""The log of what a stage has sent: bounded, and what it returns is what was sent."""
+"""The activation log: bounded, and it returns what was sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 4
 
 
 def rows(begin: int, count: int, salt: int = 0) -> torch.Tensor:
-    """Return rows that tell their positions."""
+    """Return rows that contain their positions."""
     places = torch.arange(begin, begin + count, dtype=torch.float32) + 1000 * salt
     return places[:, None].expand(count, WIDTH).contiguous()
 
@@ -25,7 +25,7 @@ def rows(begin: int, count: int, salt: int = 0) -> torch.Tensor:
 def test_rows_come_back_unless_they_were_dropped(
     steps: list[tuple[int, int, bool]], limit: int
 ) -> None:
-    """Those of the sequence that came first are dropped first; memory is bounded."""
+    """The oldest sequence is dropped first."""
     log = ActivationLog(limit)
     kept: dict[int, tuple[int, int]] = {}
     ends = dict.fromkeys(range(3), 0)
@@ -55,7 +55,6 @@ def test_rows_come_back_unless_they_were_dropped(
 def test_shared_rows_come_back_and_never_change(
     sizes: list[int], writes: list[tuple[int, int]]
 ) -> None:
-    """Rows that follow, or replace some of them, leave the shared pieces alone."""
     log, stream, end = ActivationLog(10_000), ("g", 0), sum(sizes)
     pieces = list(torch.split(rows(0, end), sizes))
     assert not log.share(stream, pieces)
@@ -74,7 +73,7 @@ def test_shared_rows_come_back_and_never_change(
 
 
 def test_shared_rows_beyond_the_limit_are_dropped() -> None:
-    """Sharing counts as keeping: the oldest sequence makes room, or the new one."""
+    """Shared rows count towards the limit like others."""
     log = ActivationLog(rows(0, 10).nbytes)
     log.append(("g", 0), 0, rows(0, 6))
     assert log.share(("g", 1), [rows(0, 8)]) == [("g", 0)]

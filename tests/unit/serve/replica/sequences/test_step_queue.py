@@ -1,4 +1,4 @@
-"""The queue of a stage: steps and KV rebuilds take turns."""
+"""The queue of a stage, in which steps and KV rebuilds take turns."""
 
 from __future__ import annotations
 
@@ -23,28 +23,20 @@ from multiworld.serve.wire.protocol import Key
 
 
 def key(number: int) -> Key:
-    """Return the key of a sequence."""
     return "gateway/1", number, 0
 
 
 def step(number: int) -> ArrivedStep:
-    """Return a step of one sequence."""
     parts = (StepPart(key(number), 0, 1, True),)
     return ArrivedStep(Step("r0", number, parts), torch.zeros(1, 2))
 
 
 def rebuild(queue: StepQueue, number: int, rows: int, *, is_end: bool = True) -> None:
-    """Queue rows of a KV rebuild."""
     queue.rebuild(ActivationRows(key(number), 5, is_end), torch.zeros(rows, 2))
 
 
 def table_of(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable:
-    """Return the sequences that are here, with their tokens.
-
-    Args:
-        held: Number of tokens, by sequence.
-        prepared: Those that still run elsewhere.
-    """
+    """Return a table of sequences with these tokens; those `prepared` run elsewhere."""
     found = SequenceTable(is_last=False)
     for number, count in held.items():
         start = SequenceStart(key(number), (1,), 1, ("a", "b"), Sampling())
@@ -54,7 +46,6 @@ def table_of(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTa
 
 
 def shown(queue: StepQueue) -> list[object]:
-    """Return what is computed, in order."""
     found: list[object] = []
     while (what := queue.next()) is not None:
         if isinstance(what, ArrivedStep):
@@ -66,7 +57,6 @@ def shown(queue: StepQueue) -> list[object]:
 
 
 def sizes(queue: StepQueue) -> list[int]:
-    """Return the rows of each computation; all must be rebuilds."""
     found = []
     while (what := queue.next()) is not None:
         assert isinstance(what, list)
@@ -75,7 +65,6 @@ def sizes(queue: StepQueue) -> list[int]:
 
 
 def test_long_rebuild_is_split_and_takes_turns_with_steps() -> None:
-    """Only its last piece is the end."""
     queue = StepQueue(4, table_of({}))
     rebuild(queue, 1, 10)
     for number in (2, 3, 4, 5):
@@ -110,7 +99,7 @@ def test_pieces_are_small_beside_sequences_that_lost_nothing(
 
 
 def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
-    """A sequence that was moved here does not wait for the next one that will be."""
+    """A sequence that was moved here must not wait for one that will move later."""
     queue = StepQueue(256, table_of({1: 0, 2: 250}, prepared=(1,)))
     rebuild(queue, 1, 100)
     rebuild(queue, 2, 8)
@@ -122,7 +111,7 @@ def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
 
 
 def test_short_rebuilds_of_many_sequences_share_a_computation() -> None:
-    """As far as they fit into a step; one without rows only marks the end."""
+    """A rebuild without rows only marks the end."""
     queue = StepQueue(8, table_of({}))
     for number, rows in ((1, 3), (2, 0), (3, 5), (4, 1)):
         rebuild(queue, number, rows)
@@ -133,7 +122,7 @@ def test_short_rebuilds_of_many_sequences_share_a_computation() -> None:
 
 
 def test_step_of_a_sequence_that_is_rebuilt_waits_for_it() -> None:
-    """Others behind it wait as well, because steps stay in order."""
+    """Steps behind it wait as well, because steps stay in order."""
     queue = StepQueue(2, table_of({}))
     rebuild(queue, 1, 4)
     queue.add(step(1))

@@ -1,7 +1,4 @@
-"""Sequences of a replica with a whole engine: which run, and what their gateways get.
-
-The engine is simulated: it runs what it is told to, and tests choose its tokens.
-"""
+"""Sequences of a replica with a simulated whole engine."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ NAMES = 100
 
 
 def key(number: int, attempt: int = 0, gateway: str = GATEWAY) -> Key:
-    """Return the key of a sequence."""
     return gateway, number, attempt
 
 
@@ -96,23 +92,12 @@ def start(
 
 
 def check(sampling: Sampling) -> None:
-    """Refuse what this engine lacks."""
     if sampling.prompt_logprobs is not None:
         raise InvalidRequestError("there are none of the prompt", param="logprobs")
 
 
 class Replica:
-    """The sequences of a replica, and an engine that runs what it is told to.
-
-    Attributes:
-        runs: What the engine runs, by number.
-        sent: Messages to gateways.
-        given_up: Reasons to give the engine up.
-        alone: The suspect that runs alone.
-        log: What happened in one word each, with the sequence's number.
-        trial: Number of the run that tries the engine itself; 0: none.
-        leaving: Runs that are not over yet: at most for a moment, unless ``is_slow``.
-    """
+    """The sequences of a replica, and a fake engine that runs what it is told to."""
 
     def __init__(self, max_num_seqs: int = 4, *, is_slow: bool = False) -> None:
         settings = EngineSettings(
@@ -134,7 +119,7 @@ class Replica:
         self._is_slow = is_slow
 
     def handle(self, event: Event) -> None:
-        """Handle an event, carry out the actions, and check what must hold of them."""
+        """Handle an event, carry out the actions, and check their invariants."""
         for action in self.sequences.handle(event):
             match action:
                 case Begin(number, run) if run.tokens == (0,):
@@ -159,7 +144,7 @@ class Replica:
             self.run_over()
 
     def run_over(self) -> None:
-        """Let nothing be left of the first run that leaves."""
+        """Report that the first leaving run is over."""
         self.handle(RunOver(self.leaving.pop(0)))
 
     def _sent(self, peer: str, message: Any, is_urgent: bool) -> None:
@@ -179,38 +164,31 @@ class Replica:
             self.log += [("token", item.key[1]) for item in message.items]
 
     def begin(self, *starts: SequenceStart) -> None:
-        """Let a gateway begin sequences."""
         self.handle(Received(starts[0].key[0], BeginSequences(starts)))
 
     def prepare(self, one: SequenceStart) -> None:
-        """Let a gateway prepare a sequence."""
         self.handle(Received(one.key[0], PrepareSequence(one, (0,))))
 
     def end(self, *keys: Key) -> None:
-        """Let a gateway end sequences."""
         self.handle(Received(keys[0][0], EndSequences(keys)))
 
     @property
     def running(self) -> list[int]:
-        """The sequences in the engine, in order of their runs."""
         return [name_of(run) for run in self.runs.values()]
 
     def number_of(self, sequence: int) -> int:
-        """Return the number of a sequence's run."""
         (number,) = [n for n, run in self.runs.items() if name_of(run) == sequence]
         return number
 
     def generate(self, sequence: int, *tokens: int) -> None:
-        """Let the engine generate tokens at once."""
         made = [EngineToken(token) for token in tokens]
         self.handle(Generated(self.number_of(sequence), made))
 
     def prove(self, sequence: int) -> None:
-        """Let the engine generate enough tokens for a suspect to be none any more."""
+        """Generate enough tokens to clear a suspect."""
         self.generate(sequence, *[5] * PROOF_TOKENS)
 
     def fail(self, sequence: int, error: Exception | None = None) -> None:
-        """Let the engine end a run by itself."""
         number = self.number_of(sequence)
         del self.runs[number]
         self.leaving.append(number)
@@ -218,21 +196,19 @@ class Replica:
 
     @property
     def items(self) -> list[TokenItem]:
-        """The tokens that gateways got."""
+        """The tokens that gateways received."""
         found = [m for m in self.sent if isinstance(m, Tokens)]
         return [item for message in found for item in message.items]
 
 
 def name_of(run: Run) -> int:
-    """Return the number of the sequence that a run continues."""
     return run.tokens[0] - NAMES
 
 
-# Who runs.
+# Sequences that run.
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
-    """Others wait in order, and each that ends lets the next one run."""
     replica = Replica(2)
     replica.begin(*(start(number) for number in range(4)))
     assert replica.running == [0, 1]
@@ -245,7 +221,6 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 
 def test_engine_gets_all_that_a_sequence_needs() -> None:
-    """Its tokens, prompt, sampling, ends, tenant and the number of tokens left."""
     replica = Replica()
     replica.begin(start(1, 5, 6, share=Share("t"), stop_token_ids=(9,), max_tokens=5))
     (run,) = replica.runs.values()
@@ -255,7 +230,7 @@ def test_engine_gets_all_that_a_sequence_needs() -> None:
 
 
 def test_tenant_with_few_sequences_does_not_wait_for_a_flood() -> None:
-    """Tenants take turns at the engine's places."""
+    """Tenants share the engine's slots by fair queueing."""
     replica = Replica(2)
     replica.begin(*(start(number, share=Share("loud")) for number in range(8)))
     replica.begin(*(start(number, share=Share("quiet")) for number in (8, 9)))
@@ -266,7 +241,7 @@ def test_tenant_with_few_sequences_does_not_wait_for_a_flood() -> None:
 
 
 def test_probes_do_not_wait_and_preparations_wait_for_a_place() -> None:
-    """A stream that moved to a full replica would stand still there."""
+    """A stream that moves to a full replica would otherwise stall there."""
     replica = Replica(1)
     replica.begin(start(1), start(2))
     replica.begin(start(3, probe=True))
@@ -284,7 +259,6 @@ def test_probes_do_not_wait_and_preparations_wait_for_a_place() -> None:
 
 
 def test_place_of_a_move_that_is_given_up_is_free() -> None:
-    """Whether it waits for the place, or holds it."""
     replica = Replica(1)
     replica.prepare(start(1))
     replica.prepare(start(2))
@@ -297,7 +271,7 @@ def test_place_of_a_move_that_is_given_up_is_free() -> None:
 
 
 def test_prepared_sequence_fills_the_cache_and_is_reported() -> None:
-    """The engine generates one token from all of its tokens; nobody gets it."""
+    """The engine generates one token from the whole prefix, which is discarded."""
     replica = Replica()
     replica.prepare(start(1, 5, 6, temperature=0.5, grammar="g"))
     (run,) = replica.runs.values()
@@ -315,7 +289,7 @@ def test_prepared_sequence_fills_the_cache_and_is_reported() -> None:
 
 
 def test_watched_sequence_is_reported_before_it_runs() -> None:
-    """A replica lost before that was not lost because of it."""
+    """A replica lost before the report was not lost because of this sequence."""
     replica = Replica(1)
     replica.begin(start(1), start(2, watched=True))
     assert replica.sent == []
@@ -328,7 +302,7 @@ def test_watched_sequence_is_reported_before_it_runs() -> None:
 
 
 def test_aborted_run_keeps_its_place_until_it_is_over() -> None:
-    """An engine may take its time; nor does a suspect run beside what it still has."""
+    """An engine may take time to abort, and a suspect must not run beside the rest."""
     replica = Replica(2, is_slow=True)
     replica.begin(start(1), start(2), start(3), start(4))
     replica.end(key(1))
@@ -361,7 +335,6 @@ def test_moved_sequence_waits_for_a_suspect_to_leave(is_slow: bool) -> None:
 
 
 def test_suspect_runs_alone_until_it_has_some_tokens() -> None:
-    """All others are aborted before, and continue from their tokens after it."""
     replica = Replica()
     replica.begin(start(1), start(2))
     replica.generate(1, 5, 6)
@@ -382,7 +355,7 @@ def test_suspect_runs_alone_until_it_has_some_tokens() -> None:
 
 
 def test_others_get_a_token_before_the_next_suspect() -> None:
-    """A token of the suspect itself is not one of theirs."""
+    """A token of the suspect itself does not count as theirs."""
     replica = Replica()
     replica.begin(start(1))
     more = start(2, suspect=True, max_tokens=20)
@@ -399,7 +372,7 @@ def test_others_get_a_token_before_the_next_suspect() -> None:
 
 
 def test_suspects_without_others_follow_each_other_at_once() -> None:
-    """No one is owed a turn, and the engine does not idle."""
+    """No other sequence is owed a turn, so the engine must not idle."""
     replica = Replica()
     replica.begin(start(1, suspect=True), start(2, suspect=True))
     replica.prove(1)
@@ -414,7 +387,6 @@ def test_suspects_without_others_follow_each_other_at_once() -> None:
 
 @pytest.mark.parametrize("how", ["ended", "failed", "lost", "replaced", "done"])
 def test_suspect_that_leaves_lets_the_others_run(how: str) -> None:
-    """Whether or not it ever had a token."""
     replica = Replica()
     replica.begin(start(1))
     replica.begin(start(2, suspect=True, max_tokens=1))
@@ -437,7 +409,6 @@ def test_suspect_that_leaves_lets_the_others_run(how: str) -> None:
 
 
 def test_suspect_that_has_a_token_runs_with_others_later() -> None:
-    """Another suspect takes it from the engine, and it comes back like the others."""
     replica = Replica()
     replica.begin(start(1, suspect=True))
     replica.prove(1)
@@ -452,7 +423,6 @@ def test_suspect_that_has_a_token_runs_with_others_later() -> None:
 
 
 def test_tokens_have_the_index_after_those_that_were_delivered() -> None:
-    """Whatever number comes at a time, with log-probabilities if there are any."""
     replica = Replica()
     replica.begin(start(1, 5, 6))
     top = ((3, -0.5), (4, -1.5))
@@ -468,7 +438,7 @@ def test_tokens_have_the_index_after_those_that_were_delivered() -> None:
 
 
 def test_log_probabilities_of_the_prompt_come_with_the_first_token_only() -> None:
-    """A sequence that continues has sent them."""
+    """A sequence that continues has sent them before."""
     prompt = ((-0.5, ((1, -0.5),)),)
     for more, found in (((), prompt), ((5,), ())):
         replica = Replica()
@@ -493,7 +463,6 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token_only() -> Non
 def test_run_is_aborted_at_its_end_though_the_engine_goes_on(
     sampling: dict[str, Any], tokens: list[int], finish: str
 ) -> None:
-    """Only the last token says why; what comes after it is dropped."""
     replica = Replica()
     replica.begin(start(1, **sampling))
     number = replica.number_of(1)
@@ -510,7 +479,6 @@ def test_run_is_aborted_at_its_end_though_the_engine_goes_on(
 
 
 def test_tokens_after_an_abort_are_ignored() -> None:
-    """The run of a sequence that ended, and an earlier one of a sequence that runs."""
     replica = Replica()
     replica.begin(start(1), start(2))
     first, second = replica.number_of(1), replica.number_of(2)
@@ -525,7 +493,6 @@ def test_tokens_after_an_abort_are_ignored() -> None:
 
 
 def test_new_attempt_replaces_the_previous_one() -> None:
-    """The end of the previous attempt does not end it."""
     replica = Replica(1)
     replica.begin(start(1), start(2))
     replica.begin(start(1, 5, attempt=1))
@@ -541,7 +508,6 @@ def test_new_attempt_replaces_the_previous_one() -> None:
 
 
 def test_token_outside_the_vocabulary_returns_the_sequence_to_its_gateway() -> None:
-    """Tokens before it count, and are delivered before the failure."""
     for foreign in (VOCABULARY, -1):
         replica = Replica()
         replica.begin(start(1), start(2))
@@ -557,7 +523,7 @@ def test_token_outside_the_vocabulary_returns_the_sequence_to_its_gateway() -> N
 def test_run_that_ends_early_returns_the_sequence_to_its_gateway(
     error: Exception | None,
 ) -> None:
-    """It waits for another attempt, which may succeed here."""
+    """Another attempt may succeed here."""
     replica = Replica(1)
     replica.begin(start(1), start(2))
     replica.generate(1, 3)
@@ -575,7 +541,7 @@ def test_run_that_ends_early_returns_the_sequence_to_its_gateway(
     "error", [InvalidRequestError("no such thing"), ModelFailedError("broken")]
 )
 def test_error_that_would_come_again_goes_to_the_client(error: Any) -> None:
-    """The sequence is over, and says nothing about the engine."""
+    """Such an error says nothing about the engine."""
     replica = Replica()
     for number in range(2 * MAX_FAILURES):
         replica.begin(start(number))
@@ -588,7 +554,6 @@ def test_error_that_would_come_again_goes_to_the_client(error: Any) -> None:
 
 
 def test_parameters_that_the_engine_lacks_are_refused_before_they_run() -> None:
-    """The other sequences of the message begin."""
     replica = Replica()
     replica.begin(start(1, prompt_logprobs=1), start(2))
     assert replica.running == [2]
@@ -598,7 +563,6 @@ def test_parameters_that_the_engine_lacks_are_refused_before_they_run() -> None:
 
 
 def test_engine_is_tried_after_failures_in_a_row_and_given_up() -> None:
-    """And not one before."""
     replica = Replica()
     for number in range(MAX_FAILURES):
         assert not replica.trial
@@ -615,7 +579,7 @@ def test_engine_is_tried_after_failures_in_a_row_and_given_up() -> None:
 
 
 def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
-    """One request cannot cost a replica, and the next one."""
+    """One request must not take down one replica after another."""
     replica = Replica()
     for attempt in range(OWN_FAILURES):
         assert not replica.trial
@@ -632,7 +596,7 @@ def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
 
 
 def test_sequence_that_fails_beside_others_is_failed_too() -> None:
-    """The tokens of others say nothing about it."""
+    """The tokens of others say nothing about this sequence."""
     replica = Replica()
     replica.begin(start(9, max_tokens=99))
     for attempt in range(OWN_FAILURES):
@@ -646,7 +610,6 @@ def test_sequence_that_fails_beside_others_is_failed_too() -> None:
 
 
 def test_busy_engine_is_not_at_fault() -> None:
-    """Its sequences are returned as often as it is."""
     replica = Replica()
     for attempt in range(5 * MAX_FAILURES):
         replica.begin(start(1, attempt=attempt))
@@ -656,7 +619,7 @@ def test_busy_engine_is_not_at_fault() -> None:
 
 
 def test_likely_tokens_outside_the_vocabulary_are_left_out() -> None:
-    """They could not be sent, or shown."""
+    """They could be neither sent nor shown."""
     replica = Replica()
     replica.begin(start(1, logprobs=2))
     top = ((2**64, -0.1), (4, -0.2), (-1, -0.3))
@@ -668,7 +631,6 @@ def test_likely_tokens_outside_the_vocabulary_are_left_out() -> None:
 
 
 def test_one_token_between_failures_keeps_the_engine() -> None:
-    """Even one that comes together with a failure."""
     replica = Replica()
     for number in range(5 * MAX_FAILURES):
         replica.begin(start(number))
@@ -680,7 +642,6 @@ def test_one_token_between_failures_keeps_the_engine() -> None:
 
 
 def test_engine_that_is_lost_is_given_up_at_once() -> None:
-    """With its reason."""
     replica = Replica()
     replica.begin(start(1))
     replica.fail(1, EngineLostError("it exited"))
@@ -691,7 +652,6 @@ def test_engine_that_is_lost_is_given_up_at_once() -> None:
 
 
 def test_sequences_of_a_lost_gateway_are_ended() -> None:
-    """Those that run and those that wait, by either event; others stay."""
     events: list[Event] = [Disconnected(GATEWAY), GatewaysChanged({"gateway/2"})]
     for event in events:
         replica = Replica(2)
@@ -704,7 +664,7 @@ def test_sequences_of_a_lost_gateway_are_ended() -> None:
 
 
 def test_paused_sequence_is_ended() -> None:
-    """Its gateway has its tokens, and begins it again."""
+    """Its gateway has its tokens and will begin it again."""
     replica = Replica()
     replica.begin(start(1))
     replica.handle(Received(GATEWAY, PauseSequences((key(1),))))
@@ -713,7 +673,7 @@ def test_paused_sequence_is_ended() -> None:
 
 
 def test_suspect_gives_way_to_held_places() -> None:
-    """It runs alone even where all places are held, and then waits for one."""
+    """It runs alone even if all slots are held, and then waits for one."""
     replica = Replica(1)
     replica.prepare(start(2))
     replica.generate(2, 3)
@@ -728,7 +688,7 @@ def test_suspect_gives_way_to_held_places() -> None:
 
 
 def test_suspect_that_gave_way_holds_up_no_other_suspect() -> None:
-    """It waits for a place, and they need none."""
+    """It waits for a slot, which another suspect does not need."""
     replica = Replica(1)
     replica.prepare(start(2))
     replica.generate(2, 3)
@@ -739,7 +699,6 @@ def test_suspect_that_gave_way_holds_up_no_other_suspect() -> None:
 
 
 def test_leaks_are_named() -> None:
-    """By kind, with their numbers."""
     replica = Replica(1)
     replica.begin(start(1), start(2), start(3))
     assert leaks_of(replica.sequences) == {"sequences": 3, "runs": 1, "waiting": 2}
@@ -764,7 +723,7 @@ NAMED = st.integers(0, 9)
 
 
 class Random(Replica):
-    """A replica with random events; checks what must hold after each."""
+    """A replica with random events, which checks its invariants after each."""
 
     def __init__(self, max_num_seqs: int) -> None:
         super().__init__(max_num_seqs, is_slow=True)
@@ -773,7 +732,6 @@ class Random(Replica):
         self.old: list[int] = []
 
     def step(self, data: st.DataObject) -> None:
-        """Let one thing happen."""
         self.old += [n for n in self.runs if n not in self.old]
         events = ["begin", "begin", "begin", "prepare", "end", "gateway", "late"]
         events += ["token", "token", "token", "fail"] if self.runs else []
@@ -823,7 +781,7 @@ class Random(Replica):
                 self.fail(name, data.draw(ERROR, "error"))
 
     def _late(self, data: st.DataObject) -> None:
-        """Let something come from a run that is no more."""
+        """Deliver news from a run that has ended."""
         for number in self.old[-3:]:
             if number not in self.runs:
                 before = len(self.sent)
@@ -832,7 +790,6 @@ class Random(Replica):
                 assert len(self.sent) == before
 
     def assert_holds(self) -> None:
-        """Check what holds at every step."""
         names = self.running
         assert len(set(names)) == len(names), "a sequence has one run"
         most = self.sequences.settings.max_num_seqs
@@ -849,7 +806,6 @@ class Random(Replica):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_whatever_happens_the_engine_runs_what_it_should(data: st.DataObject) -> None:
-    """Every run ends once, a suspect has no company, and nothing is left at the end."""
     replica = Random(data.draw(st.integers(1, 4), "max_num_seqs"))
     for _ in range(data.draw(st.integers(1, 40), "events")):
         replica.step(data)

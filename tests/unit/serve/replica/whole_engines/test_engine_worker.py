@@ -1,4 +1,4 @@
-"""A replica with a whole engine that is silent or busy, with time that a test says."""
+"""A replica with a whole engine that is silent or busy, under a fake clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HUNG_S = 3.0
 
 
 class Played:
-    """An engine that never has a token, or says that it is busy."""
+    """An engine that never generates a token, or reports that it is busy."""
 
     has_adapters = False
     usage, phase = 0.0, ""
@@ -35,28 +35,25 @@ class Played:
         self._is_busy = is_busy
 
     async def start(self) -> None:
-        """Start."""
+        pass
 
     async def wait_lost(self) -> str:
-        """Never be lost."""
         await asyncio.Event().wait()
         return ""
 
     def stopped_s(self) -> float:
-        """Have no process that is stopped."""
         return 0.0
 
     async def close(self) -> None:
-        """Close."""
+        pass
 
     def kill(self) -> None:
-        """End."""
+        pass
 
     def check(self, sampling: Sampling) -> None:
-        """Take anything."""
+        pass
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Wait for ever, or be busy."""
         if self._is_busy:
             raise BusyError("no room")
         await asyncio.Event().wait()
@@ -64,12 +61,7 @@ class Played:
 
 
 class Timed:
-    """A worker, and its time.
-
-    Attributes:
-        now: What its clock says, in seconds.
-        exits: Codes with which it would have exited.
-    """
+    """A worker with a fake clock, and the codes with which it would have exited."""
 
     def __init__(self, *, is_busy: bool = False) -> None:
         self.now, self.exits = 100.0, list[int]()
@@ -89,7 +81,6 @@ class Timed:
 
 
 async def begun(worker: EngineWorker) -> Bench:
-    """Begin a sequence; return its gateway."""
     bench = Bench(worker)
     bench.begin(Sampling(max_tokens=9))
     for _ in range(5):
@@ -101,7 +92,7 @@ async def begun(worker: EngineWorker) -> Bench:
 async def test_hang_is_found_on_a_machine_that_pauses_again_and_again(
     late_s: float,
 ) -> None:
-    """Only the pauses themselves do not count."""
+    """Only the pauses themselves are excluded from the limit."""
     timed = Timed()
     await begun(timed.worker)
     looks = 0
@@ -114,7 +105,7 @@ async def test_hang_is_found_on_a_machine_that_pauses_again_and_again(
 
 
 async def test_engine_that_is_busy_now_and_then_has_not_failed() -> None:
-    """Only one that says so for long, without any token."""
+    """It has failed only if it reports so for long, without any token."""
     timed = Timed(is_busy=True)
     for _ in range(3):
         await begun(timed.worker)

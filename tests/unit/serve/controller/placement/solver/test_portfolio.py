@@ -1,4 +1,4 @@
-"""Placements are always feasible, never worse than greedy, and explained."""
+"""The solver portfolio: feasible placements that are never worse than greedy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def devices_of(placement: Placement, model: str, k: int) -> list[str]:
 
 
 def test_bottleneck_gets_more_replicas() -> None:
-    """It gets as many as its computing time for the demand needs."""
     nodes = tuple(node(f"n{i}", "cpu") for i in range(6))
     model = ModelNeed("m", (stage(0.1), stage(0.4), stage(0.1)), demand=4.0)
     found = place(Problem(nodes, (model,)), 5)
@@ -61,7 +60,6 @@ def test_bottleneck_gets_more_replicas() -> None:
 
 
 def test_stages_grow_together_if_the_demand_cannot_be_met() -> None:
-    """By greedy alone as well, however far beyond the machines the demand is."""
     nodes = tuple(node(f"n{n}", "cpu", "cpu") for n in range(4))
     problem = Problem(nodes, (ModelNeed("m", (stage(), stage()), demand=1e6),))
     counts = Counter[int]()
@@ -75,7 +73,6 @@ def test_stages_grow_together_if_the_demand_cannot_be_met() -> None:
 
 
 def test_cheapest_devices_that_suffice_are_used() -> None:
-    """The placement uses no more devices than needed."""
     cheap = Node("cheap", tuple(Device(f"c{i}", "cpu", 8 * GIB, 1.0) for i in range(3)))
     dear = Node("dear", (Device("d", "cpu", 8 * GIB, 10.0),))
     model = ModelNeed("m", (stage(0.1), stage(0.1)), demand=3.0)
@@ -86,7 +83,6 @@ def test_cheapest_devices_that_suffice_are_used() -> None:
 
 
 def test_replicas_are_spread_over_nodes() -> None:
-    """Two or more replicas use two nodes, unless only one node fits."""
     nodes = (node("a", "cpu", "cpu", "cpu"), node("b", "cpu"))
     model = ModelNeed("m", (stage(min_replicas=2), stage()), demand=1.0)
     problem = Problem(nodes, (model,))
@@ -103,7 +99,6 @@ def test_replicas_are_spread_over_nodes() -> None:
 
 
 def test_what_is_worth_more_is_served_first() -> None:
-    """If not all fits, the answer says what the other model lacks."""
     nodes = (node("a", "cpu"),)
     models = tuple(
         ModelNeed(name, (stage(0.5),), demand=1.6, weight=weight)
@@ -116,7 +111,6 @@ def test_what_is_worth_more_is_served_first() -> None:
 
 
 def test_what_cannot_be_placed_says_what_is_short() -> None:
-    """Memory, kind, node and latency each have their own text."""
     nodes = (node("a", "cpu", memory=2),)
     needs = {
         "large": (stage(memory=3),),
@@ -134,7 +128,7 @@ def test_what_cannot_be_placed_says_what_is_short() -> None:
 
 
 def test_latency_keeps_replicas_off_slow_devices() -> None:
-    """The latency holds whichever replicas an item meets."""
+    """The latency bound holds for every combination of replicas."""
     slow = Node("slow", (Device("s", "old", 8 * GIB, 0.1),))
     fast = Node("fast", (Device("f", "new", GIB, 5.0),))
     need = StageNeed(GIB, {"old": 0.3, "new": 0.1})
@@ -152,7 +146,6 @@ def test_latency_keeps_replicas_off_slow_devices() -> None:
 
 
 def test_lost_node_moves_little() -> None:
-    """Running replicas stay where they are as far as possible."""
     nodes = tuple(node(f"n{i}", "cpu") for i in range(5))
     models = tuple(
         ModelNeed(f"m{i}", (stage(0.2), stage(0.2)), demand=2.0) for i in range(2)
@@ -187,7 +180,7 @@ def test_links_limit_what_a_node_sends() -> None:
 
 
 def broken() -> dict[str, tuple[Problem, Placement]]:
-    """Return placements with one fault each, by a part of the verifier's text."""
+    """Return placements with one fault each, keyed by a part of the verifier's text."""
     nodes = (node("a", "cpu", "gpu", memory=2), node("b", "cpu", bandwidth=1.0))
     need = stage(0.5, out_bytes=10)
     model = ModelNeed("m", (need, need), demand=1.0)
@@ -228,13 +221,12 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
 
 @pytest.mark.parametrize("what", broken())
 def test_verifier_finds(what: str) -> None:
-    """The verifier reports each kind of fault."""
     problem, placement = broken()[what]
     assert any(what in fault for fault in faults(problem, placement))
 
 
 def test_verifier_finds_replicas_on_one_node() -> None:
-    """It is a fault if another node would do."""
+    """This is a fault only if another node would do."""
     nodes = (node("a", "cpu", "cpu"), node("b", "cpu"))
     problem = Problem(nodes, (ModelNeed("m", (stage(min_replicas=2),), 1.0),))
     replicas = (Replica("m", 0, "a-0", 0.5), Replica("m", 0, "a-1", 0.5))
@@ -246,12 +238,11 @@ def test_verifier_finds_replicas_on_one_node() -> None:
 
 
 def cpu_node(name: str, cores: float, price: float = 1.0) -> Node:
-    """Return a node whose cores are shared by replicas."""
     return Node(name, (Device(f"{name}/cpu", "cpu", 8 * GIB, price, cores),))
 
 
 def test_replicas_share_a_machine_by_its_cores() -> None:
-    """A replica computes for one item at a time; four cores carry four replicas."""
+    """A replica computes one item at a time, so four cores carry four replicas."""
     need = StageNeed(GIB, {"cpu": 0.1}, per_device=8)
     problem = Problem((cpu_node("a", 4.0),), (ModelNeed("m", (need,), 100.0),))
     found = place(problem, 5.0)
@@ -264,7 +255,6 @@ def test_replicas_share_a_machine_by_its_cores() -> None:
 
 
 def test_cores_that_are_booked_are_nobody_elses() -> None:
-    """Booked cores are reserved, however little is computed on them."""
     need = StageNeed(
         1, {"cpu": 0.0}, min_replicas=3, max_replicas=3, cores=1.5, per_device=8
     )
@@ -282,7 +272,6 @@ def test_cores_that_are_booked_are_nobody_elses() -> None:
 
 
 def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
-    """With ``balance`` replicas spread out; running ones still stay."""
     need = StageNeed(GIB, {"cpu": 0.0}, min_replicas=4, max_replicas=4, per_device=4)
     nodes = tuple(cpu_node(name, 4.0, price=0.0) for name in "abcd")
     problem = Problem(nodes, (ModelNeed("m", (need,), 1.0),), balance=0.01)
@@ -295,7 +284,6 @@ def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
 
 
 def test_few_are_moved_when_a_machine_is_lost() -> None:
-    """Replicas on other machines stay, though another placement is as good."""
     need = StageNeed(GIB, {"cpu": 0.01}, min_replicas=3, max_replicas=3, per_device=3)
     nodes = tuple(cpu_node(name, 4.0) for name in "abc")
     models = tuple(ModelNeed(f"m{n}", (need,), 1.0) for n in range(2))
@@ -313,7 +301,6 @@ def test_few_are_moved_when_a_machine_is_lost() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Return a small problem that uses every feature."""
     kinds = ("cpu", "gpu")
     numbers = itertools.count()
     nodes = tuple(
@@ -370,7 +357,6 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_every_answer_is_feasible_and_no_worse_than_greedy(problem: Problem) -> None:
-    """The verifier, the bound, and greedy's answer check it."""
     greedy = place(problem, 0.0)
     assert faults(problem, greedy) == []
     assert greedy.solver in ("greedy", "as it is")
@@ -402,7 +388,6 @@ THREE_SMALL_SHARES = Problem(
 @example(THREE_SMALL_SHARES)
 @given(problems())
 def test_both_solvers_agree(problem: Problem) -> None:
-    """Both prove the same optimum on small problems."""
     pytest.importorskip("ortools")
     from multiworld.serve.controller.placement.solver import cp_sat
 
