@@ -1,16 +1,18 @@
 """Fills the tables and figures of the documents: ``python -m benchmarks.figures``.
 
-Everything comes from ``benchmarks/results``. Two kinds of marks stand in the pages:
+Everything comes from ``benchmarks/results``. The pages have two kinds of comments:
 
 * ``<!-- SUITE: KIND -->``, a table, ``<!-- end -->``: medians by contender and size,
   as ``benchmarks.tables`` makes them. ``<!-- SUITE! KIND -->`` has the ratios alone,
   with their 95 % interval, and ``<!-- SUITE# KIND -->`` sums by what follows the kind.
   ``<!-- soak~ faults -->`` has the faults of the soak of worlds, and
   ``<!-- detection~ faults -->`` the times to detect them, beside other systems.
-* ``<!--fig:NAME-->``, a figure, ``<!--/fig-->``: one of ``FIGURES``, within a sentence.
+* ``<!-- figures: NAME, NAME -->`` before a paragraph, list or table: those ``FIGURES``
+  are in it as plain text, in this order, each in one place only. A figure that changed
+  replaces the value from the last commit, or from the commit in the command's argument.
 
 A ratio is always the median of the rounds' own ratios, never a ratio of medians. A test
-(``tests/meta/test_figures.py``) fails when a page is not what this module writes.
+(``tests/meta/test_figures.py``) fails when a page differs from the results.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import tables
@@ -29,24 +35,16 @@ from benchmarks.samples import BenchReport, Series
 from benchmarks.tables import number, times
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    "README.md",
-    "docs/comparison.md",
-    "docs/detection.md",
-    "docs/performance.md",
-    "docs/soak.md",
-    "docs/when-not.md",
-    "docs/serve/performance.md",
-    "docs/serve/scaling-report.md",
-    "docs/serve/generation.md",
-    "docs/serve/howto.md",
-    "docs/serve/generation-concepts.md",
-    "docs/serve/engines.md",
-)
-"""The pages with marks."""
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in (*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md")))
+    if "<!--" in page.read_text()
+]
+"""The pages with comments."""
 
-TABLE = re.compile(r"<!-- (\w+)([:!#~]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
-FIGURE = re.compile(r"<!--fig:(\w+)-->(.*?)<!--/fig-->", re.DOTALL)
+TABLE = re.compile(r"<!-- (\w+)([:!#~]) ([^>]*) -->\n(?:\|.*\n)*<!-- end -->")
+BLOCK = re.compile(r"<!-- figures: ([\w,\s]+?) -->\n(.*?)(?=\n\n|\n<!--|\Z)", re.DOTALL)
+"""The names of figures, and the paragraph, list or table that has them."""
 
 OURS, PLAIN = "world, direct", "plain gloo"
 STREAM, NEW, TRIP = "stream", "stream, shape unknown", "round trip"
@@ -534,31 +532,86 @@ def _table(match: re.Match[str]) -> str:
     return f"<!-- {suite}{mark} {kind} -->\n{table}\n<!-- end -->"
 
 
-def _figure(match: re.Match[str]) -> str:
-    name = match[1]
-    if name not in FIGURES:
-        raise ValueError(f"benchmarks/figures.py has no figure {name!r}")
-    return f"<!--fig:{name}-->{FIGURES[name]()}<!--/fig-->"
-
-
 def filled(page: str) -> str:
-    """Return a page with its tables and figures from the results.
-
-    Args:
-        page: Markdown.
+    """Return a page with its tables from the results.
 
     Raises:
-        ValueError: A mark names results that there are not.
+        ValueError: A comment names results that do not exist.
     """
-    return FIGURE.sub(_figure, TABLE.sub(_table, page))
+    return TABLE.sub(_table, page)
 
 
-def main() -> None:
-    """Rewrite the tables and figures of all pages."""
+def mended(
+    page: str, old: dict[str, str], new: dict[str, str]
+) -> tuple[str, list[str]]:
+    """Return a page with new for old values, and what a person has to mend, by line.
+
+    Raises:
+        ValueError: A comment names an unknown figure.
+    """
+    text, problems = page, list[str]()
+    for block in reversed([*BLOCK.finditer(page)]):
+        names = re.findall(r"\w+", block[1])
+        if unknown := set(names) - set(new):
+            raise ValueError(f"benchmarks/figures.py has no figure {min(unknown)!r}")
+        values = [{new[name], old.get(name, new[name])} for name in names]
+        places = _places(page, *block.span(2), values)
+        if (k := len(places)) < len(names):
+            line = page.count("\n", 0, places[-1].end() if k else block.start(2)) + 1
+            write = f"{line}: write {new[names[k]]} for {names[k]}"
+            found = " or ".join(sorted(values[k]))
+            problems.insert(0, f"{write}: {found} does not occur exactly once here")
+            continue
+        for name, place in reversed([*zip(names, places, strict=True)]):
+            text = text[: place.start()] + new[name] + text[place.end() :]
+    return text, problems
+
+
+def _places(
+    page: str, start: int, end: int, values: list[set[str]]
+) -> list[re.Match[str]]:
+    """Return where each value is, in order, up to one that is missing or ambiguous."""
+    found: list[re.Match[str]] = []
+    for accepted in values:
+        longest = sorted(map(re.escape, accepted), key=len, reverse=True)
+        either = "|".join(longest).replace(r"\ ", r"\s+")
+        whole = re.compile(rf"(?<![\w.,-])(?:{either})(?!\w|[.,-]\d)")
+        if (place := whole.search(page, start, end)) is None:
+            return found
+        if found and found[-1].re.search(page, start, place.start()):
+            return found[:-1]
+        found.append(place)
+        start = place.end()
+    return found[:-1] if found[-1].re.search(page, start, end) else found
+
+
+def current() -> dict[str, str]:
+    """Return the value of each figure."""
+    return {name: value() for name, value in FIGURES.items()}
+
+
+def committed(commit: str) -> dict[str, str]:
+    """Return the value of each figure by code and results of a commit."""
+    show = "import json, benchmarks.figures as f\n"
+    show += "print(json.dumps({name: value() for name, value in f.FIGURES.items()}))"
+    with TemporaryDirectory() as folder:
+        archive = ["git", "archive", "-o", f"{folder}/all.zip", commit, "benchmarks"]
+        subprocess.run(archive, cwd=ROOT, check=True)
+        shutil.unpack_archive(f"{folder}/all.zip", folder)
+        printed = subprocess.check_output([sys.executable, "-c", show], cwd=folder)
+    return dict(json.loads(printed))
+
+
+def main(commit: str = "HEAD") -> None:
+    """Rewrite the tables and figures of all pages; fail if a figure is not found."""
+    old, new, problems = committed(commit), current(), list[str]()
     for name in PAGES:
-        page = ROOT / name
-        page.write_text(filled(page.read_text()))
+        page, unclear = mended(filled((ROOT / name).read_text()), old, new)
+        (ROOT / name).write_text(page)
+        problems += [f"{name}:{problem}" for problem in unclear]
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
