@@ -20,7 +20,6 @@ from multiworld.testing import Role
 
 
 async def echo(role: Role, name: str, store: str, backend: str) -> None:
-    """Join a world of two as rank 1, and send messages back until the other leaves."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         world = await manager.join(name, rank=1, size=2, store=store, backend=backend)
         role.report("ready")
@@ -40,7 +39,6 @@ async def member(
     backend: str,
     config: WorldConfig,
 ) -> None:
-    """Join a world, carry out orders, and report their results."""
     async with WorldManager(config=config) as manager:
         world = await manager.join(
             name, rank=rank, size=size, store=store, backend=backend
@@ -86,7 +84,6 @@ async def _why(step: object) -> object:
 
 
 def _fork() -> int:
-    """Fork a child that lives longer than this process."""
     pid = os.fork()
     if pid == 0:
         time.sleep(8)  # longer than the parent lives
@@ -104,7 +101,6 @@ async def careless(role: Role, name: str, store: str) -> None:
 
 
 async def idle(role: Role, name: str, store: str, backend: str) -> None:
-    """Join a world of two as rank 1, and wait."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         await manager.join(name, rank=1, size=2, store=store, backend=backend)
         role.report("ready")
@@ -112,7 +108,6 @@ async def idle(role: Role, name: str, store: str, backend: str) -> None:
 
 
 async def many(role: Role, count: int, store: str) -> None:
-    """Join many worlds at once as rank 1, and echo in each."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         worlds = [
             await manager.join(f"w{number}", rank=1, size=2, store=store)
@@ -129,7 +124,6 @@ async def many(role: Role, count: int, store: str) -> None:
 
 
 async def cycles(role: Role, name: str, count: int, store: str, backend: str) -> None:
-    """Join one world after the other as rank 1."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         for _ in range(count):
             world = await manager.join(

@@ -1,9 +1,4 @@
-"""Citizen: a process that is in several worlds and keeps traffic going in each.
-
-Every round of a world is a ring and an all-reduce, with content that only this round
-has. In the ring, each member sends to the next one and checks the tensor from the
-previous one. Reports carry ``time.monotonic()``; processes of one machine share it.
-"""
+"""Citizen: a process that is in several worlds and keeps traffic going in each."""
 
 from __future__ import annotations
 
@@ -37,8 +32,6 @@ PACE_S = 0.005
 
 @dataclass(frozen=True)
 class Membership:
-    """A world that a citizen joins."""
-
     name: str
     rank: int
     size: int
@@ -47,7 +40,7 @@ class Membership:
 
 @dataclass
 class Account:
-    """State of one of a citizen's worlds, as the citizen sees it."""
+    """State of one world; times are ``time.monotonic()``, which all processes share."""
 
     epoch: int = 0
     size: int = 0
@@ -106,7 +99,6 @@ class Life:
             self.moved.set()
 
     async def until(self, holds: Callable[[], bool]) -> Account | None:
-        """Wait until a condition holds; rounds and events check it."""
         while not holds():
             self.moved.clear()
             await self.moved.wait()
@@ -120,7 +112,6 @@ class Life:
 async def citizen(
     role: Role, store: str, config: WorldConfig, memberships: list[Membership]
 ) -> None:
-    """Join every world, keep traffic going, and carry out the test's orders."""
     async with WorldManager(config=config) as manager:
         life = Life(manager, store)
         watching = asyncio.create_task(life.watch())
@@ -182,7 +173,7 @@ async def _traffic(world: World, account: Account, moved: asyncio.Event) -> None
 
 
 async def _round(world: World, number: int) -> None:
-    """Pass a tensor around the ring, and all-reduce one; check both."""
+    """Send a tensor around the ring and all-reduce one, with content of this round."""
     mine = torch.tensor([world.epoch, world.rank, number])
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     sending = asyncio.ensure_future(world.send(mine, dst=after))
@@ -224,7 +215,6 @@ def _long_call(kind: str, count: int) -> Callable[[], object]:
 
 
 async def store_host(role: Role, host: str) -> None:
-    """Run a store until the test ends it."""
     server = await StoreServer.listen(host, 29500)
     role.report("ready")
     try:

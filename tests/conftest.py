@@ -21,8 +21,8 @@ from multiworld.testing import ProcessFleet, Role
 
 SOURCE = Path(multiworld.__file__).parent
 
-# How fast examples are drawn says how busy the machine is. `make test` draws the same
-# ones each time: what is red is red for everybody. `make test-all` draws new ones.
+# Deadlines would measure how busy the machine is. `make test` draws the same examples
+# each time, so that a failure is everybody's; `make test-all` draws new ones.
 settings.register_profile(
     "same",
     deadline=None,
@@ -41,12 +41,11 @@ torch.set_num_threads(1)  # the tests of several workers share the processors
 
 @pytest.fixture(scope="session")
 def authority() -> trustme.CA:
-    """Return the authority that signs this session's certificates."""
     return trustme.CA()
 
 
 def certificates(authority: trustme.CA, folder: Path) -> Tls:
-    """Return TLS files with a certificate signed by ``authority``, for both sides."""
+    """Return TLS files with one certificate for both sides."""
     issued = authority.issue_cert("multiworld.test", "127.0.0.1")
     names = [folder / name for name in ("certificate", "key", "authority")]
     issued.cert_chain_pems[0].write_to_path(str(names[0]))
@@ -57,7 +56,6 @@ def certificates(authority: trustme.CA, folder: Path) -> Tls:
 
 @pytest.fixture(scope="session")
 def tls(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """Return TLS files that all members of a test share."""
     return certificates(authority, tmp_path_factory.mktemp("tls"))
 
 

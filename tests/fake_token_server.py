@@ -1,9 +1,4 @@
-"""A small server that continues tokens and samples itself, for tests of adapters.
-
-It has vLLM's completions, with token ids or as text only, and llama.cpp's own route.
-Its logits follow from all tokens; each request has a random state of its own. For some
-first tokens of a prompt it misbehaves, as ``fake_vllm`` does.
-"""
+"""Small server that samples continuations itself, for tests of adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ PARTS = 4
 
 
 def interpreter(folder: Path, *flags: str) -> Path:
-    """Write a program that runs this server, whatever file it is told to run."""
+    """Write a program that runs this server, whatever file it is given."""
     path = folder / f"fake-llama{'-'.join(('', *flags)).replace('/', '')}"
     line = f"-m tests.fake_token_server {' '.join(flags)}"
     root = Path(__file__).resolve().parents[1]
@@ -54,15 +49,12 @@ def interpreter(folder: Path, *flags: str) -> Path:
 
 
 def adapter_of(body: dict[str, Any]) -> str:
-    """Return the adapter of a request: by its number, or its name."""
     numbers = [str(one["id"]) for one in body.get("lora", ()) if one["scale"] == 1.0]
     named = body.get("model", "")
     return "".join(numbers) or (named if named != "fake" else "")
 
 
 class Sampler:
-    """The sampler of one request."""
-
     def __init__(self, body: dict[str, Any], prompt: list[int]) -> None:
         self._body, self._draw = body, random.Random(body.get("seed"))
         self.tokens = list(prompt)
@@ -71,7 +63,6 @@ class Sampler:
             self._draw = random.Random()
 
     def next(self) -> tuple[int, list[tuple[int, float]]]:
-        """Return the next token, and the log-probabilities of all."""
         body = self._body
         logits = logits_of(self.tokens, adapter_of(body))
         scores = [math.log(weight) for weight in softmax(logits)]
@@ -117,7 +108,6 @@ class Sampler:
 
 
 def softmax(logits: list[float]) -> list[float]:
-    """Return the probabilities of words."""
     most = max(logits)
     weights = [math.exp(logit - most) for logit in logits]
     total = sum(weights)
@@ -125,21 +115,18 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 class Server:
-    """The routes."""
+    """Routes: vLLM's completions, with token ids or as text only, and llama.cpp's."""
 
     def __init__(self, tokenizer: Tokenizer | None, has_ids: bool) -> None:
         self._tokenizer, self._has_ids = tokenizer, has_ids
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say that it serves."""
         return web.Response()
 
     async def models(self, request: web.Request) -> web.Response:
-        """Name the model."""
         return web.json_response({"data": [{"id": "fake"}]})
 
     async def props(self, request: web.Request) -> web.Response:
-        """Return the number of slots, as llama.cpp does."""
         return web.json_response({"total_slots": 9})
 
     async def _misbehaves(self, kind: int) -> web.Response | None:
@@ -241,7 +228,6 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until it is ended."""
     given = dict(itertools.pairwise(arguments))
     path = given.get("--tokenizer")
     tokenizer = Tokenizer.from_file(path) if path else None

@@ -1,9 +1,4 @@
-"""A small server with the interface of vLLM's runner V1, for tests of its adapter.
-
-It stands where vLLM's Python would: ``interpreter(folder)`` writes a program to give as
-``engine_python``. Its logits follow from all tokens so far; the logits processor is the
-real one, loaded as vLLM would load it. For some first tokens of a prompt it misbehaves.
-"""
+"""Small server with the interface of vLLM's runner V1, for tests of its adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ STEP_S = float(os.environ.get("FAKE_VLLM_STEP_S", "0.002"))
 
 
 def interpreter(folder: Path) -> Path:
-    """Write a program that runs this server, whatever module it is told to run."""
+    """Write a program for ``engine_python`` that runs this server for any module."""
     path = folder / "fake-python"
     path.write_text(
         f'#!/bin/sh\nshift 2\nexec {sys.executable} {Path(__file__).resolve()} "$@"\n'
@@ -44,7 +39,6 @@ def interpreter(folder: Path) -> Path:
 
 
 def adapter(path: Path) -> Path:
-    """Make a folder with what an adapter needs to be served here."""
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text('{"r": 8}')
     return path
@@ -57,20 +51,18 @@ def logits_of(tokens: list[int], adapter: str = "") -> list[float]:
 
 
 def scores_of(tokens: list[int], adapter: str) -> dict[int, float]:
-    """Return the log-probabilities of all tokens."""
     logits = logits_of(tokens, adapter)
     total = math.log(sum(map(math.exp, logits)))
     return {token: logit - total for token, logit in enumerate(logits)}
 
 
 def vector_of(ids: list[int]) -> bytes:
-    """Return the embedding of a text, in float32."""
     draw = random.Random(repr(ids))
     return struct.pack(f"<{HIDDEN}f", *(draw.gauss(0.0, 1.0) for _ in range(HIDDEN)))
 
 
 class Sampling:
-    """The logits processor, with one sequence at a time."""
+    """The real logits processor, loaded as vLLM loads it, for single sequences."""
 
     def __init__(self, name: str) -> None:
         import torch  # as the processor does; it takes seconds
@@ -89,7 +81,6 @@ class Sampling:
     def next(
         self, asked: dict[str, Any], tokens: list[int], made: list[int], adapter: str
     ) -> int:
-        """Return the next token of a sequence."""
         params = SimpleNamespace(extra_args=asked.get("extra_args"))
         added = [(0, params, tokens, made)]
         update = SimpleNamespace(removed=[0], added=added, moved=[])
@@ -101,7 +92,7 @@ class Sampling:
 
 
 class Server:
-    """The routes; without a logits processor, that of embeddings only."""
+    """The routes of vLLM; without a logits processor, that of embeddings only."""
 
     def __init__(self, processor: str | None, adapters: list[str]) -> None:
         if processor is not None:
@@ -109,11 +100,9 @@ class Server:
         self._adapters = adapters
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say that it serves."""
         return web.Response()
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Return how much of its memory is used."""
         line = 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25'
         return web.Response(text=f"# HELP\n{line}\n")
 
@@ -144,7 +133,6 @@ class Server:
         return web.Response(text=text, content_type="application/json")
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Stream tokens."""
         body = await request.json()
         tokens, asked = body["token_ids"], body["sampling_params"]
         kind, adapter = tokens[0], body.get("model", "")
@@ -193,7 +181,6 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until it is ended."""
     given = dict(itertools.pairwise(arguments))
     adapters = []
     if "--lora-modules" in arguments:

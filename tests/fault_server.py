@@ -1,10 +1,4 @@
-"""A server with OpenAI's completions that plays one fault on command and logs requests.
-
-Below ``/ids`` it takes and returns token ids, as vLLM does; below ``/text``, text only.
-Its tokens follow from all tokens and the seed, and all of them are printable. Requests
-for very few tokens come from replicas that connect, and from probes: they are not
-logged, and have no fault unless the whole server is overloaded.
-"""
+"""Server with OpenAI's completions that plays a fault on command and logs requests."""
 
 from __future__ import annotations
 
@@ -38,20 +32,21 @@ SILENT_S = 120.0
 RETRY_AFTER_S = 3
 """Seconds in the header of that name."""
 MALFORMED_AT, STALL_AT, FILTER_AT, CUT_AT = 10, 20, 30, 40
-"""Output tokens of a sequence before a fault in the midst of a stream."""
+"""Output tokens of a sequence before a fault in the middle of its stream."""
 START_S = 40.0
 """Seconds that the server may take to start; a hang bound."""
 
 PROBE_TOKENS = 2
-"""Maximum number of tokens that replicas and probes request."""
+"""Maximum number of tokens that replicas and probes request.
+
+Such requests are not logged, and have no fault unless the whole server is overloaded.
+"""
 
 PRINTABLE = range(1, 95)
 """Tokens of the tests' tokenizer that are one printable ASCII character each."""
 
 
 class Fault(StrEnum):
-    """What a server does with a request."""
-
     NONE = "none"
     RATE_LIMIT_AFTER = "429 with Retry-After"
     RATE_LIMIT = "429 without Retry-After"
@@ -82,11 +77,11 @@ STATUS = {
     Fault.FILTER: (400, "content_policy_violation"),
     Fault.NO_CONTINUATION: (400, "invalid_prefill"),
 }
-"""Faults that are an answer with a status, and the code of the error in it."""
+"""Status and error code of the faults that are an answer."""
 
 
 class Play(msgspec.Struct):
-    """A command: what to do from now on; it also empties the log."""
+    """Command to play a fault; it also empties the log."""
 
     fault: Fault
     times: int | None = None  # requests with the fault; None: all
@@ -94,8 +89,6 @@ class Play(msgspec.Struct):
 
 
 class Entry(msgspec.Struct):
-    """A request that has arrived."""
-
     at: float  # monotonic time
     path: str
     prompt: int  # number of tokens
@@ -103,29 +96,25 @@ class Entry(msgspec.Struct):
 
 
 class Server:
-    """The routes."""
+    """Routes; ``/ids`` takes and returns token ids, as vLLM, ``/text`` text only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._play = tokenizer, Play(Fault.NONE)
         self._log: list[Entry] = []
 
     async def play(self, request: web.Request) -> web.Response:
-        """Take a command."""
         self._play = msgspec.json.decode(await request.read(), type=Play)
         self._log = []
         return web.Response()
 
     async def log(self, request: web.Request) -> web.Response:
-        """Return the requests since the last command."""
         return web.Response(body=msgspec.json.encode(self._log))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say whether it serves."""
         is_down = self._play.fault is Fault.DOWN
         return web.Response(status=503 if is_down else 200)
 
     async def models(self, request: web.Request) -> web.Response:
-        """Name the model."""
         return web.json_response({"data": [{"id": "fake"}]})
 
     async def other(self, request: web.Request) -> web.Response:
@@ -135,7 +124,6 @@ class Server:
         return web.json_response({"error": {"message": "no such route"}}, status=404)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Play the fault, or stream tokens."""
         body = await request.json()
         prompt, has_ids = body["prompt"], request.path.startswith("/ids/")
         if isinstance(prompt, str):
@@ -232,7 +220,7 @@ def _reset(request: web.Request) -> web.Response:
 
 
 class FaultServer:
-    """A running server, with the means to command it."""
+    """A server process, commanded over HTTP."""
 
     def __init__(self, tokenizer: Path) -> None:
         port = free_port()
@@ -252,23 +240,20 @@ class FaultServer:
             return False
 
     def play(self, fault: Fault, times: int | None = None, prompt: int = 0) -> None:
-        """Have it play a fault from now on, and forget its log."""
+        """Play a fault from now on, and empty the log."""
         body = msgspec.json.encode(Play(fault, times, prompt))
         httpx.post(f"{self.url}/play", content=body).raise_for_status()
 
     def log(self) -> list[Entry]:
-        """Return the requests since the last command."""
         answer = httpx.get(f"{self.url}/log").raise_for_status()
         return msgspec.json.decode(answer.content, type=list[Entry])
 
     def end(self) -> None:
-        """End it at once."""
         self._process.kill()
         self._process.wait()
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until it is ended."""
     given = dict(itertools.pairwise(arguments))
     server = Server(Tokenizer.from_file(given["--tokenizer"]))
     app = web.Application()
@@ -279,7 +264,7 @@ def main(arguments: list[str]) -> None:
         routes.append(web.post(f"{kind}/v1/completions", server.completions))
     app.add_routes([*routes, web.route("*", "/{path:.*}", server.other)])
     port = int(given["--port"])
-    # So that what is silent ends with its client.
+    # Ends silent responses with their clients.
     web.run_app(app, host="127.0.0.1", port=port, print=None, handler_cancellation=True)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def lines_of(call: Callable[[], object]) -> int:
-    """Return how many lines of code a call runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:

@@ -1,11 +1,4 @@
-"""``make matrix``: the built wheel, run outside the source tree in several cells.
-
-A cell is a release of Python with one of torch, as ``3.12x2.15``, or with the lowest
-version of every direct dependency, as ``3.11xlowest``. Each has an environment of its
-own, in which only the wheel is importable. Releases of torch for which no CPU build is
-offered bring several gigabytes of CUDA libraries, so an environment is deleted when its
-cell is done.
-"""
+"""``make matrix``: the built wheel, run outside the source tree in several cells."""
 
 from __future__ import annotations
 
@@ -51,11 +44,9 @@ STEP_S = 2400
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A release of Python and one of torch.
+    """A release of Python and one of torch, as ``3.12x2.15``.
 
-    Attributes:
-        python: Release of Python, as ``3.11``.
-        torch: Release of torch, as ``2.13``, or ``LOWEST``.
+    ``LOWEST`` in place of torch means the lowest version of every direct dependency.
     """
 
     python: str
@@ -63,11 +54,7 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell written as ``PYTHONxTORCH``.
-
-        Raises:
-            ArgumentTypeError: It is not written so.
-        """
+        """Return the cell written as ``PYTHONxTORCH``."""
         pattern = rf"(3\.\d+)x(\d+\.\d+(?:\.\d+)?|{LOWEST})"
         if (match := re.fullmatch(pattern, text)) is None:
             raise argparse.ArgumentTypeError(f"{text!r} is not like {CELLS[0]!r}")
@@ -79,23 +66,16 @@ class Cell:
 
 @dataclass(slots=True)
 class Result:
-    """Result of one cell: the outcome of each step, in order."""
-
     cell: Cell
     steps: dict[str, str] = field(default_factory=dict)
 
     @property
     def has_passed(self) -> bool:
-        """True if every step passed."""
         return all(outcome.startswith("ok") for outcome in self.steps.values())
 
 
 def find_python(release: str) -> str:
-    """Return an interpreter of a release: from the path, or from pyenv.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Return an interpreter of a release: from the path, or from pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     installed = sorted(pyenv.glob(f"{release}.*/bin/python"))
     on_path = shutil.which(f"python{release}")
@@ -136,13 +116,7 @@ def _copy(
 
 
 class Runner:
-    """Runs cells, one after the other.
-
-    Args:
-        folder: Folder outside the source tree for environments, copies and logs.
-        steps: Names of the steps to run.
-        is_kept: Whether environments stay after their cells, and are used again.
-    """
+    """Runs cells in a folder outside the source; ``is_kept`` keeps environments."""
 
     def __init__(self, folder: Path, steps: list[str], *, is_kept: bool) -> None:
         self._folder, self._steps, self._is_kept = folder, steps, is_kept
@@ -155,7 +129,6 @@ class Runner:
         }
 
     def run(self, cell: Cell, wheel: Path) -> Result:
-        """Install the wheel in a new environment and run the steps there."""
         result = Result(cell)
         place = self._folder / str(cell)
         work = Path(tempfile.mkdtemp(prefix=f"multiworld-{cell}-"))
@@ -175,6 +148,7 @@ class Runner:
                 print(f"{cell} {name}: {result.steps[name]}", flush=True)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+            # Without a CPU build, torch brings several gigabytes of CUDA libraries.
             if not self._is_kept:
                 shutil.rmtree(place, ignore_errors=True)
         return result
@@ -269,7 +243,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the cells; return 0 if all passed."""
     given = _arguments()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="multiworld-matrix-"))
     folder = folder.resolve()

@@ -1,4 +1,4 @@
-"""Free ports for programs that must be told theirs."""
+"""Free ports for programs that need one as an argument."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import socket
 
 FIRST, COUNT = 16_000, 16_000
-"""Below the ports that Linux gives to sockets that ask for any (32768 and above), so
-that nothing takes a port between this choice and its use."""
+"""Below the ports that Linux gives to sockets that ask for any (32768 and above).
+
+Thus nothing takes a port between this choice and its use.
+"""
 
 _numbers = itertools.count(os.getpid() * 127)  # tests may run in several processes
 

@@ -1,4 +1,4 @@
-"""The parts that a module makes for itself, for tests that need one of them."""
+"""Recording of the objects that a module makes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ P = ParamSpec("P")
 def recorded(
     module: ModuleType, kind: Callable[P, T], name: str = ""
 ) -> Iterator[list[T]]:
-    """Yield the objects of a class that a module makes, in the order of their making.
+    """Yield the objects of a class that a module makes, in order.
 
-    A test reaches a part by this, and not by the attributes of the object that owns
-    it.
-
-    Args:
-        module: The module that calls the class.
-        kind: The class.
-        name: The name by which the module calls it, if ``kind`` is a fake.
+    Tests reach an inner object by this, and not by private attributes. ``name`` is the
+    name by which the module calls the class, if ``kind`` is a fake.
     """
     made: list[T] = []
 

@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test` runs, where one is as good as another."""
+"""Parameters of a test that ``make test`` runs, where one is as good as another."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _gptj() -> Any:
 
 
 def _opt_350m() -> Any:
-    """OPT whose words have fewer numbers than its layers, between two projections."""
+    """OPT whose embeddings are narrower than its layers, between two projections."""
     from transformers import OPTConfig, OPTForCausalLM
 
     sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
@@ -209,7 +209,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "roberta": _roberta,
     "bert_both_ways": _bert_both_ways,
 }
-"""Makers of those that are not served."""
+"""Makers of the architectures that are not served."""
 
 
 def save_decoder(
@@ -231,13 +231,7 @@ def save_decoder(
 
 
 def save_tokenizer(folder: Path, *special: str, template: str = TEMPLATE) -> None:
-    """Save a tokenizer whose tokens are bytes, with a chat template.
-
-    Args:
-        folder: The folder.
-        *special: Control tokens, besides the one that ends a text.
-        template: The chat template.
-    """
+    """Save a tokenizer whose tokens are bytes; ``special`` are more control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,10 +14,7 @@ ROUND_S = 5.0
 
 
 class Traffic:
-    """Keeps round trips going in a world, and counts them.
-
-    ``advances`` waits for more round trips, which proves that they go on *now*.
-    """
+    """Keeps round trips going in a world, and counts them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -51,7 +48,7 @@ class Traffic:
             await asyncio.sleep(0)
 
     async def advances(self, rounds: int = 20) -> None:
-        """Wait until ``rounds`` more have completed, from now."""
+        """Wait for ``rounds`` more round trips, which proves that they continue now."""
         wanted = self.rounds + rounds
         async with asyncio.timeout(ROUND_S), self._round:
             while self.rounds < wanted:

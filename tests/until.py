@@ -10,16 +10,10 @@ HANG_S = 20.0
 
 
 async def until(holds: Callable[[], bool], limit_s: float = HANG_S) -> None:
-    """Look at a condition again and again until it holds.
+    """Check a condition again and again until it holds.
 
-    Only for state inside this process that has no event to wait for.
-
-    Args:
-        holds: Tells whether the condition holds.
-        limit_s: Seconds after which it counts as hung.
-
-    Raises:
-        TimeoutError: It still does not hold.
+    Only for state inside this process that has no event to wait for. Raises
+    ``TimeoutError`` after ``limit_s`` seconds.
     """
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - there is no event

@@ -1,8 +1,4 @@
-"""The contract of engines: what every replica that generates text must do.
-
-A replica here is its worker alone: messages go in, and messages come out. Each check
-runs on our own engine, in one stage, and on each adapter of a whole engine.
-"""
+"""Contract of engines: checks that every replica that generates text passes."""
 
 from __future__ import annotations
 
@@ -81,7 +77,7 @@ KINDS = {
         grammar=grammar_of_regex("([a-f]{2}-)+", "regex"),
     ),
 }
-"""Requests of each kind."""
+"""Sampling of each kind of request."""
 
 
 @dataclass
@@ -98,18 +94,16 @@ class Inbox:
         self._grown = asyncio.Event()
 
     def put(self, message: Any, contents: Sequence[Any] = ()) -> None:
-        """Take a message."""
         self.messages.append(message)
         self._grown.set()
 
     def flush(self) -> None:
-        """Do nothing: it was taken."""
+        pass
 
     async def wait_sent(self) -> None:
-        """Do nothing: it was taken."""
+        pass
 
     async def until(self, is_there: Callable[[], bool]) -> None:
-        """Wait until what came satisfies a condition."""
         async with asyncio.timeout(WAIT_S):
             while not is_there():
                 self._grown.clear()
@@ -117,12 +111,7 @@ class Inbox:
 
 
 class Bench:
-    """A worker, its gateway, and the sequences of that gateway.
-
-    Attributes:
-        kinds: Requests of each kind that its engine covers.
-        adapters: Names of the adapters that it has.
-    """
+    """A worker without its process, its gateway, and the sequences of that gateway."""
 
     def __init__(
         self, worker: Any, without: Sequence[str] = (), adapters: Sequence[str] = ()
@@ -148,18 +137,16 @@ class Bench:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def run_ended(self) -> None:
-        """Wait until the worker no longer runs."""
         await asyncio.wait(self._tasks[:1], timeout=WAIT_S)
         assert self._tasks[0].done()
 
     def send(self, message: Any) -> None:
-        """Send the worker a message of the gateway."""
         self.worker.received(self.inbox, [(message, ())])
 
     def begin(
         self, sampling: Sampling, made: Sequence[int] = (), **more: Any
     ) -> SequenceStart:
-        """Begin a sequence that has some tokens already."""
+        """Start a sequence; ``made`` are the output tokens that it has already."""
         self._numbers += 1
         prompt = more.pop("prompt", PROMPT)
         key: Key = GATEWAY, self._numbers, 1
@@ -170,11 +157,9 @@ class Bench:
         return start
 
     def end(self, start: SequenceStart) -> None:
-        """End a sequence."""
         self.send(generation_messages.EndSequences((start.key,)))
 
     def items(self, start: SequenceStart) -> list[TokenItem]:
-        """Return the tokens of a sequence so far."""
         return [
             item
             for message in self.inbox.messages
@@ -184,7 +169,7 @@ class Bench:
         ]
 
     def failure(self, start: SequenceStart) -> RemoteError | bool | None:
-        """Return the error of a failed sequence; None: it is to be replayed."""
+        """Return a sequence's error; None: it must be replayed; False: no failure."""
         for message in self.inbox.messages:
             match message:
                 case generation_messages.SequenceFailed(key, error):
@@ -193,13 +178,10 @@ class Bench:
         return False
 
     async def has(self, start: SequenceStart, count: int) -> list[TokenItem]:
-        """Wait until a sequence has so many tokens."""
         await self.inbox.until(lambda: len(self.items(start)) >= count)
         return self.items(start)
 
     async def whole(self, start: SequenceStart) -> list[int]:
-        """Wait for the end of a sequence; return its tokens."""
-
         def is_over() -> bool:
             assert self.failure(start) is False, self.failure(start)
             return any(item.finish for item in self.items(start))
@@ -215,7 +197,6 @@ class Bench:
                 await asyncio.sleep(0.01)
 
     async def failed(self, start: SequenceStart) -> RemoteError | None:
-        """Wait until a sequence fails; return its error."""
         await self.inbox.until(lambda: self.failure(start) is not False)
         found = self.failure(start)
         self.end(start)
@@ -227,7 +208,6 @@ EngineCheck = Callable[[Bench], Awaitable[None]]
 
 
 async def tokens_come_in_order(bench: Bench) -> None:
-    """Tokens are numbered from 0, and the last one says why it is the last."""
     start = bench.begin(KINDS["greedy"])
     await bench.whole(start)
     items = bench.items(start)
@@ -236,7 +216,6 @@ async def tokens_come_in_order(bench: Bench) -> None:
 
 
 async def sequences_do_not_depend_on_others(bench: Bench) -> None:
-    """All kinds at once have the tokens that each has alone."""
     alone = {}
     for name, sampling in bench.kinds.items():
         alone[name] = await bench.whole(bench.begin(sampling))
@@ -247,7 +226,6 @@ async def sequences_do_not_depend_on_others(bench: Bench) -> None:
 
 
 async def every_kind_continues_from_every_token(bench: Bench) -> None:
-    """A sequence that begins with the tokens so far continues with the same ones."""
     for name, sampling in bench.kinds.items():
         tokens = await bench.whole(bench.begin(sampling))
         for cut in range(1, COUNT):
@@ -257,7 +235,6 @@ async def every_kind_continues_from_every_token(bench: Bench) -> None:
 
 
 async def every_token_has_log_probabilities(bench: Bench) -> None:
-    """Of it and of the likeliest ones; asking for them changes no token."""
     for name in ("greedy", "sampled"):
         sampling = bench.kinds[name]
         plain = await bench.whole(bench.begin(sampling))
@@ -275,7 +252,6 @@ async def every_token_has_log_probabilities(bench: Bench) -> None:
 
 
 async def adapters_compute_otherwise(bench: Bench) -> None:
-    """Each has its own tokens for one prompt, beside and after the others."""
     sampling = bench.kinds["sampled"]
     names = ["", *bench.adapters, ""]
     starts = [bench.begin(sampling, adapter=name) for name in names]
@@ -288,7 +264,6 @@ async def adapters_compute_otherwise(bench: Bench) -> None:
 
 
 async def ended_sequences_leave_nothing(bench: Bench) -> None:
-    """A sequence that is ended in its midst computes no more, and leaks nothing."""
     long = replace_count(KINDS["sampled"], 200)
     starts = [bench.begin(long) for _ in range(8)]
     await bench.has(starts[0], 3)
@@ -302,7 +277,6 @@ async def ended_sequences_leave_nothing(bench: Bench) -> None:
 
 
 async def more_than_fit_wait(bench: Bench) -> None:
-    """Sequences beyond the capacity wait for a place, and complete."""
     starts = [bench.begin(replace_count(KINDS["sampled"], 4)) for _ in range(40)]
     found = [await bench.whole(start) for start in starts]
     assert len(set(map(tuple, found))) == 1
@@ -320,8 +294,7 @@ async def ends_are_kept(bench: Bench) -> None:
 
 
 async def prepared_sequences_are_reported(bench: Bench) -> None:
-    """A sequence that will move here is prepared, and then continues as another
-    attempt."""
+    """A sequence that will move here is prepared, then continues as another attempt."""
     tokens = await bench.whole(bench.begin(KINDS["sampled"]))
     key = GATEWAY, 1000, 2
     made = (*PROMPT, *tokens[:5])
@@ -343,7 +316,6 @@ async def prepared_sequences_are_reported(bench: Bench) -> None:
 
 
 async def suspects_run_alone(bench: Bench) -> None:
-    """While a suspect computes, its gateway knows that nothing else does."""
     long = replace_count(KINDS["sampled"], 60)
     other = bench.begin(long, share=Share("other"))
     await bench.has(other, 2)
@@ -357,12 +329,10 @@ async def suspects_run_alone(bench: Bench) -> None:
 
 
 def replace_count(sampling: Sampling, count: int) -> Sampling:
-    """Return the same sampling for another number of tokens."""
     return replace_sampling(sampling, max_tokens=count)
 
 
 def replace_sampling(sampling: Sampling, **changes: Any) -> Sampling:
-    """Return a sampling with changes."""
     return msgspec.structs.replace(sampling, **changes)
 
 

@@ -45,7 +45,6 @@ HEAVY = ("direct-tls", "direct-checksums", "direct-secret")
 async def test_contract_on_every_backend(
     check: Check, variant: str, monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
-    """A backend passes the check and leaks nothing."""
     backend, config = VARIANTS[variant]
     if variant.endswith("-tcp"):  # connect as two hosts would
         monkeypatch.setattr(Address, "is_on", lambda self, host: False)
@@ -62,10 +61,7 @@ async def test_contract_on_every_backend(
 
 @pytest.mark.parametrize("backend", ["memory", "direct", "gloo"])
 def test_contract_under_uvloop(backend: str) -> None:
-    """The suite passes on uvloop too, but for what uvloop does not report.
-
-    It does not call the reader of a connection that was reset.
-    """
+    """uvloop does not call the reader of a connection that was reset."""
 
     async def all_checks() -> None:
         for check in CHECKS:

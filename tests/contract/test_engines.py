@@ -1,4 +1,4 @@
-"""The contract of engines, run on our own and on adapters of others."""
+"""The contract of engines, run on our own and on the adapters of others."""
 
 from __future__ import annotations
 
@@ -62,12 +62,10 @@ START_S = 40.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small decoder."""
     return save_decoder(tmp_path_factory.mktemp("decoder"))
 
 
 def staged(folder: Path) -> GenerationWorker:
-    """Return a replica with our own engine, in one stage."""
     spec = GenerationSpec(max_num_seqs=MAX_SEQS, deterministic=True)
     model = decoder.model(str(folder), deterministic=True)
     assert model.generation is not None
@@ -88,7 +86,7 @@ def whole(
     exits: list[int] | None = None,
     **more: Any,
 ) -> EngineWorker:
-    """Return a replica with a whole engine."""
+    """Return a replica with the engine of an adapter."""
     settings = EngineSettings(
         replica=NAME,
         path=str(folder),
@@ -112,7 +110,6 @@ def vllm(folder: Path, **more: Any) -> EngineWorker:
 
 
 def llama_cpp(folder: Path, **more: Any) -> EngineWorker:
-    """Return a replica with the server that stands in for llama.cpp."""
     (folder / "weights.gguf").touch()
     python = str(fake_token_server.interpreter(folder, "--llama"))
     adapters = {name: str(folder / f"{name}.lora") for name in ADAPTERS}
@@ -122,18 +119,17 @@ def llama_cpp(folder: Path, **more: Any) -> EngineWorker:
 
 
 def openai_servers(folder: Path, **more: Any) -> EngineWorker:
-    """Return a replica that uses a server of somebody else."""
+    """Return a replica that uses an external server."""
     args = {"urls": [server_of_somebody_else(folder)]}
     adapters = {name: f"{name}-there" for name in ADAPTERS}
     return whole(OpenAiEngine, folder, args=args, adapters=adapters, **more)
 
 
 OTHERS: list[EngineProcess] = []
-"""Servers of somebody else."""
+"""External servers, killed after this module's tests."""
 
 
 def server_of_somebody_else(folder: Path, *flags: str) -> str:
-    """Start a server; return its address."""
     port = free_port()
     program = str(fake_token_server.interpreter(folder, *flags))
     OTHERS.append(EngineProcess([program, "", "", "--port", str(port)], {}))
@@ -159,7 +155,6 @@ WITHOUT = {"llama.cpp": ["structured"], "openai": ["structured"]}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Bench]:
-    """Return a replica of each kind."""
     worker = ENGINES[request.param](folder)
     await load(worker)
     adapters = () if request.param == "staged" else ADAPTERS
@@ -169,7 +164,7 @@ async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[B
 
 
 async def load(worker: GenerationWorker | EngineWorker) -> None:
-    """Start its engine, which may wait for a server of somebody else."""
+    """Load the worker; retry while an external server does not answer yet."""
     async with asyncio.timeout(START_S):
         while True:
             try:
@@ -181,7 +176,6 @@ async def load(worker: GenerationWorker | EngineWorker) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_engine_keeps_the_contract(check: EngineCheck, bench: Bench) -> None:
-    """Our own engine and the adapters of others behave alike."""
     await check(bench)
     await bench.is_at_rest()
 
@@ -204,7 +198,7 @@ MISBEHAVING = {"vllm": vllm, "llama.cpp": llama_cpp, "openai": openai_servers}
 async def test_engine_that_misbehaves_costs_one_sequence(
     token: int, kind: str | None, bench: Bench
 ) -> None:
-    """It goes to the client, or back to its gateway; others are not affected."""
+    """The error goes to the client or, if it is None, the sequence to its gateway."""
     other = bench.begin(KINDS["sampled"])
     bad = bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
     error = await bench.failed(bad)
@@ -214,7 +208,7 @@ async def test_engine_that_misbehaves_costs_one_sequence(
 
 
 class Adapter:
-    """An adapter that misbehaves with one prompt."""
+    """An adapter that misbehaves with some prompts."""
 
     usage, phase = 0.0, ""
 
@@ -222,23 +216,19 @@ class Adapter:
         del settings
 
     async def start(self) -> None:
-        """Start nothing."""
+        pass
 
     async def wait_lost(self) -> str:
-        """Wait for ever."""
         return await asyncio.Future[str]()
 
     def stopped_s(self) -> float:
-        """Return that nothing is stopped."""
         return 0.0
 
     def check(self, sampling: Sampling) -> None:
-        """Raise what no adapter should."""
         if sampling.top_k == BAD_TOP_K:
             raise RuntimeError("a mistake")
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Return tokens, or nothing that can be sent."""
         for index in range(COUNT):
             await asyncio.sleep(0.01)
             match run.tokens[0] if index == 3 else None:
@@ -253,10 +243,10 @@ class Adapter:
             yield [EngineToken(5 + index)]
 
     def kill(self) -> None:
-        """Kill nothing."""
+        pass
 
     async def close(self) -> None:
-        """Close nothing."""
+        pass
 
 
 BAD_TOP_K = 13
@@ -266,7 +256,7 @@ BAD_TOP_K = 13
 async def test_adapter_that_misbehaves_costs_one_sequence(
     token: int, folder: Path
 ) -> None:
-    """Whatever it returns or raises, edges to gateways stay."""
+    """Whatever an adapter returns or raises, edges to gateways stay open."""
     worker = whole(Adapter, folder)
     await load(worker)
     async with Bench(worker) as bench:
@@ -283,7 +273,7 @@ async def test_adapter_that_misbehaves_costs_one_sequence(
 
 
 async def test_adapter_that_blocks_the_loop_ends_the_replica(folder: Path) -> None:
-    """The loop cannot look any more; a thread does."""
+    """A thread finds it: the blocked loop cannot."""
     exits: list[int] = []
     worker = whole(Adapter, folder, hung_s=1.0, exits=exits)
     await load(worker)
@@ -300,15 +290,11 @@ class Unkillable(Adapter):
     """An adapter whose ``kill`` raises, as asyncio's does for a process that ended."""
 
     def kill(self) -> None:
-        """Raise what no adapter should."""
         raise ProcessLookupError
 
 
 class Ended(Unkillable):
-    """The same, whose engine has ended."""
-
     async def wait_lost(self) -> str:
-        """Return at once."""
         return "it ended"
 
 
@@ -316,7 +302,6 @@ class Ended(Unkillable):
 async def test_replica_exits_even_if_its_engine_cannot_be_killed(
     is_lost: bool, folder: Path
 ) -> None:
-    """Whether its engine is lost, or blocks the event loop."""
     exits: list[int] = []
     make = Ended if is_lost else Unkillable
     worker = whole(make, folder, hung_s=1.0, exits=exits)
@@ -334,13 +319,12 @@ async def test_replica_exits_even_if_its_engine_cannot_be_killed(
 
 
 class Sluggish(Adapter):
-    """An adapter that takes its time to abort, and counts what it runs at once."""
+    """An adapter that aborts slowly, and counts its concurrent runs."""
 
     abort_s = 0.2
     running = most = 0
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Return tokens slowly."""
         Sluggish.running += 1
         Sluggish.most = max(Sluggish.most, Sluggish.running)
         try:
@@ -356,7 +340,7 @@ class Sluggish(Adapter):
 async def test_engine_that_is_slow_to_abort_never_runs_more_than_allowed(
     folder: Path,
 ) -> None:
-    """An aborted run keeps its place until the engine has let go of it."""
+    """An aborted run keeps its slot until the engine has released it."""
     worker = whole(Sluggish, folder)
     await load(worker)
     async with Bench(worker) as bench:
@@ -373,7 +357,7 @@ async def test_engine_that_is_slow_to_abort_never_runs_more_than_allowed(
 async def test_run_that_cannot_be_cancelled_ends_the_replica(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its place would be lost for good."""
+    """Otherwise its slot would be lost for good."""
     monkeypatch.setattr(Sluggish, "abort_s", 3600.0)
     exits: list[int] = []
     worker = whole(Sluggish, folder, hung_s=0.2, exits=exits)
@@ -394,7 +378,7 @@ async def test_run_that_cannot_be_cancelled_ends_the_replica(
 @pytest.mark.parametrize("bench", ["vllm", "llama.cpp"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sequence_that_ends_early_is_returned(bench: Bench) -> None:
-    """Its gateway tries again."""
+    """It goes back to its gateway, which retries it."""
     early = bench.begin(KINDS["greedy"], prompt=[fake_vllm.EARLY, *PROMPT])
     assert await bench.failed(early) is None
     await bench.is_at_rest()
@@ -403,7 +387,6 @@ async def test_sequence_that_ends_early_is_returned(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", ["openai"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sequence_that_ends_early_is_requested_again(bench: Bench) -> None:
-    """A server that stops in the midst is asked for the rest."""
     early = bench.begin(KINDS["greedy"], prompt=[fake_vllm.EARLY, *PROMPT])
     assert len(await bench.whole(early)) == COUNT
     await bench.is_at_rest()
@@ -412,7 +395,6 @@ async def test_sequence_that_ends_early_is_requested_again(bench: Bench) -> None
 @pytest.mark.parametrize("bench", ["vllm", "openai"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_engine_that_floods_is_cut_off(bench: Bench) -> None:
-    """No token comes after the last one that was asked for."""
     start = bench.begin(KINDS["greedy"], prompt=[fake_vllm.FLOOD, *PROMPT])
     assert len(await bench.whole(start)) == COUNT
     await bench.is_at_rest()
@@ -424,7 +406,7 @@ async def test_engine_that_floods_is_cut_off(bench: Bench) -> None:
 async def test_engine_that_is_lost_ends_the_replica(
     token: int, engine: str, folder: Path
 ) -> None:
-    """If it dies, or sends nothing while a sequence runs, its process exits."""
+    """Lost: it died, or sent nothing while a sequence ran."""
     exits: list[int] = []
     worker = MISBEHAVING[engine](folder, hung_s=1.0, exits=exits)
     await load(worker)
@@ -433,7 +415,7 @@ async def test_engine_that_is_lost_ends_the_replica(
         async with asyncio.timeout(WAIT_S):
             while not exits:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        if token == fake_vllm.DIE or engine != "openai":  # somebody else's hangs on
+        if token == fake_vllm.DIE or engine != "openai":  # an external server hangs on
             await bench.run_ended()
     assert exits[0] == (EXIT_HUNG if token == fake_vllm.HANG else EXIT_LOST)
 
@@ -441,7 +423,7 @@ async def test_engine_that_is_lost_ends_the_replica(
 @pytest.mark.parametrize("bench", ["vllm"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_used_memory_of_the_engine_is_reported(bench: Bench) -> None:
-    """It steers autoscaling, as that of our own engine does."""
+    """Autoscaling uses it, as it does that of our own engine."""
     async with asyncio.timeout(WAIT_S):
         while bench.worker.report().kv_usage != 0.25:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -450,7 +432,7 @@ async def test_used_memory_of_the_engine_is_reported(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", MISBEHAVING, indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_steps_of_an_engine_are_counted(bench: Bench) -> None:
-    """Autoscaling learns from them how long a step takes: one token of each run."""
+    """Autoscaling learns the step time from them; a step is one token of each run."""
     before = bench.worker.report()
     starts = [bench.begin(KINDS["greedy"]) for _ in range(4)]
     for start in starts:
@@ -468,7 +450,7 @@ async def test_steps_of_an_engine_are_counted(bench: Bench) -> None:
 async def test_server_that_continues_differently_costs_no_stream(
     flags: tuple[str, ...], folder: Path
 ) -> None:
-    """A stream that cannot be continued exactly continues with tokens drawn anew."""
+    """A stream that cannot be continued exactly continues with newly sampled tokens."""
     args = {"urls": [server_of_somebody_else(folder, *flags)]}
     worker = whole(OpenAiEngine, folder, args=args)
     await load(worker)
@@ -482,7 +464,7 @@ async def test_server_that_continues_differently_costs_no_stream(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
-    """Its streams continue with the same text; only then may it be used."""
+    """Such a server sends no token ids: its streams continue from their text."""
     url = server_of_somebody_else(
         folder, "--text", "--tokenizer", str(folder / "tokenizer.json")
     )
@@ -505,7 +487,6 @@ async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
 async def test_engine_that_is_stopped_while_it_starts_is_lost(
     make: Callable[..., EngineWorker], folder: Path
 ) -> None:
-    """Its replica does not wait for it."""
     worker, before = make(folder), set(family_of(os.getpid()))
     loading = asyncio.ensure_future(worker.load(StageContext()))
     while not (started := set(family_of(os.getpid())) - before):  # noqa: ASYNC110
@@ -521,7 +502,7 @@ async def test_engine_that_is_stopped_while_it_starts_is_lost(
 async def test_replica_leaves_for_a_server_that_serves_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that each server has one, after an outage of some of them."""
+    """After an outage of some servers, each of them has a replica again."""
     monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
     late = free_port()
     urls = [server_of_somebody_else(folder), f"http://127.0.0.1:{late}"]
@@ -539,7 +520,7 @@ async def test_replica_leaves_for_a_server_that_serves_again(
 async def test_replica_stays_at_its_server_when_the_others_leave_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after every update: the new one began beside the old one."""
+    """Every update does this: the new replica starts beside the old one."""
     monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
     args = {"urls": [server_of_somebody_else(folder)]}
     old, new, last = (whole(OpenAiEngine, folder, args=args) for _ in range(3))
@@ -558,7 +539,7 @@ async def test_replica_stays_at_its_server_when_the_others_leave_it(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_llama_cpp_needs_a_slot_for_each_sequence(folder: Path) -> None:
-    """Its server says how many it has; another replica may not use them."""
+    """The server reports how many slots it has; a second replica may not use them."""
     args = {"urls": [server_of_somebody_else(folder, "--llama")]}
     first = whole(OpenAiEngine, folder, args=args)
     await load(first)

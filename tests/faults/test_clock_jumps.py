@@ -1,4 +1,4 @@
-"""A wall clock that jumps by hours, forward and back: nobody is lost because of it."""
+"""Jumps of the wall clock by hours, forward and back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = [
 SOURCE = Path(__file__).parents[1] / "data" / "jumping_clock.c"
 ROOT = Path(__file__).parents[2]
 JUMPS_S = (3600.0, -86400.0, 400 * 86400.0)
-"""Where the clock goes, one after the other: seconds beside the true time."""
+"""Offsets of the clock from the true time, in seconds, one after the other."""
 
 
 @pytest.fixture
 def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what sets the wall clock of processes that are started from now on."""
+    """Return a function that sets the wall clock of processes started from now on."""
     library, file = tmp_path / "jumping_clock.so", tmp_path / "clock"
     command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)]
     subprocess.run([*command, "-ldl"], check=True)
@@ -51,7 +51,6 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
 async def test_service_continues_whatever_the_clock_says(
     tmp_path: Path, jump: Callable[[float], None]
 ) -> None:
-    """No request fails, no process is taken for lost, and scaling works."""
     with served(tmp_path / "service", spec_with()) as service:
         before = {p.name: p.pid for p in service.status().processes}
         async with traffic(service) as checked:
@@ -101,7 +100,6 @@ with blocking.WorldManager() as manager:
 async def test_world_stays_whole_whatever_the_clock_says(
     tmp_path: Path, jump: Callable[[float], None]
 ) -> None:
-    """Its members pass messages all the time, and heartbeats."""
     from multiworld.rendezvous.store_server import StoreServer
 
     server = await StoreServer.listen("127.0.0.1", 0)

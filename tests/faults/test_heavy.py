@@ -24,8 +24,6 @@ GROWTH_BYTES = 24 * 1024 * 1024
 
 
 class Footprint:
-    """Memory, threads and descriptors of this process."""
-
     def __init__(self) -> None:
         gc.collect()
         now = Leak.now()
@@ -36,7 +34,6 @@ class Footprint:
         self.bytes = int(statm[1]) * 4096
 
     def check_against(self, before: Footprint) -> None:
-        """Assert that nothing has grown."""
         assert self.threads <= before.threads
         assert self.descriptors <= before.descriptors
         assert self.tasks <= before.tasks
@@ -45,7 +42,6 @@ class Footprint:
 
 @pytest.mark.parametrize("backend", CYCLES)
 async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) -> None:
-    """Creating, using and closing one world again and again grows nothing."""
     count, warm = CYCLES[backend], 200
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
@@ -75,7 +71,6 @@ async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) ->
 
 
 async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
-    """The survivor names a killed member a thousand times, and nothing grows."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
@@ -101,7 +96,6 @@ async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
 
 @pytest.mark.parametrize("backend", ["direct", "gloo"])
 async def test_tensor_larger_than_two_gib(backend: str) -> None:
-    """A tensor above 2 GiB arrives, because all sizes have 64 bits."""
     size = (1 << 31) + (1 << 20) + 3
     config = WorldConfig(join_s=20, operation_s=300)
     async with Arena(backend, config) as arena:

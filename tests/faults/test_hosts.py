@@ -1,9 +1,4 @@
-"""Faults of hosts and networks, on hosts made of network namespaces.
-
-Every case asserts that the members of the affected world name the rank that was really
-lost, within the deadline. Meanwhile every other world of every process must keep
-passing checked content at a steady rate.
-"""
+"""Faults of hosts and networks, on hosts made of network namespaces."""
 
 from __future__ import annotations
 
@@ -63,7 +58,6 @@ class Country:
         self.citizens: list[Child] = []
 
     async def settle(self) -> None:
-        """Start all citizens, and wait until every world passes messages."""
         self.store = self.fleet.start(
             store_host, self.store_host.address, host=self.store_host
         )
@@ -96,7 +90,6 @@ class Country:
         return status
 
     async def advances(self, world: str, members: tuple[int, ...]) -> None:
-        """Wait until the world makes more rounds on each of these members."""
         for number in members:
             self.citizens[number].order(("advance", world, 5))
         for number in members:
@@ -131,7 +124,6 @@ class Country:
 async def country(
     request: pytest.FixtureRequest, fork_server: None
 ) -> AsyncIterator[Country]:
-    """Return a country whose worlds all pass messages."""
     async with AsyncExitStack() as stack:
         hosts = stack.enter_context(Hosts(4))
         fleet = await stack.enter_async_context(ProcessFleet())
@@ -147,7 +139,7 @@ def named(account: Account) -> int:
 
 
 async def test_silent_cut_is_named_on_both_sides(country: Country) -> None:
-    """After a silent cut, each side names the other without help from the kernel."""
+    """Each side names the other without help from the kernel."""
     country.hosts[1].cut()
     cut_at = time.monotonic()
     zero, one, two = await country.errors(0, 1, 2)
@@ -164,7 +156,6 @@ async def test_silent_cut_is_named_on_both_sides(country: Country) -> None:
 
 
 async def rejoin(country: Country) -> None:
-    """Join the three citizens again under the same name, and check the traffic."""
     for number in (0, 1, 2):
         wanted = Membership("all", number, 3, country.backend)
         country.citizens[number].order(("join", wanted))
@@ -177,7 +168,6 @@ async def rejoin(country: Country) -> None:
 
 @ONE_SUFFICES
 async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -> None:
-    """Both sides notice when packets from host 1 to host 0 are lost."""
     country.hosts[1].cut_towards(country.hosts[0])
     zero, one, two = await country.errors(0, 1, 2)
     # Citizen 0 hears nothing from 1. Citizen 1 hears 0, which reports that to it.
@@ -191,7 +181,6 @@ async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -
 
 @ONE_SUFFICES
 async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> None:
-    """Two citizens accuse each other; the third names one of them."""
     country.hosts[0].cut_towards(country.hosts[1])
     country.hosts[1].cut_towards(country.hosts[0])
     zero, one, two = await country.errors(0, 1, 2)
@@ -210,7 +199,7 @@ async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> Non
 
 @ONE_SUFFICES
 async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> None:
-    """Repeated short stalls are no loss, even while TCP backs off."""
+    """TCP backs off during a stall, which must not count as silence."""
     for _ in range(3):
         country.hosts[1].cut()
         # How long the network is away, and back: the commands take time, too.
@@ -226,7 +215,6 @@ async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> 
 
 @ONE_SUFFICES
 async def test_slow_network_is_no_fault(country: Country) -> None:
-    """A network of 0.1 Mbit/s is slow, but nobody is lost."""
     country.hosts[1].throttle(1_000_000)
     for _ in range(5):
         await asyncio.sleep(0.5)  # for longer than the silence that is noticed
@@ -240,7 +228,6 @@ async def test_slow_network_is_no_fault(country: Country) -> None:
 async def test_host_without_power_is_named_and_replaced_elsewhere(
     country: Country,
 ) -> None:
-    """A host that loses power is named, and its replacement joins from another host."""
     country.hosts[1].remove()
     zero, two = await country.errors(0, 2, others=("far",))
     assert (named(zero), named(two)) == (1, 1)
@@ -261,7 +248,6 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
 
 @ONE_SUFFICES
 async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
-    """Ready worlds continue without the store; only joining needs it."""
     country.store_host.remove()
     for _ in range(5):
         await asyncio.sleep(0.5)  # for longer than the silence that is noticed
@@ -282,7 +268,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     "example", [pytest.param("send_recv", marks=pytest.mark.heavy), "all_reduce"]
 )
 def test_examples_run_across_hosts(example: str, kill: bool) -> None:
-    """An example runs with its leader and its two workers on three hosts."""
     steps = "60"
     with Hosts(3) as hosts, ExitStack() as stack:
         base = [sys.executable, str(EXAMPLES / f"{example}.py")]

@@ -1,9 +1,4 @@
-"""Loss of a member: its world names it, and all other worlds go on.
-
-The cases are mode x phase x backend. Each asserts that the affected world raises the
-named error, that another world of the same process keeps passing messages, that the
-name can be joined again, and that nothing leaks.
-"""
+"""Losses of members: each way to be lost, in each phase, on each backend."""
 
 from __future__ import annotations
 
@@ -87,7 +82,6 @@ class Stage:
         return world
 
     async def affected(self, backend: str, config: WorldConfig) -> tuple[World, Child]:
-        """Return the world that the fault affects, and its child."""
         args = ("affected", 1, 2, self.store, backend, config)
         child = self.fleet.start(bodies.member, *args)
         world = await self.manager.join(
@@ -99,7 +93,6 @@ class Stage:
 
 @pytest.fixture
 async def stage(fork_server: None) -> AsyncIterator[Stage]:
-    """Return a stage whose processes end with the test."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(no_leaks(allow=("asyncio_", "forkserver")))
         server = await StoreServer.listen("127.0.0.1", 0)
@@ -110,10 +103,7 @@ async def stage(fork_server: None) -> AsyncIterator[Stage]:
 
 
 def _cases() -> list[Any]:
-    """Return the cases: every phase with a kill, and two phases with a stop.
-
-    A stop lasts until the silence is noticed, so its other phases are heavy tests.
-    """
+    """Return all cases; a stop lasts until silence is noticed, so most are heavy."""
     cases = [pytest.param("SIGKILL", phase) for phase in PHASES]
     for phase in PHASES:
         is_light = phase in ("in recv", "in a large all_reduce")
@@ -127,13 +117,11 @@ def _cases() -> list[Any]:
 async def test_lost_member_in_every_phase(
     stage: Stage, mode: str, phase: str, config: str
 ) -> None:
-    """In every phase, the loss is named and the other world continues."""
     await _lose(stage, mode, phase, *CONFIGS[config])
 
 
 @pytest.mark.parametrize("mode", ["os._exit", "segfault"])
 async def test_lost_member_in_every_mode(stage: Stage, mode: str) -> None:
-    """In every way a process can end, the loss is named."""
     await _lose(stage, mode, "in recv", *CONFIGS["direct"])
 
 
@@ -141,7 +129,6 @@ async def test_lost_member_in_every_mode(stage: Stage, mode: str) -> None:
 async def test_program_that_ends_without_closing_is_lost(
     stage: Stage, end: str
 ) -> None:
-    """An uncaught exception, or a return without closing, is a loss."""
     child = stage.fleet.start(bodies.careless, "w", stage.store)
     world = await stage.manager.join("w", rank=0, size=2, store=stage.store)
     assert await child.report() == "ready"
@@ -155,6 +142,7 @@ async def test_program_that_ends_without_closing_is_lost(
 async def _lose(
     stage: Stage, mode: str, phase: str, backend: str, config: WorldConfig
 ) -> None:
+    """Check the named error, the traffic of another world, rejoining and leaks."""
     other = await stage.other()
     async with Traffic(other) as traffic:
         world, child = await stage.affected(backend, config)
@@ -208,7 +196,6 @@ async def _next_loss(events: AsyncIterator[Any]) -> MemberLost:
 async def test_survivors_name_the_same_rank(
     stage: Stage, mode: str, config: str
 ) -> None:
-    """In a world of four, all three survivors name the lost rank."""
     backend, settings = CONFIGS[config]
     children = [
         stage.fleet.start(
@@ -253,7 +240,6 @@ async def test_member_with_living_forked_child_is_noticed_at_once(
 
 
 async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
-    """A member with a blocked event loop and a running process is not lost."""
     config = WorldConfig(join_s=20, silence_s=2.0)
     world, child = await stage.affected("direct", config)
     child.order("block")
@@ -268,7 +254,6 @@ async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
 
 @pytest.mark.heavy
 async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None:
-    """A stopped heartbeat helper is replaced, and its owner accuses nobody."""
     other = await stage.other()
     config = WorldConfig(join_s=20, silence_s=2.0)
     world, child = await stage.affected("direct", config)
@@ -289,7 +274,6 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
 async def test_lost_heartbeat_connection_is_no_loss_and_is_replaced(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the heartbeat connection alone is no loss; a new one is opened."""
     config = WorldConfig(join_s=20, silence_s=2.0)
     lines: list[socket.socket] = []
     begin = HeartbeatLinks.begin

@@ -1,4 +1,4 @@
-"""False alarms: stalls that are no loss, and losses of processes that live."""
+"""False alarms: stalls that are no loss, and losses of live processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Town:
     async def settle(
         self, config: WorldConfig = CONFIG, backend: str = "direct"
     ) -> None:
-        """Start all citizens, and wait until both worlds pass messages."""
         for worlds in (
             [Membership("w", 0, 2, backend), Membership("other", 0, 2)],
             [Membership("w", 1, 2, backend)],
@@ -70,7 +69,6 @@ class Town:
 
 @pytest.fixture
 async def town(fork_server: None) -> AsyncIterator[Town]:
-    """Return a town without citizens, with a store."""
     async with AsyncExitStack() as stack:
         server = await StoreServer.listen("127.0.0.1", 0)
         stack.push_async_callback(server.close)
@@ -88,7 +86,6 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
     ],
 )
 async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
-    """It is reported as a stall with the thread's activity, and the world continues."""
     await town.settle()
     town.citizens[1].order(("busy", kind, 3 * SILENCE_S, 1.25 * SILENCE_S))
     begin = time.monotonic()
@@ -106,7 +103,7 @@ async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None
 
 
 async def test_process_that_is_stopped_in_pulses_is_no_loss(town: Town) -> None:
-    """As `cpulimit` does: most looks at it find it stopped, but it goes on."""
+    """``cpulimit`` does this: most checks find it stopped, but it makes progress."""
     await town.settle()
     pid = town.citizens[1].pid
 
@@ -127,13 +124,12 @@ async def test_process_that_is_stopped_in_pulses_is_no_loss(town: Town) -> None:
 
 
 def helpers(pid: int) -> list[int]:
-    """Return the children of a process."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in files for child in file.read_text().split()]
 
 
 async def test_processes_that_starve_together_are_no_loss(town: Town) -> None:
-    """With their helpers, for longer than one alone may: the host lacks something."""
+    """Their helpers starve too: the host lacks something, no process is at fault."""
     await town.settle()
     starved = [
         pid for child in town.citizens[1:] for pid in (child.pid, *helpers(child.pid))
@@ -152,7 +148,6 @@ async def test_processes_that_starve_together_are_no_loss(town: Town) -> None:
 
 
 async def test_blocked_loop_is_reported_as_waiting(town: Town) -> None:
-    """A blocking call on the event loop is reported as a stall, and its end as one."""
     await town.settle()
     town.citizens[1].order(("sleep", 3.0))
     assert await town.citizens[1].report() == "slept"
@@ -166,7 +161,6 @@ async def test_blocked_loop_is_reported_as_waiting(town: Town) -> None:
 
 @pytest.mark.heavy
 async def test_blocked_loop_is_a_loss_where_configured(town: Town) -> None:
-    """With ``stalled_limit_s``, a hung process is lost and fenced."""
     await town.settle(CONFIG.replace(stalled_limit_s=1.5))
     town.citizens[1].order(("sleep", 5.0))
     await town.advances("other", 0, 2)
@@ -180,7 +174,6 @@ async def test_blocked_loop_is_a_loss_where_configured(town: Town) -> None:
 
 @contextmanager
 def full_load(times: int) -> Iterator[None]:
-    """Keep every core busy several times over."""
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_spin, daemon=True)
@@ -217,14 +210,13 @@ async def _loaded(town: Town, seconds: float, config: WorldConfig) -> None:
 
 @pytest.mark.heavy
 async def test_cores_five_times_over_subscribed_are_no_loss(town: Town) -> None:
-    """Nobody is accused when every process is late, observers included."""
+    """The observers are late as well, so they accuse nobody."""
     await _loaded(town, 8, CONFIG)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 async def test_ten_minutes_of_full_load_are_no_loss(town: Town) -> None:
-    """Ten minutes of full load are no loss, with the default limits."""
     await _loaded(town, 600, WorldConfig(join_s=30))
 
 
@@ -232,7 +224,6 @@ async def test_ten_minutes_of_full_load_are_no_loss(town: Town) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["pickle", "json", "sort"])
 async def test_long_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
-    """Twenty seconds in C calls that hold the GIL, ten of them in one, are no loss."""
     await town.settle(WorldConfig(join_s=30))
     town.citizens[1].order(("busy", kind, 20.0, 10.0))
     await town.citizens[1].report(200)
@@ -242,7 +233,6 @@ async def test_long_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) ->
 
 
 async def test_revived_process_is_fenced_and_can_join_again(town: Town) -> None:
-    """A process that continues after its loss is fenced, and can join again."""
     for backend in ("direct", "gloo"):
         await town.settle(CONFIG, backend)
         stopped = town.citizens[1]

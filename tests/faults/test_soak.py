@@ -16,7 +16,6 @@ SECONDS = 8.0
 @pytest.mark.heavy
 @pytest.mark.timeout(150)
 async def test_short_soak_finds_no_problem(fork_server: None) -> None:
-    """Random faults on two dozen worlds under traffic break no promise."""
     async with overseer(SEED) as city:
         await city.run(SECONDS)
         account = city.account
@@ -26,7 +25,6 @@ async def test_short_soak_finds_no_problem(fork_server: None) -> None:
 
 
 def test_plan_is_the_same_for_the_same_seed() -> None:
-    """One seed always gives the same plan, and plans cover every kind of fault."""
     plans = []
     for _ in range(2):
         chance = random.Random(SEED)
@@ -39,7 +37,6 @@ def test_plan_is_the_same_for_the_same_seed() -> None:
 
 
 def test_expectations_touch_only_worlds_of_the_victim() -> None:
-    """Only worlds of the victim are expected to break."""
     chance = random.Random(SEED)
     city = make_city(chance, 3)
     for _ in range(300):

@@ -1,1 +1,1 @@
-"""Random input for everything that reads bytes from outside; a minute in all."""
+"""Random input for everything that reads bytes from outside; it takes a minute."""

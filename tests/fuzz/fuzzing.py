@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 FUZZ_S = 10.0
-"""Seconds for each target."""
+"""Seconds per target."""
 
 EXAMPLES = 200
-"""Examples between two looks at the clock."""
+"""Examples between two checks of the time."""
 
 Edit = tuple[float, str, bytes]
 
@@ -26,7 +26,6 @@ EDITS = st.tuples(
 
 
 def mutated(*samples: bytes) -> SearchStrategy[bytes]:
-    """Return a strategy of samples with some bytes set, cut, inserted or repeated."""
     return st.builds(_mutate, st.sampled_from(samples), st.lists(EDITS, max_size=6))
 
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come from outside, they cost their sender only."""
+"""Fuzz tests: malformed bytes from outside affect their sender only."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_http_parser() -> None:
 
 
 def test_request_bodies() -> None:
-    """A body is a request, or is refused with a text."""
+    """A body is a request, or is refused with an error text."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [[1.5, 2e3]]}
     samples = [
         json.dumps(body(1.0)).encode(),
@@ -154,7 +154,7 @@ def test_specs() -> None:
 
 
 def test_wire_headers() -> None:
-    """A header is what was sent, or is refused; none is taken for another."""
+    """A header is read as it was sent, or is refused; none is taken for another."""
     sent = [
         header.Header(1, 0, 2, len(shape), 3, 4, 5, 6, 7, 8, 9, 10, 11)
         for shape in ((), (3,), (2, 3, 4))

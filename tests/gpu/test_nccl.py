@@ -1,9 +1,4 @@
-"""NCCL worlds: operations and faults. Needs at least one GPU.
-
-Several ranks share one GPU. Each process has its own ``NCCL_HOSTID``, so that NCCL
-takes them for different hosts and uses sockets. This is enough to test faults, but not
-to measure bandwidth.
-"""
+"""Operations and faults of NCCL worlds, on at least one GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +28,8 @@ NOTICE_S = 30.0
 async def member(
     role: Role, store: str, host_id: str, places: dict[str, tuple[int, int]]
 ) -> None:
-    """Join some worlds, and carry out orders on one of them."""
+    # Ranks share a GPU. With host ids of their own, NCCL takes them for different hosts
+    # and uses sockets: enough to test faults, but not to measure bandwidth.
     os.environ.update(NCCL_HOSTID=host_id, NCCL_SOCKET_IFNAME="lo")
     async with WorldManager(config=CONFIG) as manager:
         names = list(places)
@@ -99,7 +95,6 @@ class Cast:
         self.fleet, self.store = fleet, store
 
     async def settle(self) -> list[Child]:
-        """Start all, and wait until both worlds are ready."""
         places = [
             {"w": (0, 3), "other": (0, 2)},
             {"w": (1, 3)},
@@ -116,7 +111,6 @@ class Cast:
 
 @pytest.fixture
 async def cast(fork_server: None) -> AsyncIterator[Cast]:
-    """Return a cast that is not started, with a store."""
     async with AsyncExitStack() as stack:
         server = await StoreServer.listen("127.0.0.1", 0)
         stack.push_async_callback(server.close)
@@ -125,14 +119,12 @@ async def cast(fork_server: None) -> AsyncIterator[Cast]:
 
 
 async def both(children: list[Child], name: str, *orders: str) -> list[Any]:
-    """Order several processes to run an operation on a world; return their results."""
     for child, order in zip(children, orders, strict=True):
         child.order((name, order))
     return [await child.report(NOTICE_S) for child in children]
 
 
 async def test_operations_on_device_tensors(cast: Cast) -> None:
-    """Collectives and messages work on two worlds of the same processes."""
     children = await cast.settle()
     assert await both(children, "w", *["all_reduce"] * 3) == [6.0] * 3
     assert await both([children[0], children[1]], "w", "recv", "send") == [2.0, 2.0]

@@ -1,7 +1,4 @@
-"""Services on a GPU: right answers and whole streams, whichever replica dies.
-
-All replicas share one GPU: each books a part of its memory.
-"""
+"""Services on one GPU; each replica books a part of its memory."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "gpu_memory_mb": 1000}
 
 
 def test_answers_are_right_and_none_is_lost(tmp_path: Path) -> None:
-    """Stages that compute on tensors of the GPU; a replica is killed under load.
-
-    The model's module asks for a GPU where the fork server imports it, before it forks.
-    """
+    """The model's module asks for a GPU when the fork server imports it."""
     stages = [{"name": name, **ON_GPU} for name in ("double", "add", "square")]
     stages[1]["replicas"] = 2
     asking = "tests.gpu.asking_model:model"
@@ -60,14 +54,12 @@ def test_answers_are_right_and_none_is_lost(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
-    """Return the dtype of the weights, keys and values."""
     found: str = request.param
     return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, dtype: str) -> Path:
-    """Return the folder of a decoder with random weights."""
     path = tmp_path_factory.mktemp("decoder")
     return save_decoder(path, dtype=getattr(torch, dtype))
 
@@ -76,7 +68,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, dtype: str) -> Path:
 def service(
     folder: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Return a service that generates, with two replicas of each stage."""
     stages = [{"name": name, "replicas": 2, **ON_GPU} for name in STAGES]
     spec = spec_of(folder, stages=stages)
     spec["models"]["m"]["generation"]["dtype"] = dtype
@@ -86,14 +77,13 @@ def service(
 
 @pytest.fixture(scope="module")
 def pieces(service: Served) -> list[str]:
-    """Return the texts of the tokens of an undisturbed stream."""
     return undisturbed(service)
 
 
 def test_text_is_what_transformers_generates(
     service: Served, folder: Path, dtype: str
 ) -> None:
-    """In float32, token by token; in bfloat16 near ties may differ."""
+    """In bfloat16, near ties may differ."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
     more = {"ignore_eos": True, "return_token_ids": True}
     answer = post(service, "/v1/completions", {**body, **more})
@@ -107,7 +97,6 @@ def test_text_is_what_transformers_generates(
 async def test_stream_survives_the_loss_of_a_stage(
     service: Served, pieces: list[str], stage: str
 ) -> None:
-    """At its first token, and in its midst: none repeated, none missing."""
     for index in (1, COUNT // 2):
         async with client(service) as api:
             stream = Stream(api)
@@ -122,7 +111,7 @@ async def test_stream_survives_the_loss_of_a_stage(
 async def test_streams_of_a_drained_replica_are_moved(
     service: Served, pieces: list[str]
 ) -> None:
-    """Several at once, from each stage: keys and values cross by way of the host."""
+    """Keys and values cross by way of the host."""
     for stage in range(3):
         async with client(service) as api:
             streams = [Stream(api) for _ in range(4)]
@@ -144,7 +133,7 @@ async def test_streams_of_a_drained_replica_are_moved(
 
 
 def test_gpu_memory_of_replicas_is_reported(service: Served) -> None:
-    """What torch has reserved, within what each replica books."""
+    """It is what torch has reserved, and is within what each replica books."""
 
     def is_whole() -> bool:
         return sum(bool(p.model) for p in service.status().processes) == 2 * len(STAGES)

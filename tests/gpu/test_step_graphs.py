@@ -24,12 +24,12 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda", 0)
 PROMPT, STEPS, PAGE = 50, 40, 4  # 64 tokens need as many pages as a graph has first
-# Difference relative to the logits: other numbers of rows take other kernels.
+# Tolerance relative to the logits: other numbers of rows use other kernels.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03}
 
 
 class Waiting(nn.Module):
-    """A stage that waits for the GPU in its midst."""
+    """A stage that waits for the GPU, which cannot be recorded."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_graphs_compute_what_their_kernels_do(
 
 @torch.inference_mode()
 def test_graphs_are_recorded_again(tmp_path: Path) -> None:
-    """When pages move, and when their memory was freed."""
+    """Graphs are recorded again when pages move, and when their memory was freed."""
     stage = loaded(save_decoder(tmp_path, "llama"), "float32")
     cache = PagedKvCache(transfers=Transfers(DEVICE))
     graphs = StepGraphs(stage, cache, recorder(DEVICE))

@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda", 0)
 def test_structured_and_penalised_sequences_are_those_of_the_host(
     tmp_path: Path,
 ) -> None:
-    """From every cut, beside others; the tokens come by copies behind the step."""
+    """The tokens reach the host by copies that finish after the step."""
     plugin, pattern = Plugin(tmp_path), "(ab|cde){2}f[a-z]{2}"
     host = PlayedRunner(plugin)
     host.add(1, [5, 6], 7, options("structured", 2, pattern))

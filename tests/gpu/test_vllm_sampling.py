@@ -29,7 +29,6 @@ DEVICE = torch.device("cuda", 0)
 def test_tokens_are_those_that_our_sampler_draws_on_the_host(
     tmp_path: Path, *, is_pinned: bool
 ) -> None:
-    """In batches that grow, through memory that is pinned or not."""
     beside = Beside(tmp_path)
     processor = beside.module.MultiworldSampling(None, DEVICE, is_pinned)
     every: list[Asked] = []

@@ -45,7 +45,6 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of environments that all use this interpreter."""
     (tmp_path / "end.py").write_text(END)
     (tmp_path / "mute.py").write_text("raise SystemExit(3)")
     rivals = {
@@ -61,7 +60,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ends_obey_and_are_timed(folder: Path) -> None:
-    """Both ends carry out orders, and one that is stopped in between continues."""
     (port,) = free_ports(1)
     with recorded(subprocess, subprocess.Popen) as processes:
         ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
@@ -84,7 +82,6 @@ def test_ends_obey_and_are_timed(folder: Path) -> None:
 
 
 def test_end_that_dies_is_named(folder: Path) -> None:
-    """An end that exits raises an error that names the contender."""
     end = Apart("mute", folder, 0, free_ports(1)[0])
     with pytest.raises(RuntimeError, match="the process of mute"):
         end.wait_ready()

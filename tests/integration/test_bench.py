@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` measures every contender and writes the results."""
+"""Suites of ``python -m benchmarks``: each measures every contender."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ EXPECTED: dict[str, dict[str, int]] = {
     ],
 )
 def test_suite_measures_every_contender(name: str, tmp_path: Path) -> None:
-    """The file has every contender with all its series, and no rate is zero."""
     bench(name, *QUICK, "--out", str(tmp_path))
     found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["suite"] == name
@@ -63,14 +62,12 @@ def test_suite_measures_every_contender(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_suite_is_named() -> None:
-    """An unknown suite is an error that lists the existing ones."""
     text = bench("nothing", code=1)
     assert all(name in text for name in ("nothing", *SUITES))
 
 
 @pytest.mark.heavy
 def test_gpu_suite_measures_on_any_backend() -> None:
-    """The GPU suite runs on Gloo where there is no GPU."""
     found: list[Any] = []
     options = Options(1, is_quick=True, ports=members.free_ports(3))
     members.run(nccl.on_hosts, nccl.SIZE, options, found.append)
@@ -81,7 +78,6 @@ def test_gpu_suite_measures_on_any_backend() -> None:
 
 
 def test_steps_of_a_gpu_are_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite of CUDA graphs runs on a CPU, without graphs."""
     monkeypatch.setattr(graphs, "LAYERS", (1,))
     sizes = {**graphs.SIZES, "vocab_size": 300, "hidden_size": 64}
     sizes |= {"intermediate_size": 64, "head_dim": 16}

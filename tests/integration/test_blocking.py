@@ -25,7 +25,6 @@ from tests.ports import free_port
 
 
 def in_threads(*bodies: Callable[[], None]) -> None:
-    """Run each function in a thread; raise the first error."""
     errors: list[BaseException] = []
 
     def run(body: Callable[[], None]) -> None:
@@ -44,7 +43,6 @@ def in_threads(*bodies: Callable[[], None]) -> None:
 
 
 def test_every_operation_without_an_event_loop() -> None:
-    """Every operation works from plain threads."""
     store = f"tcp://127.0.0.1:{free_port()}"
 
     def leader() -> None:
@@ -96,7 +94,7 @@ def _collectives(world: blocking.World) -> None:
 def test_message_that_comes_as_the_time_is_over_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is not dropped, although the caller's time ends before the loop's turn."""
+    """The timeout passes before the loop's next turn; the message is not dropped."""
     store = f"tcp://127.0.0.1:{free_port()}"
     recv = WorldOnLoop.recv
 
@@ -125,7 +123,7 @@ def test_message_that_comes_as_the_time_is_over_is_returned(
 
 
 def test_forked_child_is_refused_at_once() -> None:
-    """It has no thread that runs the loop, and nothing waits for that."""
+    """The child has no thread that runs the loop, so a call must not wait for it."""
     store = f"tcp://127.0.0.1:{free_port()}"
 
     def member(rank: int) -> None:
@@ -140,7 +138,7 @@ def test_forked_child_is_refused_at_once() -> None:
 
 
 def in_a_fork(manager: blocking.WorldManager, call: Callable[[], object]) -> str:
-    """Return the error of a call in a forked child, which closes the manager, too."""
+    """Return the error of a call in a forked child, which also closes the manager."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -161,7 +159,7 @@ def in_a_fork(manager: blocking.WorldManager, call: Callable[[], object]) -> str
 
 
 def test_closed_manager_says_so() -> None:
-    """With the errors of a world, and not with those of an event loop."""
+    """It raises the errors of a world, not those of an event loop."""
     store = f"tcp://127.0.0.1:{free_port()}"
     with blocking.WorldManager() as manager:
         world = manager.join("w", rank=0, size=1, store=store)
@@ -175,7 +173,6 @@ def test_closed_manager_says_so() -> None:
 
 
 def test_operation_of_another_thread_ends_with_the_manager() -> None:
-    """It is told so, and waits no longer."""
     store = f"tcp://127.0.0.1:{free_port()}"
     manager = blocking.WorldManager()
     others: list[BaseException] = []
@@ -200,7 +197,7 @@ def test_operation_of_another_thread_ends_with_the_manager() -> None:
 
 
 def test_results_are_freed_when_the_caller_drops_them() -> None:
-    """At once, and not when garbage is collected: they may be large."""
+    """They may be large: they are freed at once, not by garbage collection."""
     store = f"tcp://127.0.0.1:{free_port()}"
     manager = blocking.WorldManager()
     gc.disable()
@@ -214,13 +211,12 @@ def test_results_are_freed_when_the_caller_drops_them() -> None:
 
 
 async def test_inside_an_event_loop_is_refused() -> None:
-    """A call inside an event loop is refused, because it would wait for itself."""
+    """It would wait for itself."""
     with pytest.raises(ConfigError, match="event loop"):
         blocking.WorldManager()
 
 
 async def test_nothing_is_left_behind() -> None:
-    """The thread of the loop ends with the manager."""
     async with no_leaks(allow=("asyncio_",)):
         await_thread = threading.Thread(
             target=test_every_operation_without_an_event_loop
@@ -230,7 +226,7 @@ async def test_nothing_is_left_behind() -> None:
 
 
 def test_manager_that_is_closed_in_an_event_loop_says_so_and_stays() -> None:
-    """Else its worlds would never be left, and their members wait for ever."""
+    """Otherwise, its worlds are never left, and their members wait for ever."""
     store = f"tcp://127.0.0.1:{free_port()}"
     manager = blocking.WorldManager()
     manager.join("w", rank=0, size=1, store=store)

@@ -20,7 +20,6 @@ BIN = Path(sys.executable).parent
 
 
 def run(*args: str, limit_s: float = 50) -> subprocess.CompletedProcess[str]:
-    """Run an installed command."""
     return subprocess.run(
         [BIN / args[0], *args[1:]],
         capture_output=True,
@@ -31,7 +30,7 @@ def run(*args: str, limit_s: float = 50) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_without_torch() -> None:
-    """``--help`` does not import torch, which takes seconds."""
+    """Importing torch takes seconds."""
     done = run("multiworld", "--help")
     assert done.returncode == 0
     assert "demo" in done.stdout
@@ -48,7 +47,6 @@ def test_help_answers_without_torch() -> None:
     "backend", ["direct", pytest.param("gloo", marks=pytest.mark.heavy)]
 )
 def test_worlds_demo_keeps_its_guarantees(backend: str) -> None:
-    """The demo with short phases keeps every guarantee, and its JSON says so."""
     done = run(
         "multiworld",
         "demo",
@@ -69,7 +67,6 @@ def test_worlds_demo_keeps_its_guarantees(backend: str) -> None:
 
 
 def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every check, loopback worlds included, and as a table as well."""
     done = run("multiworld", "doctor", "--json")
     findings = {f["subject"]: f for f in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout
@@ -84,14 +81,13 @@ def test_doctor_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("given", some(["/some/patch/file", ""], 1))
 def test_post_setup_needs_no_patch(given: str) -> None:
-    """``m8d-post-setup`` works with and without the argument that scripts pass."""
     done = run("m8d-post-setup", *given.split())
     assert done.returncode == 0
     assert "no patch is needed" in done.stdout
 
 
 def test_log_level_is_honoured_by_the_command() -> None:
-    """The command honours the log level, and the library never configures logging."""
+    """The library itself never configures logging."""
     code = (
         "import logging, multiworld.world.manager; "
         "assert not logging.getLogger().handlers; "
@@ -111,7 +107,7 @@ def test_log_level_is_honoured_by_the_command() -> None:
     "number", some([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], 2)
 )
 def test_command_ends_on_interrupt(number: signal.Signals) -> None:
-    """Ctrl-C, ``timeout`` and a closed terminal end the demo and its workers."""
+    """Ctrl-C, ``timeout`` and a closed terminal send these; the workers end as well."""
     process = subprocess.Popen(
         [BIN / "multiworld", "demo", "worlds"],
         stdout=subprocess.PIPE,
@@ -143,7 +139,6 @@ def test_command_ends_on_interrupt(number: signal.Signals) -> None:
 
 
 def test_help_is_grouped_and_an_unknown_command_is_guessed() -> None:
-    """Every command is in one group; a typing error names the command that is meant."""
     shown = CliRunner().invoke(cli, ["--help"]).output
     for title in GROUPS:
         assert f"\n{title}:\n" in shown

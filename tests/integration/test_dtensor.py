@@ -43,13 +43,11 @@ class Perceptron(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output [batch, 8] for x [batch, 8]."""
         result: torch.Tensor = self.down(torch.relu(self.up(x)))
         return result
 
 
 def whole_and_cut(world: World) -> tuple[nn.Module, nn.Module]:
-    """Return a model, and the same model tensor-parallel over the world."""
     torch.manual_seed(0)
     whole = Perceptron()
     cut = Perceptron()
@@ -59,7 +57,6 @@ def whole_and_cut(world: World) -> tuple[nn.Module, nn.Module]:
 
 
 def check_once(world: World) -> None:
-    """Compare one forward pass and the local shards."""
     whole, cut = whole_and_cut(world)
     up = cut.up.weight  # type: ignore[union-attr]
     down = cut.down.weight  # type: ignore[union-attr]
@@ -72,7 +69,6 @@ def check_once(world: World) -> None:
 
 
 async def tensor_parallel_member(role: Role, name: str, store: str) -> None:
-    """Join as rank 1, and make one tensor-parallel pass for each order."""
     async with WorldManager(config=CONFIG) as manager:
         world = await manager.join(name, rank=1, size=2, store=store, backend="gloo")
         role.report(os.getpid())
@@ -110,7 +106,6 @@ async def test_tensor_parallel_layer_in_two_worlds(fork_server: None) -> None:
 
 
 async def test_torch_functions_take_the_group() -> None:
-    """The group works in torch functions, functional collectives and a user's mesh."""
     async with Arena("gloo") as arena:
         (world,) = await arena.world(1)
         group = world.process_group
@@ -125,7 +120,6 @@ async def test_torch_functions_take_the_group() -> None:
 
 
 async def test_worlds_without_a_group_say_so() -> None:
-    """The error for a world without a group names the backends that have one."""
     async with Arena("memory") as arena:
         (world,) = await arena.world(1)
         with pytest.raises(UnsupportedOperationError, match="gloo"):
@@ -136,7 +130,7 @@ async def test_worlds_without_a_group_say_so() -> None:
 
 @pytest.mark.heavy
 async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
-    """Thirty closed worlds leave no thread or descriptor, even if meshes are kept."""
+    """Even worlds whose meshes are kept leave no thread or descriptor."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     kept = []
@@ -161,7 +155,6 @@ async def test_thirty_worlds_leave_nothing_behind(fork_server: None) -> None:
 
 
 async def thirty_worlds(role: Role, store: str) -> None:
-    """Join thirty worlds as rank 1, one after the other."""
     async with WorldManager(config=CONFIG) as manager:
         for number in range(30):
             world = await manager.join(

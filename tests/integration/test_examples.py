@@ -1,4 +1,4 @@
-"""Examples: each runs with one command, with and without a kill, and by hand."""
+"""Examples, each run with one command, with and without a kill, and by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ STEPPED = [n for n in NAMES if n not in ("ddp", "join_later", "single_world")]
 
 
 def run(name: str, *args: object, limit_s: float = 50) -> str:
-    """Run an example; return what it printed."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", *map(str, args)],
         capture_output=True,
@@ -29,7 +28,6 @@ def run(name: str, *args: object, limit_s: float = 50) -> str:
 
 
 def test_every_example_is_there() -> None:
-    """The folder has exactly the promised examples."""
     wanted = "send_recv single_world resnet broadcast reduce all_reduce all_gather"
     wanted += " gather scatter join_later ddp"
     assert set(NAMES) == set(wanted.split())
@@ -46,7 +44,6 @@ USUAL = ("send_recv",)
     ],
 )
 def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
-    """World 2 names the lost rank, and world 1 completes all steps."""
     output = run(name, "--kill", "--steps", 40)
     assert "[world1 rank 0] all 40 steps done" in output
     assert "world2 broken: rank 1 was lost" in output
@@ -62,7 +59,6 @@ def test_example_when_killed_then_only_its_world_stops(name: str) -> None:
     ],
 )
 def test_example_on_gloo_with_three_members(name: str) -> None:
-    """Examples run on Gloo and with three members."""
     output = run(name, "--backend", "gloo", "--size", 3, "--steps", 20)
     for member in ("world1 rank 0", "world1 rank 2", "world2 rank 1"):
         assert f"[{member}] all 20 steps done" in output
@@ -70,7 +66,7 @@ def test_example_on_gloo_with_three_members(name: str) -> None:
 
 @pytest.mark.heavy
 def test_example_by_hand() -> None:
-    """An example runs with one command for each member."""
+    """By hand: one command for each member."""
     address = f"127.0.0.1:{free_port()}"
     program = str(EXAMPLES / "send_recv.py")
     command = [sys.executable, program, "--addr", address]
@@ -103,7 +99,6 @@ def test_example_by_hand() -> None:
     ids=["whole", "kill"],
 )
 def test_join_later_reports_the_gaps(args: tuple[str, ...]) -> None:
-    """The summary has the gaps before, during and after the join."""
     output = run("join_later", *args, "--steps", 40)
     for phase in ("before", "while joining", "after"):
         assert f"world1 {phase}:" in output
@@ -118,7 +113,6 @@ def test_single_world_shows_that_one_failure_stops_all() -> None:
 
 
 def test_ddp_names_the_lost_member_and_continues() -> None:
-    """The survivors learn who was lost, reform, and end with equal weights."""
     output = run("ddp")
     assert output.count("rank 2 was lost") == 2
     assert output.count("goes on in a world of 2") == 2

@@ -27,7 +27,6 @@ async def report_a_stranger(role: Role) -> None:
 
 
 async def test_child_that_is_stopped_within_a_report_does_not_block_the_test() -> None:
-    """Its limit holds, and the report arrives once the child goes on."""
     async with ProcessFleet() as fleet:
         child = fleet.start(report_much)
         time.sleep(2.0)  # noqa: ASYNC251 - nobody reads, so that the pipe is full
@@ -40,7 +39,6 @@ async def test_child_that_is_stopped_within_a_report_does_not_block_the_test() -
 
 
 async def test_report_that_cannot_be_read_is_named() -> None:
-    """Instead of a wait until the limit."""
     async with ProcessFleet() as fleet:
         child = fleet.start(report_a_stranger)
         with pytest.raises(ChildFailedError, match="only_here"):

@@ -1,4 +1,4 @@
-"""Tensors made in inference mode, which torch lets nobody write outside of it."""
+"""Tensors made in inference mode, which torch lets nothing write outside of it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.testing import Arena
 
 SIZES = (10, 1 << 18, 3 << 20)
-"""Elements: through the socket, through shared memory, and in a thread."""
+"""Elements of tensors sent through the socket, through shared memory, in a thread."""
 
 
 def made(size: int) -> torch.Tensor:
-    """Return an inference tensor."""
     with torch.inference_mode():
         return torch.ones(size)
 
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_collectives_write_them(size: int) -> None:
-    """Every path adds to them, averages them or copies into them."""
     async with asyncio.timeout(60), Arena("direct") as arena:
         worlds = await arena.world(3)
         tensors = [made(size) for _ in worlds]
@@ -45,7 +43,6 @@ async def test_collectives_write_them(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_receives_write_them(size: int) -> None:
-    """Also where the elements do not lie side by side."""
     async with asyncio.timeout(60), Arena("direct") as arena:
         left, right = await arena.world(2)
         for out in (made(size), made(2 * size)[::2]):
@@ -58,7 +55,6 @@ async def test_receives_write_them(size: int) -> None:
 async def test_receive_whose_copy_fails_leaves_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next receive gets it, and waits for nobody."""
     async with asyncio.timeout(60), Arena("direct") as arena:
         left, right = await arena.world(2)
         await left.send(torch.ones(3), dst=1)
@@ -72,7 +68,7 @@ async def test_receive_whose_copy_fails_leaves_the_message(
 async def test_collective_that_fails_in_one_member_ends_the_world(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others would wait for it as long as it lives."""
+    """Otherwise the others would wait for it as long as it lives."""
 
     async def fail(*_: object) -> None:
         _fail()

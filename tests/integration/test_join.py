@@ -46,7 +46,6 @@ LONG = WorldConfig(join_s=20.0)
 
 @pytest.fixture
 async def server() -> AsyncIterator[StoreServer]:
-    """Return a standalone store, and check for leaks."""
     async with no_leaks(allow=("asyncio_",)):
         server = await StoreServer.listen("127.0.0.1", 0)
         yield server
@@ -55,17 +54,14 @@ async def server() -> AsyncIterator[StoreServer]:
 
 @pytest.fixture
 def store(server: StoreServer) -> str:
-    """Return the address of the store."""
     return f"tcp://127.0.0.1:{server.port}"
 
 
 async def one_waits(server: StoreServer) -> None:
-    """Wait until a claim is pending at the store."""
     await until(lambda: server.waiting_count > 0)
 
 
 async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:
-    """Join a world of two with two managers."""
     await asyncio.gather(
         one.join(name, rank=0, size=2, store=store),
         two.join(name, rank=1, size=2, store=store),
@@ -74,7 +70,7 @@ async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> N
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_members_may_start_in_any_order(first: int) -> None:
-    """Members start in any order: rank 0 embeds the store, and others wait for it."""
+    """Rank 0 embeds the store, and the others wait for it."""
     address = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(), WorldManager() as one, WorldManager() as two:
         early = asyncio.ensure_future(one.join("w", rank=first, size=2, store=address))
@@ -85,7 +81,6 @@ async def test_members_may_start_in_any_order(first: int) -> None:
 
 
 async def test_deadline_names_who_is_missing(store: str) -> None:
-    """At the deadline, every waiting member names the missing ranks."""
     async with WorldManager(config=SHORT) as one, WorldManager(config=SHORT) as two:
         results = await asyncio.gather(
             one.join("w", rank=0, size=4, store=store),
@@ -103,7 +98,6 @@ async def test_deadline_names_who_is_missing(store: str) -> None:
 
 
 async def test_no_store_is_an_error_in_time() -> None:
-    """Without a store, the error names the address and the next step."""
     address = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(), WorldManager(config=SHORT) as manager:
         with pytest.raises(StoreUnreachableError, match="start rank 0") as caught:
@@ -121,7 +115,6 @@ async def test_store_is_not_embedded_where_it_is_a_service_of_its_own() -> None:
 
 
 async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
-    """A claim on a held rank is refused, and the holder's traffic continues."""
     async with (
         WorldManager() as one,
         WorldManager() as two,
@@ -146,7 +139,6 @@ async def _echo(manager: WorldManager) -> None:
 
 
 async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> None:
-    """A second claim on a rank that waits is refused."""
     async with WorldManager(config=SHORT) as one, WorldManager() as two:
         waiting = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await one_waits(server)
@@ -159,7 +151,6 @@ async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> 
 async def test_rank_of_a_dead_holder_opens_the_next_epoch(
     store: str, fork_server: None
 ) -> None:
-    """A claim on a dead holder's rank opens the next epoch, with the survivor."""
     async with ProcessFleet() as fleet, WorldManager(config=LONG) as manager:
         args = ("w", store, "direct")
         child = fleet.start(bodies.idle, *args)
@@ -179,7 +170,6 @@ async def test_rank_of_a_dead_holder_opens_the_next_epoch(
 async def test_members_that_ask_for_different_worlds_all_learn_it(
     store: str, size: int, backend: str
 ) -> None:
-    """Members that ask for different worlds fail at once, with what each asked for."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         results = await asyncio.gather(
             one.join("w", rank=0, size=2, store=store),
@@ -194,13 +184,10 @@ async def test_members_that_ask_for_different_worlds_all_learn_it(
 
 
 async def body_from(reader: asyncio.StreamReader) -> bytes:
-    """Read one frame, and return its body."""
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
 
 
 async def test_store_of_another_version_is_named() -> None:
-    """A store of another version is named to the member that connects."""
-
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -223,7 +210,6 @@ async def test_store_of_another_version_is_named() -> None:
 async def test_member_of_another_version_is_named_to_those_who_wait(
     server: StoreServer, store: str
 ) -> None:
-    """A member of another version fails those who wait for it, at once."""
     host, _, port = store.removeprefix("tcp://").partition(":")
     async with WorldManager(config=LONG) as manager:
         waiting = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
@@ -239,8 +225,6 @@ async def test_member_of_another_version_is_named_to_those_who_wait(
 
 
 async def test_port_of_another_service_is_named() -> None:
-    """The error for a port of another service says that it is no store."""
-
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
@@ -257,7 +241,6 @@ async def test_port_of_another_service_is_named() -> None:
 
 
 async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
-    """Garbage on the store's port is hung up on, and disturbs nobody."""
     host, _, port = store.removeprefix("tcp://").partition(":")
     async with WorldManager() as one, WorldManager() as two:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\xff" * 64, b""):
@@ -270,7 +253,6 @@ async def test_garbage_on_the_store_disturbs_nobody(store: str) -> None:
 async def test_cancelled_join_leaves_nothing_behind(
     server: StoreServer, store: str
 ) -> None:
-    """A cancelled join frees its rank."""
     async with WorldManager() as one, WorldManager() as two, WorldManager() as three:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await one_waits(server)
@@ -284,7 +266,7 @@ async def test_cancelled_join_leaves_nothing_behind(
 async def test_join_when_the_manager_closes_then_it_says_so(
     server: StoreServer, store: str
 ) -> None:
-    """A join that the closing manager ends raises its own error, not a cancellation."""
+    """It raises its own error, not a cancellation."""
     manager = WorldManager()
     joining = asyncio.ensure_future(manager.join("w", rank=0, size=2, store=store))
     await one_waits(server)
@@ -296,7 +278,7 @@ async def test_join_when_the_manager_closes_then_it_says_so(
 async def test_member_that_gives_up_before_its_links_fails_the_others_at_once(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store tells them, as there is no link that could end."""
+    """The store informs them, as there is no link that could end."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         with monkeypatch.context() as patch:
             kind, admitted = type(two.watchdog), asyncio.Event()
@@ -325,7 +307,6 @@ async def test_member_that_gives_up_before_its_links_fails_the_others_at_once(
 async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that gives up while joining fails the others before the deadline."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
         with monkeypatch.context() as patch:
             never, reached = asyncio.Event(), asyncio.Event()
@@ -353,7 +334,6 @@ async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
 
 
 async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
-    """Names that come and go leave nothing in the store or the manager."""
     async with WorldManager() as one, WorldManager() as two:
         for number in range(5):
             name = f"w{number}"
@@ -363,7 +343,6 @@ async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
 
 
 async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:
-    """A second join of one name is refused, and the world continues."""
     async with WorldManager() as one, WorldManager() as two:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await asyncio.sleep(0)
@@ -378,7 +357,6 @@ async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None
 
 
 async def test_closed_world_can_be_joined_again(store: str) -> None:
-    """A closed world can be joined again, as the next epoch."""
     async with WorldManager() as one, WorldManager() as two:
         for epoch in (1, 2, 3):
             await pair(one, two, "w", store)
@@ -392,7 +370,6 @@ async def test_closed_world_can_be_joined_again(store: str) -> None:
 
 
 async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
-    """Each bad argument raises an error with the allowed values, before any I/O."""
     async with WorldManager() as manager:
         for name, rank, size, address, backend, device in (
             ("", 0, 2, store, "direct", "cpu"),
@@ -430,7 +407,6 @@ async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
 
 
 async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> None:
-    """The traffic of a world continues while other worlds are joined and left."""
     async with ProcessFleet() as fleet, WorldManager() as one, WorldManager() as two:
         child = fleet.start(bodies.echo, "busy", store, "direct")
         busy = await one.join("busy", rank=0, size=2, store=store)
@@ -445,7 +421,6 @@ async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> Non
 
 
 async def test_world_of_one(store: str) -> None:
-    """A world of one has working collectives."""
     async with WorldManager() as manager:
         for backend in ("direct", "gloo"):
             world = await manager.join(
@@ -459,7 +434,7 @@ async def test_world_of_one(store: str) -> None:
 async def test_join_after_one_without_heartbeats_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No link stays that never beats, and that breaks each world that uses it."""
+    """A link that never sends heartbeats would break each world that uses it."""
     config = WorldConfig(join_s=5, silence_s=1.0, heartbeat="process")
     async with Arena("direct", config) as arena:
         with monkeypatch.context() as broken:
@@ -497,7 +472,7 @@ async def test_join_that_is_cancelled_as_it_completes_leaves_nothing_behind() ->
 
 
 async def test_leave_ends_a_loop_that_joins_again() -> None:
-    """Though the world of before has ended, and the next is not there yet."""
+    """The previous world has ended, and the next one does not exist yet."""
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as other:
         store, yielded = "memory://kept", set[World]()
 
@@ -518,7 +493,7 @@ async def test_leave_ends_a_loop_that_joins_again() -> None:
 
 
 async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
-    """Nobody cancelled that task."""
+    """Nobody cancelled the waiting task, so it gets an error of the library."""
     async with contextlib.AsyncExitStack() as stack:
         made = [WorldManager(config=LONG) for _ in range(3)]
         managers = [await stack.enter_async_context(each) for each in made]
@@ -537,7 +512,7 @@ async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
 
 
 async def test_store_in_memory_is_of_one_event_loop() -> None:
-    """In another thread the other members would never meet it."""
+    """Members in other threads would never meet it."""
 
     async def ask() -> None:
         async with WorldManager(config=SHORT) as manager:

@@ -1,4 +1,4 @@
-"""The event loop is never blocked, nothing spins, and many worlds cost little."""
+"""The event loop: it is never blocked, nothing spins, and many worlds cost little."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ TRIES = 3
 async def test_no_callback_is_slow(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No operation makes a callback that asyncio's debug mode reports as slow."""
     loop = asyncio.get_running_loop()
     loop.set_debug(True)
     loop.slow_callback_duration = SLOW_S
@@ -68,7 +67,6 @@ async def _receive_many(world: World) -> None:
 
 
 async def test_no_blocking_call_on_the_loop() -> None:
-    """No operation sleeps, waits for a lock or blocks on a socket on the event loop."""
     blocker = BlockBuster()
     for allowed in ("os.stat", "os.listdir", "io.TextIOWrapper.read", "os.readlink"):
         # reads of /proc and the helper's start touch memory, not disks
@@ -87,7 +85,6 @@ async def test_no_blocking_call_on_the_loop() -> None:
 
 
 async def test_busy_sender_gives_way_to_other_tasks() -> None:
-    """A busy sender does not starve the other tasks of the event loop."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         lateness: list[float] = []
@@ -115,7 +112,7 @@ async def test_busy_sender_gives_way_to_other_tasks() -> None:
 
 
 async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
-    """Waiting worlds do not poll: a second of waiting costs little CPU time."""
+    """Waiting worlds do not poll."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         waiting = [
@@ -123,9 +120,9 @@ async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
             asyncio.ensure_future(right.recv_any()),
             asyncio.ensure_future(left.barrier()),
         ]
-        await asyncio.sleep(0.2)  # until what joining has left to do is done
+        await asyncio.sleep(0.2)  # until the work that joining left over is done
         began = time.process_time()
-        await asyncio.sleep(2)  # what is used while nothing happens is measured
+        await asyncio.sleep(2)  # only the CPU time while nothing happens is measured
         used = time.process_time() - began
         for task in waiting:
             task.cancel()
@@ -134,7 +131,7 @@ async def test_idle_worlds_use_no_processor(fork_server: None) -> None:
 
 
 async def test_two_hundred_worlds_between_two_processes(fork_server: None) -> None:
-    """Two hundred worlds share one link, and each is as fast as a single one."""
+    """They share one link."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     count = 200
@@ -164,7 +161,6 @@ async def test_two_hundred_worlds_between_two_processes(fork_server: None) -> No
 async def test_cycles_of_a_world_leave_nothing_behind(
     backend: str, fork_server: None
 ) -> None:
-    """Creating, using and closing worlds leaks nothing, while another one is busy."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     config = WorldConfig(join_s=20)

@@ -37,7 +37,6 @@ from tests.recorded import recorded
 
 
 async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
-    """Events come in order, from the moment of the subscription on."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     seen = []
@@ -62,7 +61,6 @@ async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
 
 
 async def test_leave_is_an_event_and_no_loss() -> None:
-    """The members that stay get an event when another leaves, and no loss."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         events = arena.manager(1).events()
@@ -72,7 +70,6 @@ async def test_leave_is_an_event_and_no_loss() -> None:
 
 
 async def test_slow_reader_of_events_learns_how_many_it_missed() -> None:
-    """A slow reader of events learns how many it missed, and slows nobody down."""
     hub = EventHub()
     subscription = hub.subscribe()
     for number in range(QUEUE_LIMIT + 5):
@@ -84,7 +81,6 @@ async def test_slow_reader_of_events_learns_how_many_it_missed() -> None:
 
 
 async def test_cleanup_frees_everything_at_once() -> None:
-    """``cleanup`` frees everything without waiting, and tells the other members."""
     store = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(allow=("asyncio_",)):
         for backend in ("direct", "gloo"):
@@ -106,7 +102,7 @@ async def test_cleanup_frees_everything_at_once() -> None:
 
 
 async def test_by_name_interface_has_every_operation() -> None:
-    """The interface by name has every operation, with pymultiworld's argument order."""
+    """Its argument order is that of pymultiworld."""
     port = free_port()
     one, two = WorldManager(), WorldManager()
     for rank, manager in enumerate((one, two)):
@@ -147,7 +143,6 @@ async def test_by_name_interface_has_every_operation() -> None:
 
 
 async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) -> None:
-    """A forked child gets a named error, and the parent's world continues."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         reader, writer = os.pipe()
@@ -171,7 +166,7 @@ async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) ->
 
 
 async def test_forked_child_keeps_its_own_files(fork_server: None) -> None:
-    """Sockets that it has inherited close their numbers when they are freed."""
+    """Inherited sockets close their descriptor numbers when they are freed."""
     async with Arena("direct") as arena:
         await arena.world(2)
         pid = os.fork()
@@ -190,7 +185,6 @@ async def test_forked_child_keeps_its_own_files(fork_server: None) -> None:
 
 
 def is_open(number: int) -> bool:
-    """Return whether a descriptor is open."""
     try:
         os.fstat(number)
     except OSError:
@@ -199,13 +193,11 @@ def is_open(number: int) -> bool:
 
 
 def test_manager_needs_a_running_loop() -> None:
-    """A manager can be created on a running event loop only."""
     with pytest.raises(RuntimeError, match="no running event loop"):
         WorldManager()
 
 
 async def test_reprs_are_status_lines() -> None:
-    """The ``repr`` of each object is a line that says its state."""
     async with Arena("direct") as arena:
         left, _ = await arena.world(2, "edge:a-b")
         assert repr(left) == "<World 'edge:a-b' ready rank 0/2 epoch 1 direct>"
@@ -239,7 +231,6 @@ async def test_thread_heartbeat_and_no_monitor() -> None:
 
 
 async def test_helper_that_is_killed_is_replaced() -> None:
-    """A killed heartbeat helper is replaced, and nobody is lost."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         helper = arena.manager(0).watchdog.helper_pid
@@ -281,7 +272,7 @@ async def test_world_that_breaks_between_two_lanes_of_a_collective(
 async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The end of a member's data may overtake its message that it leaves."""
+    """The end of a member's data may overtake the message that it leaves."""
     async with Arena("direct") as arena:
         stays, leaves = await arena.world(2)
         said: list[WorldMessage] = []

@@ -1,4 +1,4 @@
-"""Messages, tensors and handlers that once broke a world, or hid what broke it."""
+"""Messages, tensors and handlers that once broke a world, or hid the cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANG_S = 20.0
 
 @pytest.mark.parametrize("elements", [1, 2, 7, 8, 9, 13, 14, 30])
 async def test_two_announcements_of_memory_in_one_read(elements: int) -> None:
-    """The first is cut by the end of a read, and each passes a descriptor."""
+    """The end of a read cuts the first one, and each passes a descriptor."""
     sizes = (25_600, 25_600, elements, 262_144, 300_000)
     async with Arena("direct") as arena, asyncio.timeout(HANG_S):
         left, right = await arena.world(2)
@@ -41,7 +41,7 @@ async def test_two_announcements_of_memory_in_one_read(elements: int) -> None:
 
 @pytest.mark.parametrize("backend", ["direct", "gloo", "memory"])
 async def test_tensor_without_memory_is_refused(backend: str) -> None:
-    """Reading where it points to would end the process."""
+    """Reading the memory it points to would crash the process."""
     async with Arena(backend) as arena, asyncio.timeout(HANG_S):
         left, right = await arena.world(2)
         stand = AsyncCollectiveTensor(torch.ones(8))
@@ -81,7 +81,7 @@ async def test_arguments_that_cannot_be_carried_out_break_nothing(backend: str) 
 
 
 async def test_handler_that_raises_ends_nothing() -> None:
-    """It must not, but other worlds, and later messages, cannot help it."""
+    """It must not raise, but other worlds and later messages must not suffer."""
     async with Arena("direct") as arena, asyncio.timeout(HANG_S):
         left, right = await arena.world(2)
         heard: list[float] = []
@@ -100,7 +100,6 @@ async def test_handler_that_raises_ends_nothing() -> None:
 
 
 async def member(role: Role, store: str, names: list[str]) -> None:
-    """Join worlds, until killed."""
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:
         for name in names:
             await manager.join(name, rank=1, size=2, store=store)
@@ -131,7 +130,6 @@ async def worlds_with_a_lost_member(
 async def test_error_as_one_world_breaks_leaves_the_others_informed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of them still names the lost member."""
     abort, aborted = DirectBackend.abort, list[DirectBackend]()
     receiving: list[asyncio.Task[Tensor]] = []
 
@@ -158,7 +156,6 @@ async def test_error_as_one_world_breaks_leaves_the_others_informed(
 
 
 async def test_broken_world_that_is_closed_is_forgotten() -> None:
-    """Its name is free, and its use of the store's session ends."""
     async with worlds_with_a_lost_member(["a"], lambda _: None) as (manager, worlds):
         await worlds[0].wait_over()
         assert list(manager.worlds) == ["a"]
@@ -167,7 +164,7 @@ async def test_broken_world_that_is_closed_is_forgotten() -> None:
 
 
 async def test_exchange_of_nothing_leaves_a_world_usable() -> None:
-    """As when no token goes to an expert of another member."""
+    """This happens when no token goes to an expert of another member."""
     async with Arena("gloo") as arena, asyncio.timeout(HANG_S):
         worlds = await arena.world(2)
         ins = [[torch.empty(0), torch.empty(0)] for _ in worlds]
@@ -179,7 +176,7 @@ async def test_exchange_of_nothing_leaves_a_world_usable() -> None:
 
 
 async def test_message_is_received_into_a_leaf_that_requires_grad() -> None:
-    """Such as a parameter; also with the library's own sends."""
+    """Parameters are such leaves."""
     config = WorldConfig(join_s=20.0, host_p2p="backend")
     async with Arena("gloo", config) as arena, asyncio.timeout(HANG_S):
         left, right = await arena.world(2)
@@ -189,7 +186,6 @@ async def test_message_is_received_into_a_leaf_that_requires_grad() -> None:
 
 
 async def test_wrong_arguments_are_named() -> None:
-    """And nothing is sent."""
     async with Arena("memory") as arena:
         left, _ = await arena.world(2)
         with pytest.raises(ConfigError, match="rank is None"):

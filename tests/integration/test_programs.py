@@ -1,4 +1,4 @@
-"""Programs written for pymultiworld run unchanged, and survive a killed worker."""
+"""Programs for pymultiworld, which run unchanged and survive a killed worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 def started(
     compiled: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ExitStack]:
-    """Return a stack that ends its processes after the test."""
     for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
         monkeypatch.delenv(name, raising=False)
         if name in compiled:
@@ -30,7 +29,6 @@ def started(
 
 
 def start(stack: ExitStack, program: str, *args: object) -> subprocess.Popen[str]:
-    """Start a program with warnings on; it is killed at the end of the test."""
     process = subprocess.Popen(
         [sys.executable, "-X", "dev", PROGRAMS / program, *map(str, args)],
         stdout=subprocess.PIPE,
@@ -45,7 +43,7 @@ def start(stack: ExitStack, program: str, *args: object) -> subprocess.Popen[str
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    """Read lines until one has ``text``; the test's time-out bounds it."""
+    """Read lines until one starts with ``text``; the test's timeout limits it."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -61,7 +59,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
 def test_programs_for_the_prototype_run_unchanged(
     started: ExitStack, leader_first: bool
 ) -> None:
-    """A program with two worlds continues when one worker is killed, exits cleanly."""
     ports = [free_port(), free_port()]
 
     def start_leader() -> subprocess.Popen[str]:

@@ -53,7 +53,6 @@ class Street:
         self._waiting, self._members = waiting, members
 
     def member(self, world: World) -> LocalMember:
-        """Return the member whose operations are those of a world."""
         wanted = (world.name, world.epoch, world.rank)
         (found,) = (
             m
@@ -63,11 +62,9 @@ class Street:
         return found
 
     def lose(self, world: World, rank: int) -> None:
-        """Make a member believe that another is lost."""
         self.member(world).report(WasLost(rank, "the test says so"))
 
     async def has_waiting(self, count: int) -> None:
-        """Wait until this many claims wait at the store for other members."""
         await until(lambda: self._waiting() == count)
 
     async def join(self, number: int, rank: int, size: int, name: str = "w") -> World:
@@ -91,7 +88,6 @@ class Street:
 
 @pytest.fixture(params=BACKENDS)
 async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
-    """Return four managers and a store."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(no_leaks(allow=("asyncio_",)))
         if request.param == "memory":
@@ -116,7 +112,6 @@ async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
 
 
 async def check(worlds: Sequence[World]) -> None:
-    """Check that collectives and messages go through the whole of a world."""
     tensors = [torch.ones(3) * (world.rank + 1) for world in worlds]
     await asyncio.gather(
         *(w.all_reduce(t) for w, t in zip(worlds, tensors, strict=True))
@@ -131,7 +126,6 @@ async def check(worlds: Sequence[World]) -> None:
 async def test_survivors_reform_in_one_call_with_compacted_ranks(
     street: Street,
 ) -> None:
-    """Survivors reform with ranks without gaps, while another world continues."""
     w0, w1, w2 = await street.world(0, 1, 2)
     others = await street.world(0, 2, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -154,13 +148,10 @@ async def test_survivors_reform_in_one_call_with_compacted_ranks(
 
 
 def echo(world: World) -> EchoTask:
-    """Echo messages while the context is open."""
     return EchoTask(world)
 
 
 class EchoTask:
-    """Task that sends rank 0's messages back."""
-
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -177,7 +168,6 @@ class EchoTask:
 
 
 async def test_lone_survivor_continues_alone(street: Street) -> None:
-    """A lone survivor reforms to a working world of one."""
     w0, _ = await street.world(0, 1)
     street.managers[1].cleanup()
     await asyncio.wait_for(w0.wait_incomplete(), HANG_S)
@@ -187,7 +177,6 @@ async def test_lone_survivor_continues_alone(street: Street) -> None:
 
 
 async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> None:
-    """An accused member cannot reform with the others, and comes back by joining."""
     w0, w1, w2 = await street.world(0, 1, 2)
     street.lose(w0, 1)
     for world in (w1, w2):
@@ -209,7 +198,6 @@ async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> No
 
 
 async def test_two_that_accuse_each_other_do_not_both_continue(street: Street) -> None:
-    """One of two members that accuse each other reforms; the other is stale."""
     w0, w1 = await street.world(0, 1)
     street.lose(w0, 1)
     street.lose(w1, 0)
@@ -219,7 +207,6 @@ async def test_two_that_accuse_each_other_do_not_both_continue(street: Street) -
 
 
 async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
-    """A member that is lost while the survivors reform is left out too."""
     worlds = await street.world(0, 1, 2, 3)
     street.managers[3].cleanup()
     for world in worlds[:3]:
@@ -234,7 +221,6 @@ async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
 
 
 async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
-    """Survivors do not wait for one that closes, before or while they reform."""
     w0, w1, _ = await street.world(0, 1, 2)
     street.managers[2].cleanup()
     for world in (w0, w1):
@@ -247,7 +233,6 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
 
 
 async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
-    """A second change of the same name is refused at once, and the first continues."""
     w0, w1 = await street.world(0, 1)
     street.lose(w0, 1)
     await asyncio.wait_for(w1.wait_over(), HANG_S)
@@ -261,7 +246,6 @@ async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
 
 
 async def test_nothing_continues_after_leave_or_close(street: Street) -> None:
-    """A world that was left cannot reform or grow, nor can one of a closed manager."""
     worlds = await street.world(0, 1, 2)
     street.managers[2].cleanup()
     for world in worlds[:2]:
@@ -279,7 +263,6 @@ async def test_nothing_continues_after_leave_or_close(street: Street) -> None:
 async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
     street: Street, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer that dies after its admission is named, and the others can reform."""
     w0, w1 = await street.world(0, 1)
 
     real = LocalMember.open
@@ -304,7 +287,6 @@ async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
 
 
 async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
-    """Reforming a healthy world is refused, and the world stays as it is."""
     worlds = await street.world(0, 1)
     with pytest.raises(ConfigError, match="broken"):
         await worlds[0].reform()
@@ -312,7 +294,7 @@ async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
 
 
 async def test_members_learn_who_waits_and_admit_it(street: Street) -> None:
-    """Members learn who waits, and growing drops no message that was received."""
+    """Growing drops no message that was received."""
     w0, w1 = await street.world(0, 1)
     others = await street.world(0, 3, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -337,7 +319,6 @@ async def test_members_learn_who_waits_and_admit_it(street: Street) -> None:
 
 
 async def drain(events: AsyncIterator[object]) -> list[object]:
-    """Return the pending events."""
     found: list[object] = []
     while True:
         try:
@@ -347,7 +328,7 @@ async def drain(events: AsyncIterator[object]) -> list[object]:
 
 
 async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> None:
-    """A world stays as it was if no newcomer comes, or if growing is cancelled."""
+    """In vain: no newcomer comes, or growing is cancelled."""
     worlds = await street.world(0, 1)
     short = CONFIG.replace(join_s=0.5)
     for world in worlds:
@@ -371,7 +352,6 @@ async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> Non
 
 
 async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
-    """A loss while growing is raised before the deadline."""
     w0, w1, _ = await street.world(0, 1, 2)
     growing = [asyncio.create_task(world.grow(to=4)) for world in (w0, w1)]
     await street.has_waiting(2)
@@ -384,7 +364,6 @@ async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
 
 
 async def test_kept_world_comes_back_until_it_is_left(street: Street) -> None:
-    """A kept world comes back after losses and leaves, until it is left."""
     seen: list[int] = []
     done = asyncio.Event()
 

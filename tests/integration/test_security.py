@@ -60,7 +60,6 @@ class Fort:
         self.store = f"tcp://127.0.0.1:{server.port}"
 
     def listeners(self) -> list[tuple[int, object]]:
-        """Return the family and address of every listener."""
         doors: list[tuple[int, object]] = [
             (socket.AF_INET, ("127.0.0.1", self.server.port))
         ]
@@ -71,14 +70,12 @@ class Fort:
         return doors
 
     def refused(self) -> int:
-        """Number of refused untrusted peers, at all listeners together."""
         managers = sum(sum(manager.refused.values()) for manager in self.managers)
         return managers + sum(self.server.refused.values())
 
 
 @contextlib.asynccontextmanager
 async def fort(security: Security, backend: str = "direct") -> AsyncIterator[Fort]:
-    """Yield a fort whose traffic continues until the test ends."""
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     store = f"tcp://127.0.0.1:{server.port}"
     async with (
@@ -95,8 +92,6 @@ async def fort(security: Security, backend: str = "direct") -> AsyncIterator[For
 
 @contextlib.asynccontextmanager
 async def traffic(here: Fort) -> AsyncIterator[Traffic]:
-    """Keep messages going between the two members."""
-
     async def echo() -> None:
         while True:
             await here.worlds[1].send(await here.worlds[1].recv(src=0), dst=0)
@@ -111,7 +106,6 @@ async def traffic(here: Fort) -> AsyncIterator[Traffic]:
 
 
 def kinds_of_security(tls: Tls) -> list[Security]:
-    """Return every kind of security."""
     return [
         Security(secret=SECRET),
         Security(tls=tls),
@@ -122,7 +116,6 @@ def kinds_of_security(tls: Tls) -> list[Security]:
 
 @pytest.fixture(params=["secret", "tls", "both", "open"])
 def security(request: pytest.FixtureRequest, tls: Tls) -> Security:
-    """Return one kind of security."""
     names = ("secret", "tls", "both", "open")
     return kinds_of_security(tls)[names.index(request.param)]
 
@@ -130,7 +123,6 @@ def security(request: pytest.FixtureRequest, tls: Tls) -> Security:
 async def test_untrusted_peers_at_every_port_disturb_no_member(
     security: Security,
 ) -> None:
-    """Port scans, garbage, half hellos, false sizes and deep JSON disturb nobody."""
     async with no_leaks(allow=("asyncio_",)), fort(security) as here:
         async with traffic(here) as going:
             knocks = garbage()
@@ -139,13 +131,12 @@ async def test_untrusted_peers_at_every_port_disturb_no_member(
                     await knock_at(family, where, knock)
                 await going.advances(5)
         refused = here.refused()
-        # A peer that hangs up with bytes unread may be gone before it is looked at.
+        # A peer that hangs up with bytes unread may be gone before it is checked.
         assert refused > len(knocks)
         assert here.worlds[0].is_ready
 
 
 def garbage() -> list[bytes]:
-    """Return the bytes that untrusted peers send."""
     seeded = random.Random(7)
     ours = {"multiworld": frames.PROTOCOL_VERSION}
     knocks = [
@@ -170,7 +161,6 @@ def garbage() -> list[bytes]:
 
 
 async def knock_at(family: int, where: object, knock: bytes) -> None:
-    """Connect, send something and hang up."""
     loop = asyncio.get_running_loop()
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
@@ -196,7 +186,6 @@ async def knock_at(family: int, where: object, knock: bytes) -> None:
 async def test_member_that_violates_the_protocol_is_lost_and_no_other(
     body: object,
 ) -> None:
-    """Its link ends, and the worlds that it is in break; the others carry on."""
     async with fort(Security()) as here, traffic(here) as going:
         async with WorldManager(config=CONFIG) as bad:
             with recorded(link_table, SocketLink) as links:
@@ -217,7 +206,6 @@ async def test_member_that_violates_the_protocol_is_lost_and_no_other(
 async def test_crowd_of_slow_untrusted_peers_keeps_no_member_out(
     security: Security,
 ) -> None:
-    """Members still connect while hundreds of peers send nothing, or one byte."""
     async with fort(security) as here, traffic(here) as going:
         slow = []
         for family, where in here.listeners():
@@ -248,7 +236,6 @@ async def test_crowd_of_slow_untrusted_peers_keeps_no_member_out(
 async def test_wrong_secret_is_named_and_disturbs_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A wrong, missing or unexpected secret is named, and disturbs nobody."""
     caplog.set_level(logging.WARNING, logger="multiworld")
     with caplog.at_level(logging.CRITICAL, logger="multiworld"):
         for ours, theirs in ((SECRET, OTHER), (SECRET, b""), (b"", OTHER)):
@@ -261,7 +248,6 @@ async def test_wrong_secret_is_named_and_disturbs_nobody(
 
 
 async def test_recorded_handshake_opens_nothing() -> None:
-    """A recorded handshake is worthless at every port."""
     async with fort(Security(secret=SECRET)) as here, traffic(here) as going:
         recorded = await record_handshake(here)
         assert len(recorded) > 100
@@ -314,7 +300,6 @@ async def record_handshake(here: Fort) -> bytes:
 async def test_member_record_that_the_store_forged_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store cannot forge a member's address."""
     security = Security(secret=SECRET)
     async with fort(security) as here:
         genuine = StoreService.receive
@@ -337,7 +322,6 @@ async def test_member_record_that_the_store_forged_is_refused(
 async def test_tls_carries_large_tensors_between_hosts(
     monkeypatch: pytest.MonkeyPatch, tls: Tls
 ) -> None:
-    """TLS carries large tensors both ways at once, with a cancellation in between."""
     monkeypatch.setattr(Address, "is_on", lambda self, host: False)
     async with fort(Security(tls=tls, secret=SECRET)) as here:
         left, right = here.worlds
@@ -361,7 +345,6 @@ async def test_tls_carries_large_tensors_between_hosts(
 async def test_certificate_of_another_authority_is_refused(
     tls: Tls, tmp_path: Path
 ) -> None:
-    """A foreign or missing certificate is refused, and the others continue."""
     strange = certificates(trustme.CA(), tmp_path)
     async with fort(Security(tls=tls)) as here, traffic(here) as going:
         async with WorldManager(config=SHORT, security=Security(tls=strange)) as bad:
@@ -416,7 +399,6 @@ async def test_backends_that_would_go_around_it_are_refused(tls: Tls) -> None:
 
 
 def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
-    """Security comes from the environment; contradictions and bad files are named."""
     read = Security.from_environment
     assert read({}) == Security()
     assert read({"MULTIWORLD_SECRET": SECRET.decode()}).secret == SECRET
@@ -443,7 +425,6 @@ def test_security_comes_from_the_environment(tmp_path: Path, tls: Tls) -> None:
 
 
 async def test_sockets_bind_to_the_interface_in_use() -> None:
-    """No socket listens on all interfaces."""
     async with fort(Security()) as here:
         for family, where in here.listeners():
             if family == socket.AF_INET:
@@ -463,7 +444,6 @@ def own_listeners() -> list[str]:
 
 
 def own_inodes() -> set[str]:
-    """Return the inodes of the sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -474,7 +454,6 @@ def own_inodes() -> set[str]:
 
 
 async def test_lie_about_a_size_allocates_nothing() -> None:
-    """A frame that announces gigabytes breaks its world before memory is allocated."""
     config = CONFIG.replace(max_message_bytes=1 << 20)
     security = Security()
     server = await StoreServer.listen("127.0.0.1", 0, security=security)

@@ -1,4 +1,4 @@
-"""A message whose send has returned arrives, whatever becomes of its sender."""
+"""Messages whose send has returned: they arrive, whatever becomes of their sender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANG_S = 30.0
 
 
 async def sender(role: Role, store: str, backend: str, size: int, fate: str) -> None:
-    """Send all messages; then compute on the loop for long, or be killed."""
+    """Send all messages; then block the event loop, or be killed."""
     async with WorldManager(config=WorldConfig(join_s=30)) as manager:
         world = await manager.join("w", rank=1, size=2, store=store, backend=backend)
         for number in range(SIZES[size]):
@@ -36,7 +36,6 @@ async def sender(role: Role, store: str, backend: str, size: int, fate: str) -> 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fate", ["computes", "killed"])
 async def test_sent_messages_arrive(backend: str, size: int, fate: str) -> None:
-    """All of them, in order; only then does the world's loss show."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with ProcessFleet() as fleet, WorldManager() as manager:
@@ -56,7 +55,7 @@ async def test_sent_messages_arrive(backend: str, size: int, fate: str) -> None:
 
 
 async def test_budget_for_held_messages_hides_none_from_a_broken_world() -> None:
-    """Its sends have returned, though only some had room when it was killed."""
+    """The sends have returned, though only some had room when the sender was killed."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     config = WorldConfig(join_s=30, unexpected_bytes=100_000)

@@ -1,4 +1,4 @@
-"""The numerics of this package on a processor that plays a smaller one."""
+"""The numerics of this package, with the instruction sets of smaller processors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ IS_SMALLER = pytest.mark.skipif(
 def test_numerics_are_right_on_a_smaller_processor(
     name: str, tier: str, tmp_path: Path
 ) -> None:
-    """Packed products, deterministic mode and decoders, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-k", SELECTED, "-m", tier, *FILES]
     env = {**os.environ, **PROCESSORS[name], "MULTIWORLD_CACHE": str(tmp_path)}

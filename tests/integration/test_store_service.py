@@ -29,8 +29,6 @@ HANG_S = 20.0
 
 
 class Store:
-    """Runs the command, which tests start and kill at will."""
-
     def __init__(self, stack: ExitStack, *options: str) -> None:
         self._stack, self.port = stack, free_port()
         self._options = options
@@ -56,14 +54,12 @@ class Store:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Return a stack that ends its stores after the test."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 async def managers() -> AsyncIterator[list[WorldManager]]:
-    """Return three managers."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(WorldManager(config=CONFIG))
@@ -74,7 +70,6 @@ async def managers() -> AsyncIterator[list[WorldManager]]:
 async def join(
     managers: list[WorldManager], store: str | None, name: str = "w"
 ) -> list[World]:
-    """Join a world with one member for each manager."""
     size = len(managers)
     return list(
         await asyncio.gather(
@@ -87,7 +82,6 @@ async def join(
 
 
 async def works(worlds: list[World]) -> None:
-    """Check that a world passes messages."""
     tensors = [torch.ones(2) for _ in worlds]
     await asyncio.gather(
         *(w.all_reduce(t) for w, t in zip(worlds, tensors, strict=True))
@@ -98,7 +92,7 @@ async def works(worlds: list[World]) -> None:
 async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
     stack: ExitStack, managers: list[WorldManager]
 ) -> None:
-    """Ready worlds survive a lost store; a restarted one learns from the members."""
+    """A restarted store learns from the members."""
     store = Store(stack)
     old = await join(managers[:2], store.address)
     assert old[0].epoch == 1
@@ -114,7 +108,7 @@ async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
         )
     await works(old)
     store.start()
-    # A claim on a held rank: members have told the store, so it asks the holder.
+    # A claim on a held rank: the store knows it from the members, and asks the holder.
     with pytest.raises(RankTakenError):
         await managers[2].join("w", rank=1, size=2, store=store.address)
     await works(old)
@@ -130,7 +124,7 @@ async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
 async def test_stopped_store_is_noticed_and_a_second_address_is_used(
     stack: ExitStack, managers: list[WorldManager]
 ) -> None:
-    """A stopped store is noticed, and the second one gives out other epochs."""
+    """The second store gives out other epochs."""
     first, second = Store(stack), Store(stack)
     both = f"{first.address},{second.address}"
     old = await join(managers[:2], both)
@@ -153,7 +147,6 @@ async def test_stopped_store_is_noticed_and_a_second_address_is_used(
 async def test_epochs_outlast_a_restart_in_a_file(
     stack: ExitStack, managers: list[WorldManager], tmp_path: Path
 ) -> None:
-    """Epochs in a file outlast a restart, even if no member is left."""
     state = tmp_path / "epochs"
     store = Store(stack, "--state", str(state))
     await join(managers[:1], store.address)
@@ -169,7 +162,6 @@ async def test_epochs_outlast_a_restart_in_a_file(
 async def test_store_is_found_by_the_environment(
     stack: ExitStack, managers: list[WorldManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is found by the environment; the error without it says so."""
     monkeypatch.delenv("MULTIWORLD_STORE", raising=False)
     with pytest.raises(ConfigError, match="MULTIWORLD_STORE"):
         await managers[0].join("w", rank=0, size=1)
@@ -178,7 +170,6 @@ async def test_store_is_found_by_the_environment(
 
 
 def test_store_that_cannot_listen_says_so() -> None:
-    """A store that cannot listen on its address says so."""
     done = subprocess.run(
         [COMMAND, "store", "--host", "192.0.2.1"],
         capture_output=True,
@@ -192,7 +183,6 @@ def test_store_that_cannot_listen_says_so() -> None:
 
 
 def test_store_ends_politely(stack: ExitStack) -> None:
-    """A store exits with 0 on a signal."""
     store = Store(stack)
     store.process.terminate()
     assert store.process.wait(HANG_S) == 0

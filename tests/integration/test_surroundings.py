@@ -1,4 +1,4 @@
-"""The command line where people put it: without a home, in old encodings."""
+"""The command line without a home, and in old encodings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_output_is_written_in_any_encoding(tmp_path: Path, encoding: str) -> None:
-    """What an encoding lacks is escaped."""
+    """Characters that an encoding lacks are escaped."""
     spec = tmp_path / "app.yaml"
     spec.write_text("models: {m: {factory: 'none.such:f', stages: [{}]}}\n")
     done = run("serve", str(spec), "--state", str(tmp_path), PYTHONIOENCODING=encoding)
@@ -40,7 +40,7 @@ def test_output_is_written_in_any_encoding(tmp_path: Path, encoding: str) -> Non
 
 
 def test_spec_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """A name would be another one otherwise."""
+    """In another encoding, a name would be a different one."""
     spec = tmp_path / "app.yaml"
     spec.write_text("models: {größe: {stages: [{}]}}\n", encoding="utf-8")
     done = run("plan", str(spec), LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="utf-8")
@@ -50,7 +50,7 @@ def test_spec_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
 def test_user_without_a_home_has_folders_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same ones for all commands; those of another user are not taken."""
+    """All commands use the same folders; those of another user are not taken."""
     for name in ("MULTIWORLD_STATE", "MULTIWORLD_CACHE", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
@@ -69,7 +69,7 @@ def test_user_without_a_home_has_folders_of_its_own(
 
 
 def test_folder_in_place_of_a_spec_says_what_to_give(tmp_path: Path) -> None:
-    """The spec in it, or one for the model in it; `serve` takes a model as it is."""
+    """The error names the spec in it; ``serve`` also takes the folder of a model."""
     (tmp_path / "app.yaml").write_text("")
     done = run("serve", str(tmp_path))
     assert f"give its spec, {tmp_path}/app.yaml".encode() in done.stderr

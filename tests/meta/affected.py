@@ -1,9 +1,4 @@
-"""Which tests a change most likely breaks (``python -m tests.meta.affected``).
-
-Changed are the files that differ from ``BASE`` (by default the last commit, or, where
-nothing differs from that, the one before it). A test is affected if it, or a helper of
-the tests that it imports, changed or imports a module that changed.
-"""
+"""Tests that a change most likely breaks: ``python -m tests.meta.affected``."""
 
 from __future__ import annotations
 
@@ -19,12 +14,16 @@ from tests.meta.imports import SOURCE, imported
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unit", "contract", "integration", "faults")
 SLOW = ("faults", "integration")
-"""Folders of which at most ``FEW`` files are chosen: the rest is for `make test`."""
+"""Folders of which at most ``FEW`` files are chosen; ``make test`` runs all."""
 FEW = 6
 
 
 def changed_files(base: str | None) -> set[Path]:
-    """Return the files that differ from a commit, new ones included."""
+    """Return the files that differ from ``base``, new ones included.
+
+    By default, ``base`` is the last commit or, if nothing differs from that, the one
+    before it.
+    """
 
     def git(*words: str) -> list[str]:
         done = subprocess.run(
@@ -40,7 +39,7 @@ def changed_files(base: str | None) -> set[Path]:
 
 
 def affected(changed: Iterable[Path], tests: Iterable[Path]) -> list[Path]:
-    """Return the tests that changed files most likely break."""
+    """Return the tests that changed, or use a changed module, also by a helper."""
     changed = set(changed)
     source = [path for path in changed if path.is_relative_to(SOURCE)]
     names = {".".join(("multiworld", *_parts(path, SOURCE))) for path in source}
@@ -64,7 +63,7 @@ def _parts(path: Path, base: Path) -> tuple[str, ...]:
 
 
 def _uses(path: Path) -> set[str]:
-    """Return what a test imports, and what the helpers import that it imports."""
+    """Return the imports of a test and of the helpers that it imports."""
     found = set(imported(path))
     for name in imported(path):
         helper = ROOT / f"{name.replace('.', '/')}.py"
@@ -80,7 +79,6 @@ def every_test() -> list[Path]:
 
 
 def main() -> None:
-    """Print the tests, with those of the structure, by their paths."""
     found = affected(changed_files(os.environ.get("BASE")), every_test())
     paths = ["tests/meta", *(str(path.relative_to(ROOT)) for path in found)]
     sys.stdout.write(" ".join(paths) + "\n")

@@ -1,9 +1,4 @@
-"""Writes ``world/blocking_world.py``: ``python -m tests.meta.blocking_facade``.
-
-The blocking members follow from ``multiworld.World`` and the collectives that it
-inherits: the same properties and methods, and for coroutines the same signature with
-``timeout_s``. They are written out so that editors and type checkers know them.
-"""
+"""Writer of ``world/blocking_world.py``: ``python -m tests.meta.blocking_facade``."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ DECLARED = (
     (SOURCE / "world" / "world.py", "World"),
     (SOURCE / "backends" / "collectives.py", "CollectiveMethods"),
 )
-"""The files of the async methods, and the classes."""
+"""Files and classes of the async methods."""
 
 FACADE = SOURCE / "world" / "blocking_world.py"
 
@@ -65,7 +60,10 @@ class BlockingWorld:
 
 
 def facade() -> str:
-    """Return the text of the module."""
+    """Return the text of the module.
+
+    It writes the members out, so that editors and type checkers know them.
+    """
     found: list[str] = []
     for path, name in DECLARED:
         (declared,) = [

@@ -1,9 +1,4 @@
-"""Prints what ``make coverage`` measured: ``python -m tests.meta.coverage_table``.
-
-Reads the report of coverage.py, leaves out what ``tests/coverage.toml`` names, and
-prints a table per package and the lines that no test ran. Exits with 1 if fewer lines
-ran than ``LEAST``, or if a name in ``tests/coverage.toml`` is of nothing.
-"""
+"""Table of ``make coverage``: ``python -m tests.meta.coverage_table``."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "build" / "coverage" / "report.json"
 EXCLUDED = ROOT / "tests" / "coverage.toml"
 LEAST = 90.0
-"""Least percentage of lines that must run."""
+"""Minimum percentage of lines that must run."""
 
 
 @dataclass
@@ -31,12 +26,10 @@ class Lines:
 
     @property
     def percent(self) -> float:
-        """Percentage of lines that ran."""
         return percent([self])
 
 
 def percent(modules: Iterable[Lines]) -> float:
-    """Return the percentage of lines of these modules that ran."""
     modules = list(modules)
     ran = sum(len(lines.ran) for lines in modules)
     return 100 * ran / max(1, ran + sum(len(lines.missed) for lines in modules))
@@ -45,15 +38,7 @@ def percent(modules: Iterable[Lines]) -> float:
 def measured(
     report: dict[str, Any], excluded: dict[str, str]
 ) -> tuple[dict[str, Lines], int, set[str]]:
-    """Return the lines that count, by module.
-
-    Args:
-        report: The report of coverage.py, as JSON.
-        excluded: Names of packages, modules and functions to leave out.
-
-    Returns:
-        The modules; the number of lines left out; the names of nothing.
-    """
+    """Return the lines that count, the number of those left out, and unknown names."""
     modules, count, unknown = {}, 0, set(excluded)
     for path, file in report["files"].items():
         parts = Path(path).with_suffix("").parts
@@ -88,7 +73,6 @@ def ranges(numbers: set[int]) -> str:
 
 
 def package(module: str) -> str:
-    """Return the package that a module is counted with."""
     parts = module.split(".")
     if parts[0] == "serve":
         return "/".join(parts[:2]) if len(parts) > 2 else "serve"
@@ -96,7 +80,7 @@ def package(module: str) -> str:
 
 
 def main() -> int:
-    """Print the table and what is not covered."""
+    """Print the table; return 1 below ``LEAST``, or if an excluded name is unknown."""
     report = json.loads(REPORT.read_text())
     excluded = tomllib.loads(EXCLUDED.read_text())
     modules, count, unknown = measured(report, excluded)

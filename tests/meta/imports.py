@@ -15,7 +15,6 @@ COPIED = SOURCE / "serve" / "engine" / "external" / "vllm_plugin"
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return every module of the package by its dotted name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = ("multiworld", *path.relative_to(SOURCE).with_suffix("").parts)
@@ -25,7 +24,6 @@ def modules() -> dict[str, Path]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """Return the syntax tree of a file."""
     return ast.parse(path.read_text())
 
 
@@ -67,7 +65,6 @@ def outside(name: str) -> set[str]:
 
 
 def is_pure(name: str) -> bool:
-    """Return whether the module's docstring says that it is pure."""
     doc = ast.get_docstring(tree(modules()[name])) or ""
     return "Pure." in doc.split()
 

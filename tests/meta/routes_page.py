@@ -1,5 +1,4 @@
-"""Writes ``docs/reference/routes.md`` from the table of routes:
-``python -m tests.meta.routes_page``."""
+"""Writer of ``docs/reference/routes.md``: ``python -m tests.meta.routes_page``."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ NEEDS = {
 
 
 def page() -> str:
-    """Return the page's text."""
     parts = [HEAD]
     for tag, title in TITLES.items():
         parts.append(f"\n## {title}\n\n| route | needs | does |\n|---|---|---|\n")

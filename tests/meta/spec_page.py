@@ -1,4 +1,4 @@
-"""Writes ``docs/serve/spec.md`` from the schema: ``python -m tests.meta.spec_page``."""
+"""Writer of ``docs/serve/spec.md``: ``python -m tests.meta.spec_page``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ SECTIONS = {
 
 
 def page() -> str:
-    """Return the page's text."""
     found = schema()
     definitions = {"AppSpec": found, **found["$defs"]}
     parts = [HEAD]

@@ -1,4 +1,4 @@
-"""Which tests `make check` chooses."""
+"""Tests that ``make check`` chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of commands in ``--help`` matches the modules of the command line."""
+"""The list of commands in ``--help``, and the modules of the command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ SHARED = {"__init__", "ending", "main", "model_spec", "options", "post_setup"}
 
 
 def test_every_module_is_a_command() -> None:
-    """Every command has a module of its name, and every other module is shared."""
     modules = {path.stem for path in (SOURCE / "cli").glob("*.py")}
     assert modules - SHARED == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_function(name: str) -> None:
-    """Module ``NAME`` has a click command ``NAME``, which ``multiworld NAME`` runs."""
     module = importlib.import_module(f"multiworld.cli.{name}")
     command = getattr(module, name)
     assert isinstance(command, click.Command)
@@ -33,7 +31,7 @@ def test_every_command_has_its_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_and_list_say_the_same(name: str) -> None:
-    """The summary in the list and the first line of a command open with one verb."""
+    """The two summaries open with the same verb."""
     command = getattr(importlib.import_module(f"multiworld.cli.{name}"), name)
     summary = inspect.cleandoc(command.help or "").splitlines()[0]
     assert summary.endswith(".")

@@ -1,4 +1,4 @@
-"""What ``make coverage`` does not count is there, so that the command can end well."""
+"""Names that ``make coverage`` does not count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.meta.coverage_table import EXCLUDED, ROOT
 
 
 def test_modules_that_are_not_counted_exist() -> None:
-    """``coverage_table`` refuses names of nothing, but after half an hour of tests."""
+    """``coverage_table`` refuses unknown names, but after half an hour of tests."""
     for name in tomllib.loads(EXCLUDED.read_text()):
         module = name.partition(":")[0].replace(".", "/")
         path = ROOT / "src" / "multiworld" / module

@@ -50,7 +50,6 @@ def test_every_import_is_declared() -> None:
 
 
 def test_serve_needs_its_extra_only() -> None:
-    """With ``[serve]`` alone, every process of a service can be imported."""
     waiting = [
         "multiworld.serve.controller.service",
         "multiworld.serve.gateway.process",
@@ -75,7 +74,7 @@ def test_serve_needs_its_extra_only() -> None:
 
 
 def _imported_at_once(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a module imports when it is imported itself."""
+    """Yield the names that a module imports when it is imported."""
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.Import):
             yield from (alias.name for alias in inner.names)
@@ -98,7 +97,6 @@ def _chain(module: str, reached: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("extra", DECLARED)
 def test_requirements_are_bounded_and_pinned(extra: str) -> None:
-    """Each has a lower bound, and ``constraints.txt`` pins a version that it allows."""
     text = (ROOT / "constraints.txt").read_text()
     pins = {
         canonicalize_name(name): version

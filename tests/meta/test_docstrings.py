@@ -1,4 +1,4 @@
-"""Docstrings of the public API are complete."""
+"""Completeness of the docstrings of the public API."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ DECORATED = {"overload", "override", "setter"}
 
 
 class Documented(NamedTuple):
-    """A function or method that its users may call."""
-
     where: str
     node: Function
     owner: ast.ClassDef | None
@@ -57,7 +55,6 @@ def _decorated(node: Function, names: set[str]) -> bool:
 
 
 def functions(name: str) -> Iterator[Documented]:
-    """Yield the public functions of a module, and methods of its public classes."""
     for node in tree(modules()[name]).body:
         if isinstance(node, Function) and not node.name.startswith("_"):
             if not _decorated(node, DECORATED):
@@ -71,14 +68,12 @@ def functions(name: str) -> Iterator[Documented]:
 
 
 def documented() -> Iterator[Documented]:
-    """Yield the public functions and methods of the modules in ``API``."""
     for name in sorted(modules()):
         if any(name == a or (a.endswith(".") and name.startswith(a)) for a in API):
             yield from functions(name)
 
 
 def test_public_functions_describe_their_arguments() -> None:
-    """All of them, by name."""
     missing = [
         f"{found.where}: {parameter}"
         for found in documented()
@@ -89,7 +84,6 @@ def test_public_functions_describe_their_arguments() -> None:
 
 
 def test_public_coroutines_say_what_cancelling_does() -> None:
-    """Every public coroutine has a section "Cancellation:"."""
     for found in documented():
         is_generator = any(isinstance(n, ast.Yield) for n in ast.walk(found.node))
         if isinstance(found.node, ast.AsyncFunctionDef) and not is_generator:
@@ -97,7 +91,6 @@ def test_public_coroutines_say_what_cancelling_does() -> None:
 
 
 def test_public_functions_describe_what_they_return_and_raise() -> None:
-    """Functions of the API describe what they return and raise."""
     for found in documented():
         returns = ast.unparse(found.node.returns) if found.node.returns else "None"
         if returns not in ("None", "Self", "NoReturn"):

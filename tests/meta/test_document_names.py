@@ -1,4 +1,4 @@
-"""Modules, names and paths of code that the documents mention exist."""
+"""Modules, names and paths of code that the documents mention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "decisions"),
 ]
-"""Every page but the decisions, which describe the code of their day."""
+"""Every page but the decisions, which describe the code of their time."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_named_code_exists(page: Path) -> None:
-    """Paths of modules, dotted names, and what ``python -m`` runs."""
+    """Names are paths of modules, dotted names, and arguments of ``python -m``."""
     text = page.read_text()
     known = [
         f"/{path.relative_to(ROOT)}"
@@ -37,7 +37,7 @@ def test_named_code_exists(page: Path) -> None:
 
 
 def _exists(name: str) -> bool:
-    """Tell whether a dotted name leads to a module or to something in one."""
+    """Return whether a dotted name leads to a module or to something in one."""
     parts = name.replace(":", ".").split(".")
     for count in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""Documents: their code runs, their names exist, and their links resolve."""
+"""Code, names and links in the documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_code_runs(tmp_path: Path, compiled: dict[str, str]) -> None:
-    """It prints what the document says, on another port."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.splitlines()) <= 40
     program = tmp_path / "readme.py"
@@ -59,14 +58,12 @@ def test_readme_has_no_relative_images() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    """Every relative link resolves."""
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), f"{path}: {target}"
 
 
 def test_guarantees_name_tests_that_exist() -> None:
-    """Every test that the guarantees name exists."""
     text = (ROOT / "docs" / "guarantees.md").read_text()
     everything = "".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
@@ -76,7 +73,6 @@ def test_guarantees_name_tests_that_exist() -> None:
 
 
 def test_make_targets_exist() -> None:
-    """Every make target in the documents exists."""
     makefile = (ROOT / "Makefile").read_text()
     for document in DOCUMENTS:
         for target in re.findall(r"make ([a-z-]+)", document.read_text()):
@@ -99,7 +95,6 @@ def test_nothing_speaks_of_where_it_was_made() -> None:
 
 
 def test_troubleshooting_quotes_real_messages() -> None:
-    """Every quoted text is part of a string in the code."""
     page = (ROOT / "docs" / "operations" / "troubleshooting.md").read_text()
     quoted = re.findall("\u201c(.*?)\u201d", page)
     assert len(quoted) > 20
@@ -122,7 +117,6 @@ def _strings(module: ast.Module) -> Iterator[str]:
 
 
 def test_every_metric_is_documented() -> None:
-    """By its name and type."""
     gateways = {"gateway/1": GatewayReport()}
     shown = render({}, gateways, FleetReport(), RoutingTable()).decode()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
@@ -134,7 +128,6 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_statuses_of_errors_are_documented() -> None:
-    """They are those of the classes."""
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     for name in errors.__all__:
         status = getattr(getattr(errors, name), "status", 500)
@@ -143,7 +136,6 @@ def test_statuses_of_errors_are_documented() -> None:
 
 
 def test_every_benchmark_is_listed() -> None:
-    """Suites by name, also in the help of the command; studies by module."""
     page = (ROOT / "benchmarks" / "README.md").read_text()
     shown = CliRunner().invoke(bench, ["--help"]).output
     for name in SUITES:
@@ -155,7 +147,6 @@ def test_every_benchmark_is_listed() -> None:
 
 
 def test_contributing_names_every_layer() -> None:
-    """The table has what the test of the layers has."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for name in {name for names in LAYERS for name in names}:
         assert f"`{name}`" in text, name

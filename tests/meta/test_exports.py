@@ -27,7 +27,6 @@ MODULES = [
 
 
 def test_every_public_name_resolves() -> None:
-    """Every public name resolves lazily, to one module."""
     for name in multiworld.__all__:
         assert getattr(multiworld, name) is not None
     assert set(multiworld.__all__) <= set(dir(multiworld))
@@ -36,7 +35,7 @@ def test_every_public_name_resolves() -> None:
 
 
 def test_every_error_is_public() -> None:
-    """Every error class is public, so that programs can catch it."""
+    """Programs must be able to catch it."""
     assert set(errors.__all__) <= set(multiworld.__all__)
 
 
@@ -53,7 +52,7 @@ def test_compatibility_names_are_where_programs_look() -> None:
 
 
 def test_every_module_imports_and_says_what_it_owns() -> None:
-    """In its docstring; ``test_docstrings`` checks the things of the API."""
+    """``test_docstrings`` checks the docstrings of the API."""
     missing = [n for n in MODULES if not importlib.import_module(n).__doc__]
     assert missing == []
 
@@ -67,7 +66,6 @@ API: list[type] = [
 
 @pytest.mark.parametrize("kind", API)
 def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
-    """Every async method of the API says what cancelling does."""
     for name, method in vars(kind).items():
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             if name == "open":
@@ -77,12 +75,10 @@ def test_every_async_method_says_what_cancelling_does(kind: type) -> None:
 
 @pytest.mark.parametrize("name", ["world_manager", "world", "watchdog", "errors"])
 def test_pydoc_reads(name: str) -> None:
-    """``pydoc`` can read the public modules."""
     assert len(pydoc.render_doc(f"multiworld.{name}")) > 1000
 
 
 def test_blocking_facade_has_every_member() -> None:
-    """Of the async API; what waits takes ``timeout_s``."""
     blocking: ModuleType = importlib.import_module("multiworld.blocking")
     for name in dir(multiworld.World):
         if name.startswith("_") or name == "handle":

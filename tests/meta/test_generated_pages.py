@@ -1,4 +1,4 @@
-"""Pages that are made from the code are up to date."""
+"""Pages that are generated from the code."""
 
 from __future__ import annotations
 

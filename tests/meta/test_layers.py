@@ -87,7 +87,7 @@ IMPURE = {
 """Modules with a clock, I/O, tensors, randomness or threads."""
 
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now"}
-"""Functions that read it."""
+"""Functions that read the wall clock."""
 
 LIBRARY = sorted(
     name
@@ -108,14 +108,13 @@ def room(name: str) -> str:
 
 
 def test_every_module_has_a_layer() -> None:
-    """Every part of the package is in ``LAYERS``."""
     rooms = {room(name) for name in modules() if "." in name}
-    rooms.discard("serve/engine")  # its face; the modules are in its parts
+    rooms.discard("serve/engine")  # its facade; the modules are in its parts
     assert rooms == set(RANK)
 
 
 def test_few_modules_read_the_wall_clock() -> None:
-    """It may jump; it is used for what people see, expiry, budgets, and order only."""
+    """It may jump: only times for people, expiry, budgets and order may use it."""
     found = {
         name.removeprefix("multiworld.")
         for name in LIBRARY
@@ -141,7 +140,6 @@ def test_few_modules_read_the_wall_clock() -> None:
 
 
 def test_imports_go_downwards_only() -> None:
-    """Modules import only from their own part and from lower layers."""
     upwards = [
         f"{name} imports {target}"
         for name in LIBRARY
@@ -152,7 +150,7 @@ def test_imports_go_downwards_only() -> None:
 
 
 def test_no_packages_import_each_other() -> None:
-    """Whole packages of ``serve`` are layers, too: each one's parts stand together."""
+    """Whole packages of ``serve`` are layers, too."""
 
     def package(name: str) -> str:
         return "/".join(room(name).split("/")[:2])
@@ -166,14 +164,14 @@ def test_no_packages_import_each_other() -> None:
     }
     assert [pair for pair in arrows if pair[::-1] in arrows] == []
     floors = list(dict.fromkeys(package for package, _ in arrows))
-    while floors:  # take away what stands on nothing that is left
+    while floors:  # take away the packages that import none of those left
         free = [each for each in floors if not any((each, o) in arrows for o in floors)]
         assert free, f"these import each other in a circle: {floors}"
         floors = [each for each in floors if each not in free]
 
 
 def test_no_files_import_each_other() -> None:
-    """No two files import each other, not even inside a function."""
+    """Imports inside functions count."""
     assert cycles() == []
 
 
@@ -197,14 +195,13 @@ def test_core_needs_torch_and_msgspec_only() -> None:
 
 
 def test_helper_process_needs_the_standard_library_only() -> None:
-    """The helper runs without site-packages, so that it starts within 10 ms."""
+    """It runs without site-packages, so that it starts within 10 ms."""
     helper = modules()["multiworld.liveness.heartbeat_helper"]
     tops = {target.split(".")[0] for target in imported(helper)}
     assert tops <= set(sys.stdlib_module_names) | {"__future__"}
 
 
 def test_import_has_no_side_effect() -> None:
-    """Importing changes no environment, logging or signal, and starts no thread."""
     code = """
 import logging, os, signal, sys, threading
 before = dict(os.environ), signal.getsignal(signal.SIGUSR1), signal.getsignal(2)
@@ -235,7 +232,7 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
 def test_processes_of_a_service_load_no_more_than_they_need(
     module: str,
 ) -> None:
-    """torch's compiler takes a second and 100 MB of every process, scipy half."""
+    """torch's compiler takes a second and 100 MB of every process; scipy, half."""
     absent = ["torch._dynamo", "sympy", "scipy"]
     code = f"import sys, {module}\nprint([m for m in {absent} if m in sys.modules])"
     done = subprocess.run(
@@ -245,7 +242,7 @@ def test_processes_of_a_service_load_no_more_than_they_need(
 
 
 def test_serving_gets_its_clocks_injected() -> None:
-    """So that tests decide what time it is; the Ray bridge is a program of its own."""
+    """Tests decide what time it is. The Ray bridge is a program of its own."""
     found = {
         name
         for name in LIBRARY

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes, and the specs in them, are valid."""
+"""Manifests for Kubernetes, and the specs in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def schemas() -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the custom resources' schemas, by version and kind."""
     found = {}
     for path in CRDS.glob("*.json.gz"):
         crd = json.loads(gzip.decompress(path.read_bytes()))
@@ -52,13 +51,11 @@ def schemas() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Return the resources of a file."""
     return list(yaml.safe_load_all(path.read_text()))
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifest_is_valid(path: Path) -> None:
-    """Every custom resource fits its schema, and no kind is unknown."""
     known = schemas()
     kinds = []
     for document in documents(path):
@@ -71,7 +68,6 @@ def test_manifest_is_valid(path: Path) -> None:
 
 
 def test_wrong_field_would_be_found() -> None:
-    """A wrong field in a custom resource fails the check."""
     (document,) = [
         d
         for d in documents(ROOT / "examples" / "kubernetes" / "kuberay.yaml")
@@ -85,7 +81,7 @@ def test_wrong_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_spec_in_a_manifest_is_one(path: Path) -> None:
-    """The spec in a manifest is valid; ports, volumes and selectors match."""
+    """The spec is valid, and the ports, volumes and selectors match."""
     found = documents(path)
     (config,) = [d for d in found if d["kind"] == "ConfigMap"]
     app = parse_spec(config["data"]["app.yaml"], str(path))
@@ -104,7 +100,7 @@ def test_spec_in_a_manifest_is_one(path: Path) -> None:
 
 
 def test_workers_reach_the_head_before_it_is_ready() -> None:
-    """It is ready once they have joined."""
+    """The head is ready only once they have joined."""
     path = ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml"
     (name,) = {*re.findall("--address=(.*?):6379", path.read_text())}
     (service,) = [
@@ -117,7 +113,7 @@ def test_workers_reach_the_head_before_it_is_ready() -> None:
 
 
 def test_policy_of_every_role_is_none() -> None:
-    """Every role has the restart policy None, so that a lost pod restarts no group."""
+    """A lost pod must not restart its group."""
     found = documents(ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml")
     roles = [d for d in found if d["kind"] == "LeaderWorkerSet"]
     app = next(d for d in found if d["kind"] == "ConfigMap")["data"]["app.yaml"]
@@ -131,6 +127,5 @@ def test_policy_of_every_role_is_none() -> None:
 
 
 def test_spec_with_a_mistake_would_be_found() -> None:
-    """A mistake in the spec of a manifest fails the check."""
     with pytest.raises(SpecError):
         parse_spec("models: {}")

@@ -1,4 +1,4 @@
-"""Tests use the public face of objects: no test reads or sets a private attribute."""
+"""Private attributes of other objects, which no test may read or set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OWNERS = {"self", "cls"}
 """Names of an object whose private attributes its own methods may use."""
 
 FOREIGN = {*sys.stdlib_module_names, "torch"}
-"""Packages of others, whose private names may be the only ones for a purpose."""
+"""Packages of others; only a private name may serve the purpose there."""
 
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
-"""Public names of named tuples, which start so to leave all others to the fields."""
+"""Public names of named tuples; the underscore leaves all others to the fields."""
 
 EXCEPTIONS = {
     ("soak/resident.py", "world._life"): (
@@ -30,7 +30,7 @@ EXCEPTIONS = {
         "torch names the option so; the object is a fake of this test"
     ),
 }
-"""Reasons why a file uses an attribute all the same."""
+"""Reasons why a file still uses an attribute."""
 
 
 def imported_from_others(file: ast.Module) -> Iterator[str]:
@@ -47,7 +47,7 @@ def imported_from_others(file: ast.Module) -> Iterator[str]:
                 yield from (alias.asname or alias.name for alias in node.names)
 
 
-# The file of helpers that may.
+# The file of helpers that may use private attributes.
 INNER_STATE = TESTS / "unit" / "inner_state.py"
 
 
@@ -89,12 +89,11 @@ def private_uses(file: ast.Module) -> Iterator[ast.expr]:
     ],
 )
 def test_private_uses_are_found(code: str, is_private: bool) -> None:
-    """Those of other objects only."""
     assert bool([*private_uses(ast.parse(code))]) == is_private
 
 
 def test_no_test_uses_a_private_attribute() -> None:
-    """A test that does breaks with the next change that nobody else notices."""
+    """Such a test breaks with a change that nothing else notices."""
     found: dict[tuple[str, str], int] = {}
     for path in sorted({*TESTS.rglob("*.py")} - {INNER_STATE}):
         for node in private_uses(tree(path)):

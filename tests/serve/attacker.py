@@ -1,9 +1,4 @@
-"""A client in a process of its own that sends one request again and again.
-
-``python -m tests.serve.attacker HOST PORT FILE COUNT`` sends the bytes of FILE until
-standard input ends, COUNT times at once, over a new connection each time, and prints
-the number of each status.
-"""
+"""Client process that sends one request again and again."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ def send_once(where: tuple[str, int], content: bytes) -> str:
 
 
 def main() -> None:
-    """Send until standard input ends."""
+    """Send a file, COUNT at once, until standard input ends; print the statuses."""
     host, port, path, count = sys.argv[1:]
     content = Path(path).read_bytes()
     is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Harness: a service run by its command, and a load that checks every answer."""
+"""Services run by their command, and a load that checks every answer."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ WAIT_S = 40.0
 """Seconds that a step may take; a hang bound, not a timing."""
 
 LOOK_S = 0.1
-"""Seconds between two looks; each one is a request to the controller."""
+"""Seconds between two checks; each is a request to the controller."""
 
 ENOUGH = 10
-"""Answers before and after what happens under a load; fewer would prove nothing."""
+"""Answers before and after an event under a load; fewer would prove nothing."""
 
 SPEC: dict[str, Any] = {
     "app": "under-test",
@@ -83,7 +83,6 @@ def spec_with(**changes: Any) -> dict[str, Any]:
 
 
 def body(x: float, code: int = FINE) -> dict[str, Any]:
-    """Return the body of a request with one row."""
     return {
         "inputs": [
             {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]},
@@ -93,12 +92,7 @@ def body(x: float, code: int = FINE) -> dict[str, Any]:
 
 
 def wait_for_exit(pid: int, began: int | None = None) -> None:
-    """Wait until a process has exited, a child of this one or not.
-
-    Args:
-        pid: Id of the process.
-        began: When it began, so that no other process with its id is waited for.
-    """
+    """Wait until a process exits; ``began`` tells it from a later one with its id."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -113,8 +107,6 @@ def wait_for_exit(pid: int, began: int | None = None) -> None:
 
 
 class Served:
-    """Runs one service."""
-
     def __init__(self, folder: Path, spec: dict[str, Any], cwd: Path = ROOT) -> None:
         self.folder, self.spec, self.cwd = folder, spec, cwd
         self.path = folder / "app.yaml"
@@ -140,13 +132,12 @@ class Served:
             self.process.wait(WAIT_S)
         if not line:
             logs = self.logs()
-            self.end()  # what has started of it, too
+            self.end()  # with the processes that it has started
             raise AssertionError(logs)
         self.url = decode(line, StatusAnswer).url
         self.note()
 
     def logs(self) -> str:
-        """Return the last lines of every log, for a failure to show."""
         paths = [self.folder / "serve.log", *sorted(self.state.rglob("*.log"))]
         texts = [f"{p.name}:\n{p.read_text()[-2000:]}" for p in paths if p.exists()]
         return "\n".join(texts)
@@ -176,34 +167,27 @@ class Served:
                 self.pids.add((pid, began))
 
     def ask(self, method: str, path: str, kind: type[T], **what: Any) -> T:
-        """Send a request to the controller; return the answer."""
         return Service(None, self.state).ask(method, path, kind, **what)
 
     def status(self, *, reports: bool = False) -> StatusAnswer:
-        """Return the status of the service."""
         return self.ask("GET", "/status", StatusAnswer, params={"reports": reports})
 
     def scale(self, stage: str, replicas: int) -> Scaled:
-        """Set the number of replicas of a stage of model ``m``."""
         what = {"model": "m", "stage": stage, "replicas": replicas}
         return self.ask("POST", "/scale", Scaled, json=what)
 
     def update(self, text: str) -> Updated:
-        """Update the service to another spec."""
         return self.ask("POST", "/update", Updated, json={"text": text})
 
     def break_replica(self, action: str, stage: str, **more: Any) -> FaultInjected:
-        """Inject a fault into a replica of a stage of model ``m``."""
         what = {"action": action, "model": "m", "stage": stage, **more}
         return self.ask("POST", "/chaos", FaultInjected, json=what)
 
     def infer(self, x: float, code: int = FINE, **options: Any) -> httpx.Response:
-        """Send one inference request."""
         url = f"{self.url}/v2/models/m/infer"
         return httpx.post(url, json=body(x, code), timeout=WAIT_S, **options)
 
     def stages(self) -> list[int]:
-        """Return the number of ready replicas of each stage."""
         found = [0, 0, 0]
         for process in self.status().processes:
             if process.model and process.phase == "ready":
@@ -213,7 +197,6 @@ class Served:
     def until(
         self, is_so: Callable[[], bool], what: str, limit_s: float = WAIT_S
     ) -> None:
-        """Wait until a condition holds; ``what`` describes it."""
         limit = time.monotonic() + limit_s
         while not is_so():
             assert time.monotonic() < limit, f"{what}: {self.status()}"
@@ -221,12 +204,10 @@ class Served:
         self.note()
 
     def events(self, kind: str = "") -> list[HistoryEntry]:
-        """Return the controller's events, of one kind if given."""
         found = self.ask("GET", "/events", list[HistoryEntry])
         return [e for e in found if kind in ("", e.kind)]
 
     def fork_server(self) -> int:
-        """Return the process ID of the fork server."""
         assert self.process is not None
         found: list[int] = [
             child.pid
@@ -236,7 +217,6 @@ class Served:
         return found[0]
 
     def heartbeat_helpers(self) -> list[int]:
-        """Return the process IDs of the heartbeat helpers of all processes."""
         return [
             child.pid
             for process in self.status().processes
@@ -245,12 +225,10 @@ class Served:
         ]
 
     def store(self) -> int:
-        """Return the process ID of the store."""
         pid: int = self._store_record()["pid"]
         return pid
 
     def store_port(self) -> int:
-        """Return the port of the store."""
         address: str = self._store_record()["address"]
         return int(address.rpartition(":")[2])
 
@@ -260,16 +238,13 @@ class Served:
         return found
 
     def living(self) -> list[int]:
-        """Return the processes of the service that live."""
         return [pid for pid, began in self.pids if began_at(pid) == began]
 
     def wait_gone(self) -> None:
-        """Wait until no process of the service lives."""
         for pid, began in self.pids:
             wait_for_exit(pid, began)
 
     def kill_controller(self) -> None:
-        """Kill the controller with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -293,7 +268,6 @@ class Served:
             self.process.stdout.close()
 
     def destroy(self) -> None:
-        """Kill the processes that are left."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -325,8 +299,6 @@ def served(
 
 
 class Traffic:
-    """Load of numbers whose answers are checked."""
-
     def __init__(self, service: Served, rate: float, code: int = FINE) -> None:
         self._numbers = [n / 4 for n in range(400)]
         bodies = [orjson.dumps(body(x, code)) for x in self._numbers]
@@ -354,7 +326,6 @@ class Traffic:
 
     @property
     def bad(self) -> list[Sample]:
-        """Samples that were lost or wrong."""
         return [s for s in self.load.samples if not (s.is_answered and s.is_right)]
 
 
@@ -362,7 +333,7 @@ class Traffic:
 async def traffic(
     service: Served, rate: float = 40.0, code: int = FINE
 ) -> AsyncIterator[Traffic]:
-    """Send checked requests during the block; all must be answered, and rightly.
+    """Send requests during the block; all must be answered, and rightly.
 
     Requests are being answered when the block begins, and again when it has ended.
     """

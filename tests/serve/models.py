@@ -15,7 +15,7 @@ FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW, HOLD = range(9)
 
 SLEEP_S = 1.0
 SLOW_S = 0.02
-"""Seconds that the codes SLEEP and SLOW compute, and hold the compute thread."""
+"""Seconds that the codes SLEEP and SLOW hold the compute thread."""
 GROW_BYTES = 400 << 20
 
 kept: list[torch.Tensor] = []
@@ -23,12 +23,10 @@ kept: list[torch.Tensor] = []
 
 
 def expected(x: float) -> float:
-    """Return the right answer of the three stages for a number."""
     return (2 * x + 1) ** 2
 
 
 def double(tensors: Tensors) -> Tensors:
-    """Compute stage 0: twice the input."""
     return {"x": tensors["x"] * 2, "code": tensors["code"]}
 
 
@@ -54,7 +52,6 @@ def add(tensors: Tensors) -> Tensors:
 
 
 def square(tensors: Tensors) -> Tensors:
-    """Compute stage 2: the square."""
     return {"y": tensors["x"] ** 2}
 
 

@@ -1,4 +1,4 @@
-"""A model of two stages that generates text; it dies, hangs or grows of a token."""
+"""Generating model of two stages that dies, hangs or grows when it sees a token."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def back(context: StageContext) -> Any:
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokenizer of bytes."""
     with tempfile.TemporaryDirectory(prefix="multiworld-tokenizer-") as folder:
         save_tokenizer(Path(folder))
         return Tokenizer(Path(folder))
 
 
 def model() -> Model:
-    """Return the model."""
     facts = Generation(
         tokenizer=tokenizer,
         end_tokens=(0,),

@@ -1,4 +1,4 @@
-"""Sizes of the processes of a service, and which of them have grown."""
+"""Sizes of the processes of a service, and their growth."""
 
 from __future__ import annotations
 
@@ -11,33 +11,22 @@ from tests.serve.harness import Served
 
 GROWTH_BYTES = 48 * 2**20
 GROWTH_FILES = 24
-"""Descriptors that a process may have gained at the end.
-
-The number varies with caches, the load's connections and links of new replicas.
-"""
+"""Descriptors that a process may have gained: caches, connections and links vary."""
 
 
 @dataclass(slots=True)
 class Size:
-    """Resources of one process."""
-
     rss_bytes: int
     files: int
 
 
 def size_of(pid: int) -> Size:
-    """Return the current resources of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return Size(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
 
 
 def sizes_of(service: Served, *, replicas: bool = False) -> dict[str, Size]:
-    """Return the sizes of the processes that live as long as the service, by name.
-
-    Args:
-        service: The service.
-        replicas: Whether those of its replicas are told as well.
-    """
+    """Return the sizes of long-lived processes by name, those of replicas if wanted."""
     status = service.status()
     pids = {
         p.name: p.pid for p in status.processes if p.pid and (p.is_gateway or replicas)

@@ -1,10 +1,4 @@
-"""Soak test of a service: random faults under load, for a given time.
-
-``python -m tests.serve.soak --minutes 30 --seed 1`` (or ``make soak-serve``). Kills,
-stops, cuts, drains, scales and updates at random, while checked requests arrive at a
-steady rate. Prints lost and wrong answers, and the growth of memory and descriptors of
-the long-lived processes. Exits with 1 if anything was lost, wrong or leaked.
-"""
+"""Soak test of a service: random faults under a load that checks every answer."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ from tests.serve.sizes import Size, grown, sizes_of
 
 RATE = 50.0
 PAUSE_S = (0.3, 2.5)
-"""Least and most seconds between two faults."""
+"""Minimum and maximum seconds between two faults."""
 QUIET_S = 3.0
 """Seconds without load before the sizes of processes are compared."""
 STAGES = ("double", "add", "square")
@@ -39,8 +33,6 @@ FAULTS = {"kill": 6, "stop": 2, "cut": 1, "drain": 2, "scale": 2, "update": 1}
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a soak."""
-
     seed: int
     minutes: float
     faults: dict[str, int] = field(default_factory=dict)
@@ -58,18 +50,14 @@ class Outcome:
 
     @property
     def grown(self) -> list[str]:
-        """Names of the long-lived processes that have grown."""
         return grown(self.before, self.after)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, wrong or leaked."""
         return not (self.lost or self.wrong or self.grown)
 
 
 class Soak:
-    """Runs one soak."""
-
     def __init__(self, service: Served, seed: int, minutes: float) -> None:
         self._service = service
         self._chance = random.Random(seed)
@@ -78,7 +66,6 @@ class Soak:
         self._faults: Counter[str] = Counter()
 
     async def run(self) -> Outcome:
-        """Inject random faults until the time is over."""
         await asyncio.sleep(QUIET_S)
         self.outcome.before = sizes_of(self._service)
         traffic = Traffic(self._service, RATE)
@@ -141,13 +128,12 @@ class Soak:
 
 
 def soak(folder: Path, seed: int, minutes: float) -> Outcome:
-    """Run a soak with its state in a folder."""
     with served(folder, spec_with()) as service:
         return asyncio.run(Soak(service, seed, minutes).run())
 
 
 def main() -> int:
-    """Run the soak that the arguments describe, and print its results."""
+    """Run the soak, and print its results; return 1 if anything was lost or leaked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -156,7 +142,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = soak(Path(folder), given.seed, given.minutes)
     shown = {**asdict(outcome), "grown": outcome.grown}
-    if not outcome.grown:  # otherwise they say of what
+    if not outcome.grown:  # otherwise they show what has grown
         for name in ("before", "after", "each_minute"):
             del shown[name]
     print(json.dumps(shown, indent=2))  # noqa: T201

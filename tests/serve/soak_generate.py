@@ -1,21 +1,4 @@
-"""Soak test of text generation: random faults under streams, for a given time.
-
-``python -m tests.serve.soak_generate --minutes 30`` (or ``make soak-generate``).
-Kills, stops, drains, scales and updates at random, and pauses of the gateway, the
-controller and replicas, while streams of a small decoder run all the time, in
-deterministic mode: the most likely tokens are compared with
-transformers' own; sampled and structured texts, with the probability of every token,
-with an undisturbed run. Prompts begin alike, so that they are found in caches. Before
-and after, streams run for a while without faults. Prints the streams that were cut
-and the texts that were different, the longest pauses, and what has grown: the gateway
-and the controller with faults and without, replicas at the end without. Exits with 1 if
-there was any.
-
-With ``--engine vllm`` or ``llama.cpp`` (``ENGINE=``), two to three replicas of that
-engine compute SmolLM2, in environments that are made once; ``stand-in`` is a small
-server in place of vLLM's. Engines are killed and stopped beside their replicas, and a
-stream may be as slow as its engine starts.
-"""
+"""Soak test of text generation (``make soak-generate``): faults under streams."""
 
 from __future__ import annotations
 
@@ -49,21 +32,21 @@ from tests.serve.sizes import Size, grown, sizes_of
 from tests.tiny_decoder import greedy, save_decoder
 
 STREAMS = 8
-"""Streams at once."""
+"""Concurrent streams."""
 PROMPTS = 12
 TOKENS = 120
 QUIET_SHARE = 0.2
 """Time without faults, as a share of the time with them."""
 WARM_SHARE = 0.25
-"""Share of that until processes are measured first, so that they have warmed up."""
+"""Share of the quiet time before processes are first measured, to warm them up."""
 PAUSE_S = (0.3, 2.5)
-"""Least and most seconds between two faults."""
+"""Minimum and maximum seconds between two faults."""
 ENGINE_PAUSE_S = (2.0, 40.0)
 """The same with real engines, which take half a minute to start."""
 KV = 2**29
-"""Bytes for keys and values of each vLLM."""
+"""Bytes of the KV cache of each vLLM."""
 READY_S = 900.0
-"""Seconds after which all replicas must be ready again, however slow an engine is."""
+"""Seconds after which all replicas must be ready again, even with a slow engine."""
 STAGES = ("front", "middle", "back")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
@@ -81,23 +64,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "structured_outputs": {"regex": "([a-z]{3,9} ){9}[0-9]{20}[A-Z]{20}"},
     },
 }
-"""Parameters of the texts, by kind."""
+"""Sampling parameters by kind."""
 ENGINES = ("stand-in", "vllm", "llama.cpp", "llama-server")
-"""External engines that can be soaked."""
+"""External engines; ``stand-in`` is a small server in place of vLLM's."""
 
 FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
 PAUSED_S = (0.3, 1.5)
-"""Least and most seconds for which a process is paused: SIGSTOP, then SIGCONT."""
+"""Minimum and maximum seconds between SIGSTOP and SIGCONT of a process."""
 
 
 Text = tuple[list[tuple[int, float]], float]
-"""Tokens with their logarithms, and the longest pause between two in seconds."""
+"""Tokens with their log-probabilities, and the longest pause between two in seconds."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of a soak."""
-
     seed: int
     minutes: float
     faults: dict[str, int] = field(default_factory=dict)
@@ -112,13 +93,11 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Tell whether every stream was whole and right, and nothing has grown."""
         is_whole = not self.cut and not self.different and self.streams > 0
         return is_whole and not self.grown and not self.ended_early
 
 
 def spec_of(folder: Path, threads: int) -> dict[str, Any]:
-    """Return the spec of a small decoder in three stages."""
     return {
         "app": "soak",
         "models": {
@@ -145,7 +124,6 @@ def spec_of(folder: Path, threads: int) -> dict[str, Any]:
 
 
 def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
-    """Return the spec of a model that an external engine computes."""
     from benchmarks.rivals.environment import default_folder, install, python_of
 
     more: dict[str, Any] = {"engine": "vllm"}
@@ -177,7 +155,12 @@ def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
 
 
 class Soak:
-    """The streams and the faults of one soak."""
+    """The streams and the faults of one soak.
+
+    Greedy tokens are compared with those of transformers; all others, and the
+    probability of every token, with an undisturbed run. Before and after the faults,
+    streams run for a while without any.
+    """
 
     def __init__(
         self, service: Served, folder: Path, outcome: Outcome, engine: str = ""
@@ -200,7 +183,6 @@ class Soak:
         self._wanted: dict[tuple[int, str], Text] = {}
 
     async def run(self) -> None:
-        """Stream and break until the time is over."""
         timeout = aiohttp.ClientTimeout(total=360.0)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for which, prompt in enumerate(self._prompts):
@@ -260,7 +242,7 @@ class Soak:
         self._outcome.streams += 1
         self._outcome.tokens += len(found)
         wanted = self._wanted[which, kind][0]
-        # Kernels of others may round otherwise in another batch.
+        # Kernels of others may round differently in another batch.
         within = 1e-3 if self._engine in ("vllm", "llama.cpp", "llama-server") else 0.0
         self._outcome.different += not are_equal(found, wanted, within)
         self._outcome.pauses_s.append(round(longest_s, 3))
@@ -268,11 +250,7 @@ class Soak:
     async def _text(
         self, session: aiohttp.ClientSession, which: int, kind: str
     ) -> Text:
-        """Return the tokens of a stream with their logarithms, and its longest pause.
-
-        Raises:
-            RuntimeError: It was cut.
-        """
+        """Return a stream's tokens, their log-probabilities, and its longest pause."""
         body = {
             "model": "m",
             "prompt": self._prompts[which],
@@ -338,7 +316,6 @@ class Soak:
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
 
     def _break_engine(self, number: signal.Signals) -> None:
-        """Send a signal to a process of an engine, below its replica."""
         shown = self._service.status().processes
         found = [p.pid for p in shown if p.model and p.pid]
         if not found:
@@ -350,7 +327,6 @@ class Soak:
                 os.kill(self._random.choice(processes), number)
 
     def _pause(self) -> None:
-        """Stop the gateway, the controller or a replica, and resume it."""
         processes = self._service.status().processes
         kind = self._random.choice(("gateway", "controller", "replica"))
         if kind == "controller":
@@ -371,7 +347,6 @@ class Soak:
 def are_equal(
     found: list[tuple[int, float]], wanted: list[tuple[int, float]], within: float
 ) -> bool:
-    """Return whether tokens are equal, and their logarithms up to ``within``."""
     return len(found) == len(wanted) and all(
         a == b and abs(x - y) <= within
         for (a, x), (b, y) in zip(found, wanted, strict=True)
@@ -389,13 +364,12 @@ def command_of(pid: int) -> bytes:
 def soak(
     folder: Path, seed: int, minutes: float, threads: int, engine: str = ""
 ) -> Outcome:
-    """Run a soak in a new folder; return what it found."""
     outcome = Outcome(seed, minutes)
     if engine in ("vllm", "llama.cpp", "llama-server"):
         model = smollm2.fetch(print)
     else:
         model = save_decoder(folder / "model")
-        # By default its end is the token of a quotation mark.
+        # By default, its end token is a quotation mark.
         (model / "generation_config.json").write_text('{"eos_token_id": 0}')
     spec = engine_spec(engine, model) if engine else spec_of(model, threads)
     with served(folder / "service", spec) as service:
@@ -413,7 +387,7 @@ def soak(
 
 
 def main() -> int:
-    """Run a soak; return the exit code."""
+    """Run a soak; return 1 if a stream was cut or differs, or a process has grown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -425,7 +399,7 @@ def main() -> int:
         where = Path(folder)
         outcome = soak(where, given.seed, given.minutes, given.threads, given.engine)
     shown = asdict(outcome)
-    if not outcome.grown:  # otherwise they say of what
+    if not outcome.grown:  # otherwise they show what has grown
         del shown["sizes"]
     pauses = sorted(shown.pop("pauses_s"))
     for share in (0.5, 0.99, 1.0):

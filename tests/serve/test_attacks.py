@@ -1,4 +1,4 @@
-"""Bodies that are made to cost much: one client's must not hold up another's."""
+"""Expensive request bodies: one client's must not delay another's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 INFER = "/v2/models/m/infer"
 STALL_S = 0.25
-"""Bound on what an attack may add to the 99th percentile of another client."""
+"""Maximum seconds that an attack may add to another client's 99th percentile."""
 
 SCHEMA_STALL_S = 2 * STALL_S
 """The same for eight clients at once, beside other tests on two slow cores."""
@@ -37,7 +37,6 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with one gateway, whose model computes nothing for long."""
     spec = spec_with()
     spec["models"]["m"]["stages"] = [{"name": n} for n in ("double", "add", "square")]
     spec["models"]["g"] = {
@@ -51,20 +50,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def gateway_of(service: Served) -> psutil.Process:
-    """Return the process of the gateway."""
     (pid,) = [one.pid for one in service.status().processes if not one.model]
     assert pid is not None
     return psutil.Process(pid)
 
 
 def with_data(data: bytes) -> bytes:
-    """Return a request whose first input has this data."""
     text = json.dumps(body(1.0)).replace("[1.0]", "DATA", 1)
     return text.encode().replace(b"DATA", b"[" + data + b"]")
 
 
 def filled(part: bytes, size: int) -> bytes:
-    """Return so many bytes of copies of ``part``, without its last comma."""
+    """Return ``size`` bytes of copies of ``part``, without its last comma."""
     return (part * (size // len(part)))[:-1]
 
 
@@ -101,7 +98,7 @@ ATTACKS = {
 
 
 def text_body(route: str, field: bytes) -> bytes:
-    """Return a body of a route for texts, with 7 MiB of lists or texts in a field."""
+    """Return a body of a text route, with 7 MiB of lists or texts in a field."""
     given = {
         "chat/completions": b'"messages": [{"role": "user", "content": [%b]}]',
         "completions": b'"prompt": "x", "metadata": [%b]',
@@ -122,17 +119,13 @@ TEXT_ATTACKS = {
 
 
 def post(content: bytes, headers: Mapping[str, str], path: str = INFER) -> bytes:
-    """Return the bytes of a request."""
     lines = {"host": "x", "content-length": str(len(content)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content
 
 
 async def best_p99_of(url: str, enough_s: float) -> float:
-    """Return the least of three 99th percentiles, or the first that is low enough.
-
-    Other tests run beside this one, and may take the core once.
-    """
+    """Return the best of three 99th percentiles: other tests may take the core once."""
     found_s = await p99_of(url)
     for _ in range(2):
         if found_s >= enough_s:
@@ -141,7 +134,6 @@ async def best_p99_of(url: str, enough_s: float) -> float:
 
 
 async def p99_of(url: str, count: int = 50) -> float:
-    """Return the 99th percentile of a client's latencies over so many requests."""
     took: list[float] = []
     async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
         for number in range(count):
@@ -163,7 +155,7 @@ def quiet_s(service: Served) -> float:
 def attacking(
     service: Served, content: bytes, count: int = 1
 ) -> Iterator[list[dict[str, int]]]:
-    """Send these bytes again and again meanwhile; afterwards give the statuses."""
+    """Send ``content`` again and again during the block, and collect the statuses."""
     host, port = service.url.removeprefix("http://").split(":")
     path = service.folder / "attack"
     path.write_bytes(content)
@@ -195,7 +187,6 @@ def attacking(
 async def test_expensive_body_holds_up_nobody_else(
     service: Served, quiet_s: float, name: str
 ) -> None:
-    """A client sends it as fast as it is answered, and gets the same status always."""
     content, headers, status = ATTACKS[name]
     with attacking(service, post(content, headers)) as statuses:
         found_s = await best_p99_of(service.url, quiet_s + STALL_S)
@@ -210,7 +201,7 @@ async def test_expensive_body_holds_up_nobody_else(
 async def test_expensive_text_delays_no_other_request(
     service: Served, quiet_s: float, name: str
 ) -> None:
-    """Packed into some kilobytes, so that it is sent as fast as it is answered."""
+    """It is packed into some kilobytes, so it is sent as fast as it is answered."""
     route, field = TEXT_ATTACKS[name]
     packed = gzip.compress(text_body(route, field))
     content = post(packed, {"content-encoding": "gzip"}, f"/v1/{route}")
@@ -234,7 +225,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 async def test_expensive_schema_holds_up_nobody_else(
     service: Served, quiet_s: float, name: str
 ) -> None:
-    """From eight clients at once; each is told what is wrong in it."""
     schema = {"allOf": [SCHEMAS[name], {"$ref": "#/nowhere"}]}
     asked = {
         "model": "g",
@@ -250,7 +240,6 @@ async def test_expensive_schema_holds_up_nobody_else(
 
 
 async def test_bodies_of_many_connections_are_bounded_together(service: Served) -> None:
-    """Twenty-four clients send all but the last byte of 59 MB each, and wait."""
     gateway = gateway_of(service)
     before = gateway.memory_info().rss
     size = 59 * MIB
@@ -277,7 +266,6 @@ async def test_bodies_of_many_connections_are_bounded_together(service: Served) 
 
 
 async def test_refused_body_tells_why(service: Served) -> None:
-    """The text names the setting."""
     async with httpx.AsyncClient(base_url=service.url, timeout=WAIT_S) as client:
         content, headers, status = ATTACKS["gzip of empty lists"]
         answer = await client.post(INFER, content=content, headers=headers)

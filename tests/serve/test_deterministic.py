@@ -1,4 +1,4 @@
-"""Deterministic streams: bit for bit those of an undisturbed run, whatever is lost."""
+"""Deterministic streams: bit-identical to an undisturbed run, whatever is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHOSEN: dict[str, Any] = {
     "n": 2,
     "logprobs": 5,
 }
-"""Sampling that depends on every bit, and on all tokens before."""
+"""Sampling that depends on every bit, and on all previous tokens."""
 
 Text = list[tuple[str, float]]
 
@@ -50,9 +50,8 @@ Text = list[tuple[str, float]]
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Return a service with deterministic streams."""
     folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"), "mistral")
-    # By default its end is the token of a quotation mark.
+    # By default, its end token is a quotation mark.
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     spec = spec_of(folder)
     spec["models"]["m"]["generation"] |= {"deterministic": True, **request.param}
@@ -61,11 +60,7 @@ def service(
 
 
 class Streamed:
-    """Two choices of one prompt, with the probability of every token.
-
-    Attributes:
-        texts: Tokens of each choice so far, with their logarithms.
-    """
+    """Two choices of one prompt, with the log-probability of every token."""
 
     def __init__(self, api: Any, **more: Any) -> None:
         self.texts: list[Text] = [[], []]
@@ -84,21 +79,17 @@ class Streamed:
             self._grown.set()
 
     async def has(self, count: int) -> None:
-        """Wait until it has so many tokens."""
         while sum(map(len, self.texts)) < count and not self._task.done():
             self._grown.clear()
             await self._grown.wait()
 
     async def end(self) -> list[Text]:
-        """Wait for its end; return its completions."""
         await self._task
         return self.texts
 
 
 @pytest.fixture(scope="module")
 def undisturbed(service: Served) -> list[Text]:
-    """Return the completions of an undisturbed run."""
-
     async def run() -> list[Text]:
         async with client(service) as api:
             return await Streamed(api).end()
@@ -107,7 +98,7 @@ def undisturbed(service: Served) -> list[Text]:
 
 
 async def killed_at(service: Served, stage: str, index: int, **more: Any) -> list[Text]:
-    """Kill a stage when there are so many tokens, beside other streams."""
+    """Kill a stage at this token of a stream that runs beside others."""
     async with client(service) as api:
         others = [Streamed(api, seed=index * 10 + n, n=2) for n in range(2)]
         stream = Streamed(api, **more)
@@ -123,7 +114,6 @@ async def killed_at(service: Served, stage: str, index: int, **more: Any) -> lis
 async def test_streams_beside_each_other_have_the_bits_of_one_alone(
     service: Served, undisturbed: list[Text]
 ) -> None:
-    """Tokens and probabilities are identical."""
     assert [len(text) for text in undisturbed] == [COUNT, COUNT]
     assert undisturbed[0] != undisturbed[1]
     async with client(service) as api:
@@ -136,7 +126,6 @@ async def test_streams_beside_each_other_have_the_bits_of_one_alone(
 async def test_stream_that_lost_a_stage_has_the_same_bits(
     service: Served, undisturbed: list[Text], stage: str
 ) -> None:
-    """Tokens before and after the loss are equal."""
     for index in (1, COUNT):
         assert await killed_at(service, stage, index) == undisturbed
 
@@ -147,7 +136,6 @@ async def test_stream_that_lost_a_stage_has_the_same_bits(
 async def test_stream_has_the_same_bits_wherever_a_stage_is_lost(
     service: Served, undisturbed: list[Text], stage: str
 ) -> None:
-    """At every token of both choices."""
     for index in range(2 * COUNT):
         assert await killed_at(service, stage, index) == undisturbed, index
 
@@ -173,7 +161,6 @@ STRUCTURE = {
 
 
 async def test_structure_survives_the_loss_of_every_stage(service: Served) -> None:
-    """Both choices are JSON of the schema, with the same bits as undisturbed."""
     more: dict[str, Any] = {"extra_body": STRUCTURE, "max_tokens": 100}
     async with client(service) as api:
         wanted = await Streamed(api, **more).end()
@@ -186,7 +173,6 @@ async def test_structure_survives_the_loss_of_every_stage(service: Served) -> No
 
 
 def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) -> None:
-    """As is one that cannot be given with other fields."""
     body = {"model": "m", "prompt": "a", "max_tokens": 4}
     bad = {"type": "object", "properties": {"a": {"type": "objct"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
@@ -206,7 +192,7 @@ def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) 
 def test_prompt_longer_than_a_step_has_the_bits_of_its_chunks(
     service: Served,
 ) -> None:
-    """Steps that give no token need no logits; 64 tokens go into one."""
+    """Steps without a token need no logits; 64 tokens go into one step."""
     prompt = [3 + n * n % 290 for n in range(200)]
     body = {"model": "m", "max_tokens": 3, "logprobs": 2, "temperature": 0}
     body |= {"ignore_eos": True}
@@ -241,7 +227,6 @@ TOOLS = [
 async def test_tools_are_called_the_same_whole_and_streamed(
     service: Served, choice: Any
 ) -> None:
-    """By a model that knows nothing; also if a stage is lost meanwhile."""
     wanted: dict[str, Any] = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],

@@ -1,4 +1,4 @@
-"""A service whose replicas are external engines, while these are lost and replaced."""
+"""Services whose replicas are external engines, which are lost and replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "choices": {"seed": 5, "n": 2},
     "structured": {"seed": 9, "structured_outputs": {"regex": "([a-f]{2}-)+"}},
 }
-"""Requests of each kind."""
+"""Sampling of each kind of request."""
 
 WITHOUT = {"m": (), "terse": (), "l": ("structured",)}
 """Kinds that the engine of a model refuses."""
@@ -39,7 +39,6 @@ WITHOUT = {"m": (), "terse": (), "l": ("structured",)}
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with two replicas of each of two engines."""
     folder = save_decoder(tmp_path_factory.mktemp("decoder"))
     model = {
         "path": str(folder),
@@ -87,7 +86,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Text:
-    """A stream of one kind; tokens by choice."""
+    """A stream of one kind, with its tokens by choice."""
 
     def __init__(
         self,
@@ -125,14 +124,12 @@ class Text:
             self._grown.set()
 
     async def has(self, count: int) -> None:
-        """Wait until its first choice has so many tokens."""
         async with asyncio.timeout(WAIT_S):
             while len(self.tokens.get(0, ())) < count:
                 self._grown.clear()
                 await self._grown.wait()
 
     async def end(self) -> dict[int, list[str]]:
-        """Wait for its end; return its tokens."""
         await self._task
         return self.tokens
 
@@ -140,7 +137,7 @@ class Text:
 async def all_kinds(
     api: openai.AsyncOpenAI, change: Any = None, model: str = "m"
 ) -> dict[str, Any]:
-    """Return the tokens of a stream of each kind; meanwhile something changes."""
+    """Return the tokens of a stream of each kind, during which ``change`` is called."""
     kinds = [name for name in KINDS if name not in WITHOUT[model]]
     streams = {name: Text(api, KINDS[name], COUNT, model) for name in kinds}
     if change is not None:
@@ -161,7 +158,7 @@ def ready(service: Served, model: str = "m") -> int:
 
 
 def replica(service: Served, model: str = "m") -> int:
-    """Return the process of a ready replica."""
+    """Return the process ID of a ready replica."""
     found = [p for p in service.status().processes if p.model == model]
     pid = next(p.pid for p in found if p.phase == "ready")
     assert pid
@@ -169,19 +166,18 @@ def replica(service: Served, model: str = "m") -> int:
 
 
 def engine(service: Served, model: str = "m") -> int:
-    """Return the process of a ready replica's engine."""
+    """Return the process ID of a ready replica's engine."""
     (pid,) = (p for p in family_of(replica(service, model)) if is_engine(p))
     return pid
 
 
 def is_engine(pid: int) -> bool:
-    """Return whether a process is a server that stands in for an engine's."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
     return b"fake_vllm.py" in command or b"fake_token_server" in command
 
 
 async def changed(service: Served, change: Any, model: str = "m") -> None:
-    """Compare streams of all kinds with undisturbed ones."""
+    """Compare streams of all kinds during a change with undisturbed ones."""
     async with client(service) as api:
         undisturbed = await all_kinds(api, None, model)
         assert await all_kinds(api, change, model) == undisturbed
@@ -203,12 +199,10 @@ async def changed(service: Served, change: Any, model: str = "m") -> None:
 async def test_streams_survive_the_loss_of_an_engine(
     service: Served, number: signal.Signals, model: str
 ) -> None:
-    """It exits, or it is stopped; every token is that of an undisturbed stream."""
     await changed(service, lambda: os.kill(engine(service, model), number), model)
 
 
 async def test_adapters_are_models_of_their_own(service: Served) -> None:
-    """Of the same replicas; their streams survive as well."""
     async with client(service) as api:
         parents = {m.id: (m.model_extra or {}).get("parent") for m in await listed(api)}
         assert parents == {"m": None, "terse": "m", "l": None, "z": None, "e": None}
@@ -221,12 +215,10 @@ async def test_adapters_are_models_of_their_own(service: Served) -> None:
 
 
 async def listed(api: openai.AsyncOpenAI) -> list[Any]:
-    """Return the models that clients see."""
     return (await api.models.list()).data
 
 
 def lose(service: Served) -> None:
-    """Kill an engine."""
     os.kill(engine(service), signal.SIGKILL)
 
 
@@ -234,7 +226,6 @@ def lose(service: Served) -> None:
 async def test_embeddings_survive_the_loss_of_an_engine(
     service: Served, number: signal.Signals
 ) -> None:
-    """Requests for them are answered by another replica, all alike."""
     texts = [f"text {index}" for index in range(40)]
 
     async def embedded(api: openai.AsyncOpenAI, text: str) -> list[float]:
@@ -253,7 +244,6 @@ async def test_embeddings_survive_the_loss_of_an_engine(
 
 @pytest.mark.heavy  # as a stage: test_nothing_runs_while_nobody_asks
 async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:
-    """Requests wait for a replica, more of them for more; then none is left."""
     assert ready(service, "z") == 0
     async with client(service) as api:
         texts = [Text(api, {"seed": seed}, COUNT, "z") for seed in range(60)]
@@ -265,7 +255,6 @@ async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> 
 
 
 async def test_parameters_that_an_engine_lacks_are_refused(service: Served) -> None:
-    """By name, with status 400; another engine has them."""
     more = {"structured_outputs": {"regex": "[a-z]+"}}
     async with client(service) as api:
         with pytest.raises(openai.BadRequestError, match=r"llama\.cpp.*structured"):
@@ -274,7 +263,6 @@ async def test_parameters_that_an_engine_lacks_are_refused(service: Served) -> N
 
 
 async def test_streams_survive_the_loss_of_a_replica(service: Served) -> None:
-    """Its engine ends with it."""
     lost: list[int] = []
 
     def lose() -> None:
@@ -286,8 +274,6 @@ async def test_streams_survive_the_loss_of_a_replica(service: Served) -> None:
 
 
 async def test_streams_move_off_a_replica_that_is_drained(service: Served) -> None:
-    """Scaling in moves them; the tokens are the same."""
-
     def scale_in() -> None:
         service.scale("0", 1)
         service.until(lambda: ready(service) == 1, "one replica is left")
@@ -300,8 +286,6 @@ async def test_streams_move_off_a_replica_that_is_drained(service: Served) -> No
 
 
 async def test_streams_survive_an_update(service: Served) -> None:
-    """Another version of the engine's arguments replaces the replicas one by one."""
-
     def update() -> None:
         model = service.spec["models"]["m"]
         model["version"], model["engine_args"] = "2", {"block_size": 32}
@@ -311,7 +295,6 @@ async def test_streams_survive_an_update(service: Served) -> None:
 
 
 def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
-    """All engines have exited with their replicas."""
     engines = [
         pid
         for process in service.status().processes

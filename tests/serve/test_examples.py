@@ -1,4 +1,4 @@
-"""The serving examples run unchanged."""
+"""Examples of serving, run unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.timeout(240)
     ids=lambda p: p.stem,
 )
 def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spec of an example is valid, and its model can be built."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     app = load_spec(path)
     for name, spec in app.models.items():
@@ -48,7 +47,6 @@ def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     "name", ["digits", pytest.param("digits_uncut", marks=pytest.mark.heavy)]
 )
 def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
-    """The client of the example gets right answers from its service."""
     spec = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     spec["gateway"]["port"] = 0
     with served(tmp_path, spec, cwd=EXAMPLES) as service:
@@ -66,7 +64,6 @@ def test_digits_are_recognised(name: str, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) -> None:
-    """If either rank is lost, the whole replica is replaced without a lost request."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         example = importlib.import_module("tensor_parallel")
@@ -112,7 +109,6 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
 
 
 def test_own_decoder_continues_after_a_loss(tmp_path: Path) -> None:
-    """Its tokens are those of one pass over the whole text, and its page shows it."""
     code = (EXAMPLES / "decoder.py").read_text()
     page = (ROOT / "docs" / "serve" / "generation.md").read_text()
     assert code.split('"""\n\n', 1)[1] in page
@@ -160,8 +156,6 @@ def test_own_decoder_continues_after_a_loss(tmp_path: Path) -> None:
 
 
 class WholeText:
-    """Attention over the rows of one pass."""
-
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:

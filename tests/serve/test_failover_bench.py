@@ -1,8 +1,8 @@
-"""The faults of Failover Bench at one of two servers with OpenAI's API.
+"""Faults of Failover Bench at one of two servers with OpenAI's API.
 
-Failover Bench (github.com/failoverbench/failoverbench, methodology 0.1) has sixteen
-scenarios, S01 to S16, each with what a correct system does. Here the system is a
-service with ``engine: openai``; the other server is healthy and plays the fallback.
+Failover Bench (github.com/failoverbench/failoverbench, methodology 0.1) has the
+scenarios S01 to S16. The system under test is a service with ``engine: openai``; the
+healthy server plays the fallback.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ pytestmark = pytest.mark.timeout(240)
 
 COUNT = 60
 SILENCE_S = 5.0
-"""The ``compute_s`` of the models: without any token, a server counts as hung."""
+"""``compute_s`` of the models: a server without a token for this long is hung."""
 PROMPT_S = 8.0
-"""Seconds for an answer that has nothing to wait for."""
+"""Seconds for an answer that does not have to wait."""
 SLACK_S = 0.25
 """Seconds by which a wait may seem shorter than it was."""
 SESSIONS = 16
-"""Sessions that are tried, of which each prefers either server."""
+"""Number of sessions that are tried; each prefers one of the servers."""
 OUTAGE_S, REQUESTS, INTERVAL_S, RECOVERED_S = 60.0, 20, 4.0, 30.0
-"""The numbers of scenario S15."""
+"""Numbers of scenario S15."""
 
 HAMMER, HAMMER_S = 4, 3.0
-"""Maximum number of requests to a server, and the seconds of that, of scenario S02."""
+"""Scenario S02: maximum number of requests to a server within ``HAMMER_S`` seconds."""
 
 TEXT = "Once upon a time"
 CHAT = f"user: {TEXT}\nassistant: "
@@ -52,19 +52,16 @@ CHAT = f"user: {TEXT}\nassistant: "
 
 @dataclass
 class Fleet:
-    """A service and its two servers."""
-
     service: Served
     faulty: FaultServer
     healthy: FaultServer
 
     def play(self, fault: Fault, times: int | None = None, prompt: int = 0) -> None:
-        """Have the faulty server play a fault; both forget what they were asked."""
+        """Play a fault on the faulty server, and empty the logs of both."""
         self.healthy.play(Fault.NONE, None, prompt)
         self.faulty.play(fault, times, prompt)
 
     def last(self) -> FaultServer | None:
-        """Return the server that was asked last."""
         servers = self.faulty, self.healthy
         pairs = [(entry.at, server) for server in servers for entry in server.log()]
         return max(pairs, key=lambda pair: pair[0])[1] if pairs else None
@@ -104,7 +101,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @dataclass
 class Answer:
-    """An answer as the client has it."""
+    """An answer as the client sees it."""
 
     text: str = ""
     finish: str | None = None
@@ -155,9 +152,9 @@ async def ask(
 async def aimed(
     fleet: Fleet, api: openai.AsyncOpenAI, model: str, *, is_chat: bool = False
 ) -> tuple[str, Answer]:
-    """Return a session whose requests go to the faulty server first, and an answer.
+    """Return a session that prefers the faulty server, and its undisturbed answer.
 
-    The answer is an undisturbed one. This also waits until that server is used again.
+    This also waits until that server is used again.
     """
     async with asyncio.timeout(WAIT_S):
         for number in itertools.count():
@@ -171,7 +168,7 @@ async def aimed(
 
 
 def gaps(entries: list[Entry]) -> list[float]:
-    """Return the seconds between each two requests."""
+    """Return the seconds between consecutive requests."""
     return [after.at - before.at for before, after in itertools.pairwise(entries)]
 
 
@@ -232,7 +229,6 @@ CASES = [
 
 
 def parameter(model: str, case: Case) -> Any:
-    """Return a case for a model; most are in the heavy tier."""
     is_heavy = not case.is_default or model == "text"
     marks = [pytest.mark.heavy] if is_heavy else []
     return pytest.param(model, case, marks=marks, id=f"{case.id}-{model}")
@@ -245,7 +241,6 @@ def parameter(model: str, case: Case) -> Any:
 async def test_fault_ends_as_the_benchmark_says(
     model: str, case: Case, fleet: Fleet
 ) -> None:
-    """The client has the whole answer once, or the server's own reason."""
     prompt = len(CHAT) if case.is_chat else len(PROMPT)
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, model, is_chat=case.is_chat)
@@ -284,7 +279,7 @@ async def test_fault_ends_as_the_benchmark_says(
 @pytest.mark.heavy
 @pytest.mark.parametrize("fault", [Fault.OVERLOADED, Fault.DOWN])
 async def test_server_that_flaps_is_used_again(fault: Fault, fleet: Fleet) -> None:
-    """S15: everybody is served meanwhile, and it is used soon after its recovery."""
+    """S15: requests are answered meanwhile, and the server is soon used again."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, "ids")
         fleet.play(fault)
@@ -306,12 +301,11 @@ async def test_server_that_flaps_is_used_again(fault: Fault, fleet: Fleet) -> No
             await aimed(fleet, api, "ids")
 
 
-# What the benchmark's table says about more than its one request.
+# What the benchmark's table demands beyond one request.
 
 
 @pytest.mark.heavy
 async def test_server_is_left_alone_until_its_retry_after(fleet: Fleet) -> None:
-    """Other requests, too, go to the other server until then."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, "ids")
         fleet.play(Fault.RATE_LIMIT_AFTER)
@@ -325,7 +319,7 @@ async def test_server_is_left_alone_until_its_retry_after(fleet: Fleet) -> None:
 
 @pytest.mark.heavy
 async def test_busy_servers_are_not_hammered(fleet: Fleet) -> None:
-    """S02 at both servers: a request waits longer and longer, and is then answered."""
+    """S02 at both servers: a request backs off, and is then answered."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, "ids")
         for server in (fleet.faulty, fleet.healthy):
@@ -342,7 +336,7 @@ async def test_busy_servers_are_not_hammered(fleet: Fleet) -> None:
 
 @pytest.mark.heavy
 async def test_request_waits_for_the_retry_after_of_both_servers(fleet: Fleet) -> None:
-    """S01 at both servers: neither is asked again before that."""
+    """S01 at both servers."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, "ids")
         for server in (fleet.faulty, fleet.healthy):
@@ -360,7 +354,7 @@ async def test_request_waits_for_the_retry_after_of_both_servers(fleet: Fleet) -
 async def test_refused_continuation_is_not_the_clients_error(
     model: str, fleet: Fleet
 ) -> None:
-    """S14 where the other server refuses the prompt with the delivered tokens."""
+    """S14, if the other server refuses the prompt with the delivered tokens."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, model)
         # The first piece of the exact model is whole.
@@ -376,7 +370,7 @@ async def test_refused_continuation_is_not_the_clients_error(
 @pytest.mark.heavy
 @pytest.mark.parametrize("model", ["ids", "text"])
 async def test_answer_that_a_server_filters_ends(model: str, fleet: Fleet) -> None:
-    """S13 in mid-stream: the client has the reason, and no server is asked again."""
+    """S13 in mid-stream."""
     async with client(fleet.service) as api:
         session, undisturbed = await aimed(fleet, api, model)
         fleet.play(Fault.FILTERED, None, len(PROMPT))

@@ -1,4 +1,4 @@
-"""A decoder from a Hugging Face folder, served over HTTP while workers are killed."""
+"""Decoders from Hugging Face folders, served over HTTP while workers are killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
-    """With two replicas, so that one may die."""
     folder = save_decoder(tmp_path / "Tiny")
     target = [str(folder), "--port", "0", "--served-model-name", "m", "--replicas", "2"]
     asked = {"model": "m", "prompt": [5, 6], "max_tokens": 8, "temperature": 0}
@@ -38,7 +37,6 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_decoder_answers_as_the_whole_model_does(tmp_path: Path) -> None:
-    """The answers equal the whole model's, before and after the loss of each stage."""
     folder = tmp_path / "llama"
     whole = saved("llama", folder)
     spec = {

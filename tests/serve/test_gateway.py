@@ -42,7 +42,6 @@ MINILM = {
 
 @pytest.fixture(scope="module")
 def authority() -> trustme.CA:
-    """Return a certificate authority for these tests only."""
     return trustme.CA()
 
 
@@ -50,7 +49,6 @@ def authority() -> trustme.CA:
 def service(
     tmp_path_factory: pytest.TempPathFactory, authority: trustme.CA
 ) -> Iterator[Served]:
-    """Return a service over HTTPS with an arithmetic model and a sentence encoder."""
     folder = tmp_path_factory.mktemp("gateway")
     certificate = authority.issue_cert("127.0.0.1")
     chain, key, ca = folder / "chain.pem", folder / "key.pem", folder / "ca.pem"
@@ -74,7 +72,6 @@ def service(
 
 @pytest.fixture
 def http(service: Served) -> Iterator[httpx.Client]:
-    """Return an HTTP client that trusts the service."""
     context = ssl.create_default_context(cafile=str(service.folder / "ca.pem"))
     with httpx.Client(base_url=service.url, verify=context, timeout=WAIT_S) as client:
         yield client
@@ -88,7 +85,6 @@ INFER = "/v2/models/m/infer"
 
 @pytest.fixture
 def client(service: Served) -> Iterator[triton.InferenceServerClient]:
-    """Return Triton's client."""
     made = triton.InferenceServerClient(
         service.url.removeprefix("https://"),
         ssl=True,
@@ -99,7 +95,6 @@ def client(service: Served) -> Iterator[triton.InferenceServerClient]:
 
 
 def tensors(binary: bool, *values: float) -> list[triton.InferInput]:
-    """Return the inputs of the arithmetic model."""
     x = triton.InferInput("x", [len(values)], "FP32")
     x.set_data_from_numpy(np.array(values, dtype=np.float32), binary_data=binary)
     code = triton.InferInput("code", [len(values)], "INT64")
@@ -112,7 +107,6 @@ def tensors(binary: bool, *values: float) -> list[triton.InferInput]:
 def test_triton_infers(
     client: triton.InferenceServerClient, binary: bool, compression: str | None
 ) -> None:
-    """Triton's client infers in JSON and in binary, compressed or not."""
     answer = client.infer(
         "m",
         tensors(binary, 1.0, 2.0),
@@ -125,7 +119,6 @@ def test_triton_infers(
 
 
 def test_triton_reads_what_there_is(client: triton.InferenceServerClient) -> None:
-    """Triton's client reads health, readiness and metadata."""
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")
@@ -136,7 +129,6 @@ def test_triton_reads_what_there_is(client: triton.InferenceServerClient) -> Non
 
 
 def test_triton_understands_errors(client: triton.InferenceServerClient) -> None:
-    """Errors reach Triton's client in the protocol's form."""
     with pytest.raises(InferenceServerException, match="no model 'none'"):
         client.infer("none", tensors(True, 1.0))
     with pytest.raises(InferenceServerException, match="takes the inputs x, code"):
@@ -154,7 +146,6 @@ def test_triton_understands_errors(client: triton.InferenceServerClient) -> None
 
 @pytest.fixture
 def ai(service: Served, http: httpx.Client) -> openai.OpenAI:
-    """Return OpenAI's client."""
     base = f"{service.url}/v1"
     trusting: Any = http
     return openai.OpenAI(
@@ -163,7 +154,7 @@ def ai(service: Served, http: httpx.Client) -> openai.OpenAI:
 
 
 def test_openai_embeds(ai: openai.OpenAI) -> None:
-    """OpenAI's client gets the same embeddings in base64 (its default) and floats."""
+    """Base64 is the default of OpenAI's client."""
     texts = ["one", "a longer text about something else"]
     packed = ai.embeddings.create(model="minilm", input=texts)
     plain = ai.embeddings.create(model="minilm", input=texts, encoding_format="float")
@@ -174,13 +165,11 @@ def test_openai_embeds(ai: openai.OpenAI) -> None:
 
 
 def test_openai_embeds_more_inputs_than_fit_the_queue(ai: openai.OpenAI) -> None:
-    """One call with more inputs than the queue holds is answered."""
     found = ai.embeddings.create(model="minilm", input=["a"] * 600)
     assert [row.index for row in found.data] == list(range(600))
 
 
 def test_openai_lists_models_and_understands_errors(ai: openai.OpenAI) -> None:
-    """OpenAI's client lists models, and raises its own class for each kind of error."""
     assert {model.id for model in ai.models.list()} == {"m", "minilm"}
     assert ai.models.retrieve("m").id == "m"
     with pytest.raises(openai.NotFoundError, match="no model 'none'"):
@@ -221,7 +210,6 @@ def test_openai_lists_models_and_understands_errors(ai: openai.OpenAI) -> None:
 def test_bad_request_is_named_and_disturbs_nothing(
     http: httpx.Client, content: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
-    """A bad request gets a status 4xx with a reason, and the next one is answered."""
     answer = http.post(INFER, content=content, headers=headers)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]
@@ -231,7 +219,6 @@ def test_bad_request_is_named_and_disturbs_nothing(
 def test_rows_that_disagree_are_refused_and_leave_the_replica_alone(
     http: httpx.Client,
 ) -> None:
-    """Tensors with different numbers of rows are refused before they reach a model."""
     asked = body(1.0)
     asked["inputs"][0].update(shape=[2], data=[1, 2])
     answer = http.post(INFER, json=asked)
@@ -243,8 +230,6 @@ def test_rows_that_disagree_are_refused_and_leave_the_replica_alone(
 def test_values_that_the_model_cannot_take_are_the_clients_fault(
     http: httpx.Client,
 ) -> None:
-    """Values that the model cannot take get a 400 before they reach a replica."""
-
     def ask(ids: list[int], mask: list[int]) -> httpx.Response:
         inputs = [
             {"name": name, "datatype": "INT64", "shape": [1, len(data)], "data": data}
@@ -267,20 +252,18 @@ def test_values_that_the_model_cannot_take_are_the_clients_fault(
 def test_long_input_is_truncated_and_delays_no_other_request(
     http: httpx.Client,
 ) -> None:
-    """An input is truncated before it is encoded, so it delays no other request."""
+    """It is truncated before it is encoded."""
     asked = {"model": "minilm", "input": "words " * 150_000}
     assert http.post("/v1/embeddings", json=asked).status_code == 200
 
 
 def test_unknown_addresses_answer_in_each_protocols_form(http: httpx.Client) -> None:
-    """An unknown address gets a 404 in each protocol's form, with the right address."""
     assert "see /docs" in http.get("/v2/nothing").json()["error"]
     assert "see /docs" in http.get("/v1/nothing").json()["error"]["message"]
     assert http.get(INFER).status_code == 405
 
 
 def test_documentation_describes_the_bodies(http: httpx.Client) -> None:
-    """The OpenAPI documentation describes bodies and errors."""
     paths = http.get("/openapi.json").json()["paths"]
     for path in ("/v2/models/{name}/infer", "/v1/embeddings"):
         described = paths[path]["post"]
@@ -295,7 +278,6 @@ def test_documentation_describes_the_bodies(http: httpx.Client) -> None:
 
 
 def test_metrics_are_prometheus(service: Served, http: httpx.Client) -> None:
-    """The metrics are in Prometheus' format, by model and by replica."""
     http.post(INFER, json=body(1.0))
     http.post("/v1/embeddings", json={"model": "minilm", "input": "x"})
 
@@ -333,7 +315,6 @@ def test_metrics_are_prometheus(service: Served, http: httpx.Client) -> None:
 
 
 def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> None:
-    """Twenty clients with half a request do not delay a complete one."""
     host, port = service.url.removeprefix("https://").split(":")
     context = ssl.create_default_context(cafile=str(service.folder / "ca.pem"))
     slow = []
@@ -353,7 +334,6 @@ def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> Non
 def test_connection_that_asks_nothing_is_bounded(
     service: Served, http: httpx.Client
 ) -> None:
-    """Silent clients and slow heads get 408, one too many gets 503, long heads 431."""
     host, port = service.url.removeprefix("https://").split(":")
     context = ssl.create_default_context(cafile=str(service.folder / "ca.pem"))
 
@@ -383,7 +363,6 @@ def test_connection_that_asks_nothing_is_bounded(
 
 
 def test_load_over_https(service: Served) -> None:
-    """``multiworld load`` works over HTTPS with the certificates to trust."""
     ca = str(service.folder / "ca.pem")
     words = ["load", service.url, "minilm", "--ca", ca, "--seconds", "1", "--rate", "5"]
     found = service.command(*words)
@@ -391,7 +370,6 @@ def test_load_over_https(service: Served) -> None:
 
 
 def test_certificate_that_cannot_be_used_is_named_at_once(tmp_path: Path) -> None:
-    """An unusable certificate is named before anything is started."""
     (tmp_path / "bad.pem").write_text("nothing")
     gateway = {
         "port": 0,

@@ -1,4 +1,4 @@
-"""Generated text over HTTP: what transformers generates, whichever replica dies."""
+"""Generated text over HTTP: equal to that of transformers, whichever replica dies."""
 
 from __future__ import annotations
 
@@ -42,19 +42,16 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a decoder with random weights."""
     return save_decoder(tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> list[int]:
-    """Return the tokens that transformers generates."""
     return greedy(folder, PROMPT, COUNT)
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service that generates."""
     with served(tmp_path_factory.mktemp("generates"), spec_of(folder)) as made:
         yield made
 
@@ -62,7 +59,6 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 async def test_text_is_what_transformers_generates(
     service: Served, wanted: list[int]
 ) -> None:
-    """Whole and streamed, and several at once."""
     async with client(service) as api:
         whole = await api.completions.create(**asked())
         assert whole.usage is not None
@@ -81,7 +77,7 @@ async def test_text_is_what_transformers_generates(
 
 
 def test_chat_is_streamed_as_openais_clients_expect(service: Served) -> None:
-    """The role first, one end, the usage at last."""
+    """The role comes first, then one end, and the usage last."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
@@ -105,7 +101,7 @@ def test_chat_is_streamed_as_openais_clients_expect(service: Served) -> None:
 
 
 async def kill_at(service: Served, action: str, stage: str, index: int) -> list[str]:
-    """Break a stage when a stream has so many tokens; return its tokens."""
+    """Break a stage when a stream has ``index`` tokens; return all its tokens."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(index)
@@ -122,7 +118,6 @@ async def kill_at(service: Served, action: str, stage: str, index: int) -> list[
 
 @pytest.fixture(scope="module")
 def pieces(service: Served) -> list[str]:
-    """Return the texts of the tokens of an undisturbed stream."""
     return undisturbed(service)
 
 
@@ -130,7 +125,6 @@ def pieces(service: Served) -> list[str]:
 async def test_stream_survives_the_loss_of_a_stage(
     service: Served, pieces: list[str], stage: str
 ) -> None:
-    """At its first token, and in its midst: none repeated, none missing."""
     for index in (1, COUNT // 2):
         assert await kill_at(service, "kill", stage, index) == pieces
         await is_whole(service)
@@ -142,7 +136,6 @@ async def test_stream_survives_the_loss_of_a_stage(
 async def test_stream_survives_a_loss_at_every_token(
     service: Served, pieces: list[str], stage: str
 ) -> None:
-    """Whichever it is."""
     for index in range(COUNT):
         assert await kill_at(service, "kill", stage, index) == pieces, index
         await is_whole(service)
@@ -152,7 +145,6 @@ async def test_stream_survives_a_loss_at_every_token(
 async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
     service: Served, pieces: list[str]
 ) -> None:
-    """The first and the last; then the middle, where another replica continues."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(3)
@@ -167,7 +159,7 @@ async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
 async def test_stream_continues_without_controller_and_during_an_update(
     service: Served, pieces: list[str]
 ) -> None:
-    """New streams are of the new version, and running ones end on the old one."""
+    """New streams use the new version; running ones complete on the old one."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(2)
@@ -192,7 +184,7 @@ async def test_stream_continues_without_controller_and_during_an_update(
 async def test_stream_continues_without_store_and_fork_server(
     service: Served, pieces: list[str]
 ) -> None:
-    """Both are killed, and then a stage, which needs both to come back."""
+    """The lost stage needs both of them to come back."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(2)
@@ -207,7 +199,7 @@ async def test_stream_continues_without_store_and_fork_server(
 async def test_stream_continues_while_a_helper_is_stopped_and_resumed(
     service: Served, pieces: list[str], which: str
 ) -> None:
-    """For longer than the silence after which a peer is given up."""
+    """They stop for longer than the silence after which a peer counts as lost."""
     stopped = {
         "store": lambda: [service.store()],
         "fork server": lambda: [service.fork_server()],
@@ -236,7 +228,6 @@ async def test_stream_continues_while_a_helper_is_stopped_and_resumed(
 def test_prompt_may_be_as_long_as_the_context_less_one_token(
     service: Served, room: int
 ) -> None:
-    """It is answered with that token; one that leaves no room is refused."""
     listed = httpx.get(f"{service.url}/v1/models", timeout=WAIT_S).json()["data"]
     prompt = [5] * (listed[0]["max_model_len"] - room)
     body = {"model": "m", "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
@@ -251,7 +242,6 @@ def test_prompt_may_be_as_long_as_the_context_less_one_token(
 
 
 async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
-    """Within a moment; the replicas know it no more."""
     async with client(service) as api:
         stream: Any = await api.completions.create(**asked(200), stream=True)
         async for _ in stream:
@@ -269,7 +259,7 @@ async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
 async def test_more_than_the_memory_holds_waits_and_is_preempted(
     service: Served,
 ) -> None:
-    """Every stream is whole: there is 1 MiB for keys and values."""
+    """There is 1 MiB for keys and values."""
     async with client(service) as api:
         streams = [Stream(api, 200) for _ in range(12)]
         texts = [await stream.end() for stream in streams]
@@ -280,7 +270,6 @@ async def test_more_than_the_memory_holds_waits_and_is_preempted(
 def test_triton_generates_whole_and_streamed(
     service: Served, wanted: list[int]
 ) -> None:
-    """With the prompt before the text, unless it is excluded; errors as texts."""
     parameters = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body = {"text_input": "abc", "id": "7", "parameters": parameters}
     url = "/v2/models/m/generate"
@@ -308,10 +297,7 @@ def test_triton_generates_whole_and_streamed(
 
 
 def test_tritons_client_finds_a_model_that_generates(service: Served) -> None:
-    """Its metadata name the inputs that Triton's vLLM backend has, and infer is no way.
-
-    The client itself has no call for ``generate``.
-    """
+    """Its metadata name the inputs of Triton's vLLM backend."""
     with contextlib.closing(triton.InferenceServerClient(service.url[7:])) as asking:
         assert asking.is_server_ready()
         assert asking.is_model_ready("m")
@@ -327,14 +313,13 @@ def test_tritons_client_finds_a_model_that_generates(service: Served) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process has been stopped by a signal."""
     return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 def test_time_limits_and_full_queues_are_reported_by_status(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A streamed request that cannot be taken is no stream with an error in it."""
+    """A streamed request that is not accepted gets a status, and no stream."""
     spec = spec_of(folder, max_queued_requests=0)
     spec["models"]["m"]["generation"] |= {"first_token_s": 1.0, "max_num_seqs": 1}
     with served(tmp_path, spec) as service, ThreadPoolExecutor(6) as threads:
@@ -349,7 +334,7 @@ def test_time_limits_and_full_queues_are_reported_by_status(
         answers = [one.result() for one in found]
         late = [a for a in answers if "no first token within 1 s" in a.text]
         full = [a for a in answers if a.status_code == 429]
-        # One that comes when the first is already late may be taken, and answered.
+        # One that comes when the first is already late may be accepted, and answered.
         whole = [a for a in answers if a.text.endswith("data: [DONE]\n\n")]
         assert late, [a.text for a in answers]
         assert full, [a.text for a in answers]
@@ -379,7 +364,6 @@ def test_time_limits_and_full_queues_are_reported_by_status(
 def test_request_that_cannot_be_met_is_refused_by_name(
     service: Served, changes: dict[str, Any], param: str
 ) -> None:
-    """In OpenAI's form."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, **changes}
     answer = post(service, "/v1/completions", body)
     assert answer.status_code == 400, answer.text
@@ -391,7 +375,7 @@ def test_request_that_cannot_be_met_is_refused_by_name(
 def test_probabilities_of_the_prompt_are_those_of_transformers(
     service: Served, folder: Path
 ) -> None:
-    """As lm-eval asks for them: echo, and one token that is not looked at."""
+    """lm-eval requests them with echo, and with one token that it ignores."""
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM
@@ -431,10 +415,7 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
 def test_prompt_with_a_known_beginning_is_computed_from_there_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    """In every stage, and for the same tenant only; the completion is the same.
-
-    The tokens are counted for their tenants, which may have a limit.
-    """
+    """This holds in every stage, and for the same tenant only."""
     spec = spec_of(folder)
     spec["gateway"]["authentication"] = "keys"
     with served(tmp_path, spec) as service:
@@ -509,8 +490,8 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         )
 
 
-# To hang and to grow end a replica in other ways, which test_hangs.py and
-# test_resources.py prove; what follows is the same.
+# test_hangs.py and test_resources.py prove that a replica that hangs or grows ends;
+# what follows is the same.
 @pytest.mark.timeout(180)  # it kills its replica up to nine times
 @pytest.mark.parametrize(
     "poison",
@@ -523,11 +504,7 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
 def test_prompt_that_kills_workers_is_found_and_answered_alone(
     tmp_path: Path, poison: int
 ) -> None:
-    """Streams that run beside it are whole, however often it kills their replica.
-
-    A replica that hangs kills itself after ``compute_s``; one that outgrows its memory
-    is named.
-    """
+    """Streams that run beside it are whole, however often it kills their replica."""
     spec = spec_of(tmp_path)
     model = spec["models"]["m"]
     del model["path"]

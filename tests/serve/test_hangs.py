@@ -29,10 +29,6 @@ pytestmark = pytest.mark.timeout(240)
 async def test_hanging_helpers_are_named_and_replaced(
     tmp_path: Path, has_fork_server: bool
 ) -> None:
-    """They are stopped under traffic, one after the other.
-
-    What needs them works again afterwards: another replica starts and takes part.
-    """
     with served(tmp_path, spec_with()) as service:
 
         async def until(is_so: Callable[[], bool], what: str) -> None:
@@ -62,7 +58,6 @@ async def test_hanging_helpers_are_named_and_replaced(
 async def test_port_of_the_store_that_is_stolen_is_named_until_it_is_free(
     tmp_path: Path,
 ) -> None:
-    """Requests are answered meanwhile; then the store and what needs it come back."""
     with served(tmp_path, spec_with()) as service:
 
         async def until(is_so: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a service with two gateways: one scrape shows the sums of both."""
+"""Metrics of a service with two gateways: each scrape shows the sums of both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ CLIENTS = 24
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Run a service with two gateways on one port."""
     spec = spec_with(gateway={"port": 0, "replicas": 2})
     with served(tmp_path_factory.mktemp("metrics"), spec) as made:
         yield made
@@ -46,19 +45,17 @@ def scraped(service: Served) -> dict[str, dict[str, float]]:
 
 
 def answered(service: Served) -> float:
-    """Return the requests that one scrape counts as answered."""
     name, status = ANSWERED
     return scraped(service).get(name, {}).get(status, 0.0)
 
 
 def spread(service: Served, count: int) -> None:
-    """Send requests, each on a connection of its own."""
+    """Send requests, each on its own connection."""
     for number in range(count):
         assert service.infer(float(number)).status_code == 200
 
 
 def test_one_scrape_counts_what_all_gateways_answered(service: Served) -> None:
-    """Every scrape, whichever gateway answers it; those of stages agree."""
     before = answered(service)
     spread(service, CLIENTS)
     per_gateway = [
@@ -82,7 +79,6 @@ def test_one_scrape_counts_what_all_gateways_answered(service: Served) -> None:
 async def test_sums_equal_what_the_load_generator_counted_and_never_fall(
     service: Served,
 ) -> None:
-    """Under load, while a replica is killed."""
     before = answered(service)
     seen = [before]
     async with traffic(service, 100.0) as load:
@@ -99,7 +95,7 @@ async def test_sums_equal_what_the_load_generator_counted_and_never_fall(
 def test_counts_of_a_gateway_that_has_ended_stay(
     service: Served, is_polite: bool
 ) -> None:
-    """One that is killed may lose what came after the last scrape."""
+    """A killed one may lose what it counted after the last scrape."""
     spread(service, CLIENTS)
     before = answered(service)
     victim = next(p for p in service.status().processes if p.name.startswith("gateway"))
@@ -123,7 +119,6 @@ def test_counts_of_a_gateway_that_has_ended_stay(
 def test_load_shows_what_requests_were_spent_on(
     service: Served, tmp_path: Path
 ) -> None:
-    """By phase, and CPU time by process."""
     path = tmp_path / "body.json"
     path.write_text(json.dumps(body(1.0)))
     words = ("load", service.url, "m", "--body", str(path), "--seconds", "1")

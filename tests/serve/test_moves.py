@@ -1,4 +1,4 @@
-"""Streams that are moved ahead of time, and what their clients see of it: nothing."""
+"""Streams that are moved ahead of time, which their clients do not notice."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ LIMIT_S = 10.0
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service that generates."""
     folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"))
     with served(tmp_path_factory.mktemp("moves"), spec_of(folder)) as made:
         yield made
 
 
 def moved_and_replayed(service: Served) -> tuple[float, float]:
-    """Return how many streams were moved, and how many made another attempt."""
+    """Return the number of moved streams, and of those that made another attempt."""
     found = dict.fromkeys(("moved", "replayed"), 0.0)
     text = httpx.get(f"{service.url}/metrics", timeout=WAIT_S).text
     for line in text.splitlines():
@@ -44,13 +43,12 @@ def moved_and_replayed(service: Served) -> tuple[float, float]:
 
 
 async def flow(api: openai.AsyncOpenAI, pieces: list[str], end: asyncio.Event) -> None:
-    """Read long streams, one after the other, and check them."""
     while not end.is_set():
         assert await Stream(api, len(pieces)).end() == pieces
 
 
 async def moves(service: Served, change: Callable[[], object]) -> int:
-    """Let streams flow while something is changed; return how many were moved."""
+    """Call ``change`` while streams run; return how many of them were moved."""
     moved, replayed = await asyncio.to_thread(moved_and_replayed, service)
     end = asyncio.Event()
     async with client(service) as api, asyncio.TaskGroup() as group:
@@ -66,8 +64,6 @@ async def moves(service: Served, change: Callable[[], object]) -> int:
 
 
 async def test_streams_move_when_a_stage_shrinks_and_grows(service: Served) -> None:
-    """To the replica that stays, and to the one that is new."""
-
     def shrink() -> None:
         service.scale("middle", 1)
         service.until(lambda: service.stages() == [1, 1, 1], "shrunk")
@@ -83,7 +79,7 @@ async def test_streams_move_when_a_stage_shrinks_and_grows(service: Served) -> N
 async def test_streams_move_to_a_new_version_with_the_same_weights(
     service: Served,
 ) -> None:
-    """The old version is gone before they would have ended there."""
+    """The old version is gone before the streams would have completed there."""
 
     def update() -> None:
         model = service.spec["models"]["m"]
@@ -103,7 +99,7 @@ async def test_streams_move_to_a_new_version_with_the_same_weights(
 async def test_streams_of_other_weights_end_on_the_old_version_while_it_drains(
     tmp_path: Path, drain_s: float
 ) -> None:
-    """New ones are of the new version; after ``drain_s`` old ones move there."""
+    """New streams use the new version; after ``drain_s``, old ones move there."""
     folders = [
         save_decoder(tmp_path / f"{width}", intermediate_size=width)
         for width in (64, 80)
@@ -134,10 +130,7 @@ async def test_streams_of_other_weights_end_on_the_old_version_while_it_drains(
 async def test_streams_survive_the_loss_of_everything_again_and_again(
     service: Served,
 ) -> None:
-    """All replicas at once, five times, mostly without a token in between.
-
-    Nobody is poison.
-    """
+    """All replicas are lost at once, and no request is marked as poison."""
     async with client(service) as api:
         pieces = await Stream(api, LONG).end()
         streams = [Stream(api, LONG) for _ in range(4)]

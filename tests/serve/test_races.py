@@ -1,4 +1,4 @@
-"""Things that happen at the same time: updates, kills, scaling, two controllers."""
+"""Concurrent events: updates, kills, scaling, two controllers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ from tests.serve.test_scaling import ON_DEMAND, stages
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 BATCH, FULL = 4, 200
-"""Requests of a batch, and that fill the credit and the queues of three stages."""
+"""Requests of a batch, and requests that fill the queues of three stages."""
 
 KILLS = 8
-"""Replicas that are killed while an update is in progress."""
+"""Number of replicas killed during an update."""
 
 
 async def test_update_under_kills_loses_nothing(tmp_path: Path) -> None:
-    """Replicas of the old version and of the new one die, in every stage."""
     draw = random.Random(1)
     with served(tmp_path, spec_with(ready_s=60.0)) as service:
         async with traffic(service, 30.0):
@@ -65,7 +64,7 @@ async def test_update_under_kills_loses_nothing(tmp_path: Path) -> None:
 async def test_only_replica_of_a_stage_comes_back_while_all_before_it_is_full(
     tmp_path: Path,
 ) -> None:
-    """Its probe must not wait behind the outputs that wait for it."""
+    """Its probe must not wait behind the outputs that wait for this replica."""
     spec = spec_with(m_deadline_s=120.0)
     spec["models"]["m"]["stages"][1] = {"name": "add", "max_batch_size": BATCH}
     with served(tmp_path, spec) as service:
@@ -94,7 +93,7 @@ async def test_only_replica_of_a_stage_comes_back_while_all_before_it_is_full(
 async def test_requests_that_come_as_the_last_replica_goes_are_answered(
     tmp_path: Path,
 ) -> None:
-    """A model scales to zero and back at just about the time of each request."""
+    """The model scales to zero and back at just about the time of each request."""
     draw = random.Random(2)
     config = {
         **ON_DEMAND,
@@ -114,7 +113,6 @@ async def test_requests_that_come_as_the_last_replica_goes_are_answered(
 
 
 def test_of_two_controllers_that_start_at_once_one_serves(tmp_path: Path) -> None:
-    """The other says so and exits; the service is not hurt."""
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec_with()))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
@@ -152,10 +150,7 @@ def test_of_two_controllers_that_start_at_once_one_serves(tmp_path: Path) -> Non
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """Make a control group with a limit of memory (version 1 or 2).
-
-    Skips the test where that is not allowed.
-    """
+    """Make a control group with a memory limit (version 1 or 2), or skip the test."""
     one, two = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     base, name = (one, "memory.limit_in_bytes") if one.is_dir() else (two, "memory.max")
     group = base / f"multiworld-test-{os.getpid()}"
@@ -178,7 +173,6 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
 async def test_replica_that_the_kernel_kills_for_its_memory_is_replaced(
     tmp_path: Path,
 ) -> None:
-    """The request that needed it is answered by the replacement, and others too."""
     spec = spec_with()
     spec["models"]["m"]["stages"][1]["replicas"] = 1
     with memory_group(GROW_BYTES // 4) as group, served(tmp_path, spec) as service:

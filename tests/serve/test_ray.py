@@ -1,4 +1,4 @@
-"""Replicas as actors of a four-node Ray cluster, whose nodes come, go and freeze."""
+"""Replicas as actors of a four-node Ray cluster whose nodes join, leave and freeze."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ STAGES = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayNodes]:
-    """Return four nodes of four cores each."""
     with ray_nodes(4) as made:
         yield made
 
@@ -45,7 +44,6 @@ def cluster() -> Iterator[RayNodes]:
 def service(
     cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Return a service on the cluster."""
     spec = spec_with(
         m_stages=STAGES, launcher="ray", ray={"address": cluster.address}, host="auto"
     )
@@ -54,23 +52,20 @@ def service(
 
 
 def where(service: Served) -> dict[str, str]:
-    """Return the node of each ready replica."""
     processes = service.status().processes
     return {p.name: p.node for p in processes if p.model and p.phase == "ready"}
 
 
 def is_whole(service: Served) -> bool:
-    """Tell whether every stage has its desired replicas."""
     return service.stages() == [2, 2, 2]
 
 
 async def until(service: Served, is_so: Any, what: str) -> None:
-    """Wait until a condition holds, while traffic continues."""
+    """Wait for a condition in a thread, so that traffic continues."""
     await asyncio.to_thread(service.until, is_so, what, WAIT_S)
 
 
 def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) -> None:
-    """Replicas of one stage are on different nodes, and the nodes are Ray's."""
     assert service.infer(1.0).status_code == 200
     for stage in range(3):
         nodes = [n for name, n in where(service).items() if name[2] == str(stage)]
@@ -82,7 +77,6 @@ def test_replicas_are_spread_over_the_nodes(service: Served, cluster: RayNodes) 
 
 @pytest.mark.heavy
 async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> None:
-    """A lost replica is replaced by another actor without a lost request."""
     async with traffic(service):
         harmed = await asyncio.to_thread(service.break_replica, "kill", "add")
         await until(service, lambda: harmed.name not in where(service), "gone")
@@ -93,7 +87,6 @@ async def test_lost_replica_is_replaced_by_another_actor(service: Served) -> Non
 async def test_killed_actors_take_their_replicas_along(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Ray's kill of an actor ends the replica that it stands for."""
     victim = next(n for n in where(service).values() if n != "head")
     here = {name for name, node in where(service).items() if node == victim}
     pids = {p.pid for p in service.status().processes if p.name in here}
@@ -115,7 +108,6 @@ async def test_killed_actors_take_their_replicas_along(
 async def test_node_that_is_removed_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Replicas of a removed node are replaced, and scaling uses an added node."""
     counts = Counter(where(service).values())
     victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
     async with traffic(service):
@@ -140,7 +132,7 @@ async def test_node_that_is_removed_costs_no_request(
 async def test_service_waits_for_machines_that_join_later(
     cluster: RayNodes, tmp_path: Path
 ) -> None:
-    """As on Kubernetes, where the head starts first; it can be ended meanwhile."""
+    """On Kubernetes, the head starts first; the service can be ended meanwhile."""
     stages = [{**stage, "replicas": 1, "nodes": ["late"]} for stage in STAGES]
     ray = {"address": cluster.address}
     spec = spec_with(m_stages=stages, launcher="ray", ray=ray, host="auto")
@@ -177,7 +169,7 @@ async def test_service_waits_for_machines_that_join_later(
 async def test_node_that_freezes_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:
-    """A frozen node costs no request, although Ray does not notice it."""
+    """Ray does not notice a frozen node."""
     counts = Counter(where(service).values())
     victim = max((n for n in counts if n != "head"), key=lambda n: counts[n])
     async with traffic(service):
@@ -192,7 +184,6 @@ async def test_node_that_freezes_costs_no_request(
 
 
 def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> None:
-    """Scaling beyond the cluster is refused with the shortage, and changes nothing."""
     before = where(service)
     with pytest.raises(ServeError, match=r"of 40 replicas can be placed.*cpus short"):
         service.scale("add", 40)
@@ -203,7 +194,7 @@ def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> No
 def test_second_controller_is_refused(
     service: Served, cluster: RayNodes, tmp_path: Path
 ) -> None:
-    """A second controller is refused, even with another state folder."""
+    """Another state folder makes no difference."""
     wanted = pytest.raises(
         AssertionError, match="a controller of 'under-test' already runs"
     )
@@ -214,7 +205,6 @@ def test_second_controller_is_refused(
 
 @pytest.mark.heavy
 async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -> None:
-    """Actors continue without a controller, and a new one adopts them all."""
     before = where(service)
     async with traffic(service) as load:
         service.kill_controller()
@@ -228,7 +218,6 @@ async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -
 async def test_head_that_freezes_and_thaws_only_delays_scaling(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Scaling waits while the head is frozen, and is no crash."""
     async with traffic(service):
         cluster.freeze_head()
         await until(service, lambda: bool(service.status().trouble), "it is said")
@@ -244,7 +233,6 @@ async def test_head_that_freezes_and_thaws_only_delays_scaling(
 
 
 def bridge_of(service: Served) -> int:
-    """Return the process ID of the bridge to the cluster."""
     assert service.process is not None
     found: list[int] = [
         child.pid
@@ -256,7 +244,6 @@ def bridge_of(service: Served) -> int:
 
 @pytest.mark.heavy
 async def test_bridge_that_hangs_is_named_and_replaced(service: Served) -> None:
-    """No request is lost, and the next bridge scales."""
     async with traffic(service) as load:
         hung = bridge_of(service)
         os.kill(hung, signal.SIGSTOP)
@@ -275,7 +262,6 @@ async def test_bridge_that_hangs_is_named_and_replaced(service: Served) -> None:
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Without a head the service continues and says so, even with a new controller."""
     async with traffic(service):
         await asyncio.to_thread(cluster.lose_head)
         await until(service, lambda: "head" in service.status().trouble, "it is said")
@@ -293,7 +279,6 @@ async def test_lost_head_stops_scaling_and_not_serving(
 
 @pytest.mark.heavy
 def test_no_cluster_is_named(tmp_path: Path) -> None:
-    """A missing cluster is named at once, with the next step."""
     spec = spec_with(launcher="ray", ray={"address": "127.0.0.1:1"})
     wanted = pytest.raises(AssertionError, match=r"no Ray cluster at '127.0.0.1:1'")
     with wanted, served(tmp_path, spec):

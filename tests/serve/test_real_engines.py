@@ -1,7 +1,4 @@
-"""A service whose replicas are real servers of vLLM on CPUs, while these are killed.
-
-The test makes vLLM's environment, which takes many minutes and gigabytes once.
-"""
+"""Services whose replicas are real vLLM servers on CPUs, which are killed."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def model_of_vllm(**more: Any) -> dict[str, Any]:
-    """Return a model whose replicas are vLLM; make its environment if need be."""
+    """Return a model of vLLM; its environment takes many minutes and gigabytes once."""
     folder = default_folder()
     install(VLLM, folder, print)
     return {
@@ -60,7 +57,6 @@ def model_of_vllm(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with two replicas of vLLM."""
     model = model_of_vllm(replicas=2, deadline_s=300.0)
     spec = {"app": "vllm", "models": {"m": model}, "gateway": {"port": 0}}
     with pytest.MonkeyPatch.context() as patch:
@@ -72,14 +68,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 async def all_kinds(
     api: openai.AsyncOpenAI, service: Served, draw: random.Random, number: int = 0
 ) -> dict[str, Any]:
-    """Return the tokens of a stream of each kind; an engine may be sent a signal.
-
-    Args:
-        api: The client.
-        service: The service.
-        draw: Draws the process, and the token after which it is sent.
-        number: The signal; 0: none.
-    """
+    """Return the tokens of a stream of each kind; signal an engine, unless 0."""
     texts = {name: Text(api, kind, COUNT) for name, kind in KINDS.items()}
     if number:
         await texts["greedy"].has(draw.randrange(1, COUNT - 1))
@@ -88,7 +77,6 @@ async def all_kinds(
 
 
 def engine(service: Served, draw: random.Random) -> int:
-    """Return one of the processes of vLLM of a ready replica."""
     found = [p for p in service.status().processes if p.name.startswith("m/")]
     replica = next(p.pid for p in found if p.phase == "ready")
     assert replica
@@ -97,7 +85,6 @@ def engine(service: Served, draw: random.Random) -> int:
 
 
 async def test_every_token_is_that_of_an_undisturbed_stream(service: Served) -> None:
-    """Processes of vLLM are killed, or stopped, at drawn tokens."""
     draw = random.Random(1)
     async with client(service) as api:
         undisturbed = await all_kinds(api, service, draw)

@@ -23,7 +23,6 @@ RANKS = 3  # SmolLM2 has nine heads
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with one replica of three ranks."""
     args = {"tensor_parallel_size": RANKS, "enforce_eager": True}
     model = model_of_vllm(engine_args=args, replicas=1, deadline_s=600.0)
     spec = {"app": "ranks", "models": {"m": model}, "gateway": {"port": 0}}
@@ -37,7 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def ranks(service: Served) -> list[int]:
-    """Return the processes of vLLM that compute."""
+    """Return the processes of vLLM's workers, which compute."""
     found = [p for p in service.status().processes if p.name.startswith("m/")]
     replica = next(p.pid for p in found if p.phase == "ready")
     assert replica

@@ -1,4 +1,4 @@
-"""Declared resources are booked and limited; replicas without a place are refused."""
+"""Declared resources, which are booked and limited, and replicas without room."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ MACHINE = {"name": "here", "cpus": 1, "memory_mb": 1000}
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service on a machine with declared resources."""
     spec = spec_with(m_stages=STAGES, machine=MACHINE)
     with served(tmp_path_factory.mktemp("resources"), spec) as found:
         yield found
@@ -44,7 +43,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 async def test_replica_that_outgrows_its_memory_is_ended_and_named(
     service: Served,
 ) -> None:
-    """A replica above its memory is killed and named; its neighbours are not."""
     booked = {
         row["name"]: row["booked_memory_bytes"]
         for row in service.command("resources", "--state", str(service.state))[
@@ -78,8 +76,6 @@ def _nothing_is_over_committed(service: Served) -> None:
 
 
 def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> None:
-    """Scaling and updates without a place are refused, until there is room."""
-
     def names() -> list[str]:
         return [p.name for p in service.status().processes]
 
@@ -101,7 +97,6 @@ def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> No
 
 
 def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
-    """A service without a place is not started, and says what is short."""
     spec = spec_with(m_stages=STAGES, machine={"name": "tiny", "memory_mb": 350})
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -119,7 +114,6 @@ def refuse(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
 
 @pytest.mark.heavy
 def test_policy_is_the_specs(tmp_path: Path) -> None:
-    """The spec's placement policy is imported by its path; a missing one is named."""
     for policy, words in (
         ("tests.serve.test_resources:refuse", "closed on Sundays"),
         ("tests.serve.test_resources:nothing", "cannot be imported"),
@@ -134,7 +128,6 @@ def test_policy_is_the_specs(tmp_path: Path) -> None:
 
 
 async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
-    """`multiworld update` adds, updates and removes models; the others lose nothing."""
     spec = spec_with()
     with served(tmp_path, spec) as service:
 
@@ -173,7 +166,6 @@ async def test_models_come_and_go_while_others_serve(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_profile_is_measured_and_then_booked(tmp_path: Path) -> None:
-    """`multiworld profile` writes measurements that placement then uses."""
     spec = spec_with(m_profile="needs.json")
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec_with()))

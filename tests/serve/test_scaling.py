@@ -43,10 +43,7 @@ def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
 
 
 async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
-    """The bottleneck is scaled up and down; decisions are explained and replayable.
-
-    A new controller continues from the state of one that was lost meanwhile.
-    """
+    """A new controller continues from the state of one that was lost meanwhile."""
     spec = spec_with(m_stages=stages(QUICK), m_objective_ms=200)
     with served(tmp_path, spec) as service:
         assert service.stages() == [1, 1, 1]
@@ -96,7 +93,7 @@ def _decisions_can_be_replayed(path: Path) -> None:
 
 
 def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
-    """A model at zero replicas starts for its first request, and is healthy."""
+    """A model at zero replicas counts as healthy and ready."""
     spec = spec_with(m_stages=stages({**ON_DEMAND, "downscale_delay_s": 1.0}))
     with served(tmp_path, spec) as service:
         assert service.stages() == [0, 0, 0]
@@ -110,7 +107,6 @@ def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None:
-    """Scaling starts the replicas that can be placed, and reports the others."""
     spec = spec_with(
         m_stages=stages({**QUICK, "max_replicas": 4}, cpus=0.5),
         machine={"name": "here", "cpus": 1},
@@ -146,7 +142,6 @@ def two(snapshot: Snapshot) -> Decision:
 
 @pytest.mark.heavy
 async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
-    """The spec can name any importable policy; its reason is shown."""
     spec = spec_with(m_stages=stages(QUICK), m_scaling="tests.serve.test_scaling:two")
     with served(tmp_path, spec) as service:
         made = Traffic(service, 20.0)
@@ -161,7 +156,7 @@ async def test_policy_is_replaced_by_its_path(tmp_path: Path) -> None:
 
 
 async def test_spare_takes_over_when_a_replica_dies(tmp_path: Path) -> None:
-    """It was loaded before; another one starts behind it, and no request is lost."""
+    """It is loaded already, and another one starts to take its place."""
     spared = [{"name": "double", "spares": 1}, {"name": "add"}, {"name": "square"}]
     with served(tmp_path, spec_with(m_stages=spared)) as service:
 

@@ -1,4 +1,4 @@
-"""A service under real faults: every request is answered once, and rightly."""
+"""A service under real faults: each request gets one right answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service of three stages, with two replicas of the middle one."""
     spec = spec_with()
     spec["gateway"] = {**spec.get("gateway", {}), "access_log": True}
     with served(tmp_path_factory.mktemp("service"), spec) as found:
@@ -49,7 +48,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Wait for all replicas before and after each test that shares the service."""
+    """Wait for all replicas after each test that shares the service."""
     yield
     if "service" in request.fixturenames:
         found: Served = request.getfixturevalue("service")
@@ -57,7 +56,6 @@ def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 async def harm(service: Served, action: str, stage: str, **more: Any) -> str:
-    """Break a replica by `multiworld chaos`."""
     found = await asyncio.to_thread(service.break_replica, action, stage, **more)
     return found.name
 
@@ -73,7 +71,6 @@ async def gone(service: Served, name: str) -> None:
 
 
 def test_answers_are_right(service: Served) -> None:
-    """The answers equal the model's arithmetic."""
     answer = service.infer(3.0)
     assert answer.status_code == 200, answer.text
     assert answer.json()["outputs"][0]["data"] == [expected(3.0)]
@@ -93,14 +90,13 @@ def test_answers_are_right(service: Served) -> None:
 async def test_nothing_is_lost_when_a_replica_is(
     service: Served, action: str, stage: str
 ) -> None:
-    """The loss of a replica of any stage, dead or stopped, costs no request."""
     async with traffic(service):
         name = await harm(service, action, stage)
         await gone(service, name)
 
 
 async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -> None:
-    """Another replica answers a stopped one's requests before it is declared lost."""
+    """Another replica answers its requests before it is declared lost."""
     async with traffic(service, code=SLOW) as load:
         name = await harm(service, "stop", "add")
         stopped_s = asyncio.get_running_loop().time() - load.load.began_at
@@ -112,7 +108,6 @@ async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -
 
 
 async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
-    """A replica whose network is cut is replaced, and exits when it is back."""
     async with traffic(service):
         processes = service.status().processes
         helpers = {p.name: helper_of(p.pid) for p in processes if p.pid}
@@ -122,7 +117,7 @@ async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> N
 
 
 async def test_processes_have_their_names_as_titles(service: Served) -> None:
-    """So ``ps`` tells them apart, and ``pkill -f "multiworld serve"`` hits none."""
+    """``ps`` tells them apart, and ``pkill -f "multiworld serve"`` hits none."""
     for process in service.status().processes:
         if process.pid:
             title = psutil.Process(process.pid).cmdline()[0]
@@ -130,7 +125,6 @@ async def test_processes_have_their_names_as_titles(service: Served) -> None:
 
 
 def helper_of(pid: int) -> int:
-    """Return the heartbeat helper of a process."""
     found = subprocess.run(
         ["pgrep", "-P", str(pid), "-f", "heartbeat"],
         capture_output=True,
@@ -141,12 +135,10 @@ def helper_of(pid: int) -> int:
 
 
 def reached(service: Served, stages: list[int]) -> None:
-    """Wait until each stage has this number of ready replicas."""
     service.until(lambda: service.stages() == stages, f"{stages}")
 
 
 async def test_scaling_pauses_nothing(service: Served) -> None:
-    """Scaling up and down under traffic loses no request."""
     async with traffic(service):
         for count in (3, 1, 2):
             await asyncio.to_thread(service.scale, "add", count)
@@ -154,12 +146,12 @@ async def test_scaling_pauses_nothing(service: Served) -> None:
 
 
 def drain(service: Served, name: str) -> None:
-    """Have a process replaced, then drained."""
+    """Drain a process; its replacement starts first."""
     service.ask("POST", "/drain", Drained, json={"name": name})
 
 
 async def test_drained_process_is_replaced_without_loss(service: Served) -> None:
-    """A drained replica is replaced without a loss, even if its stage has no other."""
+    """The stage has no other replica."""
     async with traffic(service):
         status = await asyncio.to_thread(service.status)
         name = next(p.name for p in status.processes if p.stage == 2)
@@ -168,7 +160,6 @@ async def test_drained_process_is_replaced_without_loss(service: Served) -> None
 
 
 def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> None:
-    """An exception of the model is the answer of its request, with the model's text."""
     answer = service.infer(1.0, RAISE)
     assert answer.status_code == 500
     assert "RuntimeError: as asked" in answer.json()["error"]
@@ -224,7 +215,6 @@ async def test_replica_that_holds_the_gil_for_twice_a_batch_is_replaced(
 
 
 def test_logs_are_found_by_name(service: Served) -> None:
-    """Logs are found by the name of a process or of a stage."""
     names = [p.name for p in service.status().processes]
     (name,) = [n for n in names if n.startswith("m/") and "/0/" in n]
     state = ["--state", str(service.state)]
@@ -242,14 +232,12 @@ def test_logs_are_found_by_name(service: Served) -> None:
 
 
 def test_deadline_is_kept_and_named(service: Served) -> None:
-    """A request gets a 504 at its deadline, while the model still computes."""
     answer = service.infer(1.0, SLEEP, headers={"x-timeout-s": "0.3"})
     assert answer.status_code == 504
     assert "deadline" in answer.json()["error"]
 
 
 async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
-    """After a client hangs up, nothing of its request is in flight."""
     async with httpx.AsyncClient() as client:
         url = f"{service.url}/v2/models/m/infer"
         with pytest.raises(httpx.ReadTimeout):
@@ -261,7 +249,6 @@ async def test_client_that_hangs_up_frees_its_work(service: Served) -> None:
 
 
 def in_flight(service: Served) -> list[int]:
-    """Return the number of unanswered requests in each process that reports it."""
     status = service.status(reports=True)
     reports = [status.gateway_report(p.name) for p in status.processes if p.is_gateway]
     return [report.in_flight for report in reports if report is not None]
@@ -270,8 +257,6 @@ def in_flight(service: Served) -> list[int]:
 async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
     service: Served,
 ) -> None:
-    """A rolling update and a rollback pause no request."""
-
     def version() -> str:
         return service.status().active["m"]
 
@@ -295,7 +280,6 @@ async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
 
 @pytest.mark.heavy
 def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None:
-    """A full queue answers 429 with Retry-After; accepted requests are answered."""
     spec = spec_with(m_max_queued_requests=2)
     for stage in spec["models"]["m"]["stages"]:
         stage.update(max_batch_size=1, max_ongoing_requests=1, replicas=1)
@@ -321,7 +305,6 @@ def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None
 async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
     tmp_path: Path,
 ) -> None:
-    """A service outlives its controller, and a new one adopts, heals and ends it."""
     with served(tmp_path, spec_with(orphan_s=20.0)) as service:
         before = {p.name: p.pid for p in service.status().processes}
         async with traffic(service) as load:
@@ -338,10 +321,7 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
 def test_controller_that_is_started_again_goes_on_with_the_same_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one for the same version is refused; what was scaled by hand stays.
-
-    The secret stands in a file, as for programs with worlds of their own.
-    """
+    """Another spec of the same version is refused; scaling by hand is kept."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 2)
     monkeypatch.setenv("MULTIWORLD_SECRET_FILE", str(secret))
@@ -384,14 +364,12 @@ def test_service_that_is_ended_before_it_is_adopted_ends(
 
 
 def gateway_of(service: Served) -> tuple[str, int]:
-    """Return the name and the process id of a gateway."""
     gateway = next(p for p in service.status().processes if p.is_gateway)
     assert gateway.pid is not None
     return gateway.name, gateway.pid
 
 
 def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> None:
-    """Without controller and gateway, workers, store and helpers exit by themselves."""
     with served(tmp_path, spec_with(orphan_s=1.0)) as service:
         _, pid = gateway_of(service)
         service.kill_controller()
@@ -400,7 +378,6 @@ def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> 
 
 
 async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -> None:
-    """When one of two gateways is lost, the other serves until it is replaced."""
     with served(tmp_path, spec_with(gateway={"port": 0, "replicas": 2})) as service:
         name, pid = gateway_of(service)
         os.kill(pid, signal.SIGKILL)
@@ -417,7 +394,6 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
 
 
 async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
-    """Traffic continues without the store; a lost replica is replaced afterwards."""
     record = Service(None, service.state).folder.load()
     assert record is not None
     assert record.store is not None
@@ -432,7 +408,7 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
 async def test_shutdown_answers_what_was_accepted(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Shutdown, or a closed terminal, answers accepted requests, even slow ones."""
+    """A closed terminal sends SIGHUP."""
     with served(tmp_path, spec_with()) as service:
         slow = asyncio.ensure_future(asyncio.to_thread(service.infer, 1.0, SLEEP))
         await asyncio.to_thread(
@@ -443,7 +419,7 @@ async def test_shutdown_answers_what_was_accepted(
 
 
 def test_service_that_has_died_starts_as_for_the_first_time(tmp_path: Path) -> None:
-    """Of the version that is asked for, at a free port, with the sizes it had."""
+    """It has the requested version, a free port, and its previous sizes."""
     with served(tmp_path, spec_with()) as service:
         service.scale("add", 3)
         service.until(lambda: service.stages() == [1, 3, 1], "scaled")
@@ -461,7 +437,7 @@ def test_service_that_has_died_starts_as_for_the_first_time(tmp_path: Path) -> N
 
 
 def test_service_that_has_died_refuses_what_cannot_start(tmp_path: Path) -> None:
-    """A spec that does not fit, as when it starts for the first time."""
+    """A spec that does not fit is refused, as at a first start."""
     with served(tmp_path, spec_with()) as service:
         service.kill_all()
         stage = service.spec["models"]["m"]["stages"][1]

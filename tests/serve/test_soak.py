@@ -16,7 +16,6 @@ from tests.serve.soak_generate import soak as soak_generate
 def test_nothing_is_lost_under_random_faults(
     tmp_path: Path, seed: int, minutes: float
 ) -> None:
-    """Random faults lose nothing, make no answer wrong and leak nothing."""
     outcome = soak(tmp_path, seed, minutes)
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes
@@ -29,7 +28,6 @@ def test_nothing_is_lost_under_random_faults(
 def test_no_stream_is_cut_under_random_faults(
     tmp_path: Path, seed: int, minutes: float, threads: int
 ) -> None:
-    """And no token is repeated, missing or different."""
     outcome = soak_generate(tmp_path, seed, minutes, threads)
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes
@@ -39,7 +37,7 @@ def test_no_stream_is_cut_under_random_faults(
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
 def test_no_stream_of_an_engine_is_cut_under_random_faults(tmp_path: Path) -> None:
-    """The processes of the engine are killed and stopped, too."""
+    """The processes of the engine are killed and stopped as well."""
     outcome = soak_generate(tmp_path, 3, 2.0, 1, "stand-in")
     assert outcome.is_good, outcome
     assert outcome.streams > 100

@@ -24,20 +24,17 @@ WAIT_S = 40.0
 
 
 def key_of(service: Served, name: str, **said: Any) -> str:
-    """Create a tenant; return its API key."""
     asked = {"name": name, **said}
     return service.ask("POST", "/tenants", TenantWithKey, json=asked).key
 
 
 def change(service: Served, name: str, **said: Any) -> None:
-    """Change settings of a tenant."""
     service.ask("PATCH", f"/tenants/{name}", TenantShown, json=said)
 
 
 def ask(
     service: Served, key: str, x: float = 1.0, code: int = FINE, model: str = "m"
 ) -> httpx.Response:
-    """Send one request with a tenant's key."""
     return httpx.post(
         f"{service.url}/v2/models/{model}/infer",
         json=body(x, code),
@@ -47,7 +44,6 @@ def ask(
 
 
 def load_of(service: Served, key: str, rate: float, code: int = FINE) -> Load:
-    """Return a load with a tenant's key."""
     target = Target(
         f"{service.url}/v2/models/m/infer",
         [orjson.dumps(body(1.0, code))],
@@ -62,7 +58,6 @@ def load_of(service: Served, key: str, rate: float, code: int = FINE) -> Load:
 
 
 def test_keys_open_what_they_may_and_nothing_else(tmp_path: Path) -> None:
-    """Keys are created, limited, rotated and revoked while the service runs."""
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:
         acme = key_of(service, "acme", models=["m"], rpm_limit=4)
@@ -141,7 +136,6 @@ def _used(service: Served, tenant: str) -> int:
 async def test_flood_of_one_tenant_leaves_the_others_their_share(
     tmp_path: Path,
 ) -> None:
-    """One tenant's flood fills its part of the queue; another tenant loses nothing."""
     spec = spec_with(
         gateway=GATEWAY,
         m_max_queued_requests=40,
@@ -169,7 +163,7 @@ async def test_flood_of_one_tenant_leaves_the_others_their_share(
 
 @pytest.mark.heavy
 async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
-    """A known poison request kills no more, and its tenant is quarantined."""
+    """A known poison request kills no more replicas, and its tenant is quarantined."""
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:
         bad, good = key_of(service, "bad"), key_of(service, "good")
@@ -200,7 +194,6 @@ async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 async def test_dedicated_replicas_are_not_touched_by_others(tmp_path: Path) -> None:
-    """Poison requests of a tenant with dedicated replicas kill only those."""
     spec = spec_with(gateway=GATEWAY, m_dedicated=["acme"])
     with served(tmp_path, spec) as service:
         acme, beta = key_of(service, "acme"), key_of(service, "beta")

@@ -1,10 +1,4 @@
-"""The tutorials and the how-to run as they stand, command by command.
-
-Blocks of ``sh`` are run, a block of ``text`` is the output of the one before it, and a
-block of any other kind that begins with ``# NAME`` is a file that the reader writes.
-Commands that cannot run here (they need what the machine may lack) stand in ``bash``,
-and output that depends on the weights of a model in ``console``.
-"""
+"""The tutorials and the how-to, run command by command."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ PAGES = {
     for name in ("tutorial", "howto", "llm-tutorial")
 }
 PORT = "8000"
-"""The port of the page; each run takes a free one instead."""
+"""The port in the page; each run takes a free one instead."""
 
 BLOCK_S = 90.0
 """Seconds that the commands of one block, and then their output, may take."""
@@ -45,7 +39,7 @@ END_S = 30.0
 """Seconds that the processes of the service may take to exit."""
 
 LOOK_S = 0.05
-"""Seconds between two looks at what has no event: a shell's files, other processes."""
+"""Seconds between two checks of what has no event: files and other processes."""
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.\w+)\n")
@@ -65,7 +59,13 @@ class Step:
 
 
 def steps_of(page: str) -> list[Step]:
-    """Return what the reader of a page does, each step with the output shown for it."""
+    """Return the steps of a page, each with the output shown for it.
+
+    Blocks of ``sh`` are run, a block of ``text`` is the output of the one before it,
+    and any other block that begins with ``# NAME`` is a file that the reader writes.
+    Commands that cannot run here are in ``bash``, and output that depends on the
+    weights of a model in ``console``.
+    """
     steps: list[Step] = []
     for kind, content in FENCE.findall(page):
         if kind == "sh":
@@ -93,7 +93,7 @@ def pattern_of(line: str) -> re.Pattern[str]:
 
 
 def missing_line(lines: tuple[str, ...], output: str) -> str | None:
-    """Return the first of the lines that the output does not have, in their order."""
+    """Return the first line that the output lacks; their order counts."""
     output, at = output.translate(FRAME), 0
     for line in lines:
         found = pattern_of(line.removesuffix("…").strip()).search(output, at)
@@ -108,10 +108,6 @@ class Terminal:
 
     Every process that is started in it is known by its environment, however it was
     forked, and is killed at the end.
-
-    Args:
-        folder: Empty folder for its files.
-        home: The reader's home; None: that of this process.
     """
 
     def __init__(self, folder: Path, home: Path | None = None) -> None:
@@ -169,11 +165,7 @@ class Terminal:
         self._log.close()
 
     def run(self, step: Step) -> None:
-        """Type the commands of a step, and wait until they and their output are there.
-
-        Raises:
-            AssertionError: A command failed, or a line of the output did not come.
-        """
+        """Type the commands of a step, and wait for them and their output."""
         self._count += 1
         begin = len(self.output())
         block = self._folder / f"block{self._count}.sh"
@@ -194,15 +186,10 @@ class Terminal:
             time.sleep(LOOK_S)
 
     def output(self) -> str:
-        """Return all that was printed."""
         return (self._folder / "terminal.txt").read_text(errors="replace")
 
     def close(self) -> None:
-        """Leave the terminal.
-
-        Raises:
-            AssertionError: A process that was started in it stays.
-        """
+        """Leave the terminal; fail if a process that was started in it stays."""
         assert self._bash.stdin is not None
         self._bash.stdin.close()
         limit = time.monotonic() + END_S
@@ -216,7 +203,7 @@ class Terminal:
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
-                continue  # it has just exited, or is somebody else's
+                continue  # it has just exited, or is another user's
             if self._mark.encode() in environment:
                 yield int(entry.name)
 
@@ -230,11 +217,6 @@ def _program(path: Path, command: str) -> None:
 
 
 def run_page(name: str, folder: Path, home: Path | None = None) -> None:
-    """Do what a page says, in order, in one terminal.
-
-    Raises:
-        AssertionError: It does not print what the page shows, or a process stays.
-    """
     page = PAGES[name].read_text().replace(PORT, str(free_port()))
     steps = steps_of(page)
     assert len(steps) > 10
@@ -246,13 +228,11 @@ def run_page(name: str, folder: Path, home: Path | None = None) -> None:
 
 @pytest.mark.parametrize("name", some(["tutorial", "howto"], 1))
 def test_page_runs(name: str, tmp_path: Path) -> None:
-    """In order, in one terminal; it prints what the page shows, and leaves nothing."""
     run_page(name, tmp_path)
 
 
 def test_tutorial_of_a_language_model_runs(tmp_path: Path) -> None:
-    """With a small random decoder where its reader has SmolLM2: slow, so that the kills
-    come while it streams."""
+    """A random decoder stands in for SmolLM2, so slow that kills come mid-stream."""
     home = tmp_path / "home"
     save_decoder(
         home / ".cache" / "multiworld" / "models" / smollm2.NAME,
@@ -269,7 +249,7 @@ def test_tutorial_of_a_language_model_runs(tmp_path: Path) -> None:
     reason="needs SmolLM2; `multiworld demo` fetches it",
 )
 def test_tutorial_of_a_language_model_runs_with_smollm2(tmp_path: Path) -> None:
-    """As its reader runs it; what it writes differs by processor, but not its form."""
+    """The output differs by processor, but not its form."""
     run_page("llm-tutorial", tmp_path)
     page = PAGES["llm-tutorial"].read_text()
     shown = [content for kind, content in FENCE.findall(page) if kind == "console"]
@@ -282,7 +262,6 @@ def test_tutorial_of_a_language_model_runs_with_smollm2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tutorial", "llm-tutorial"])
 def test_every_command_of_a_tutorial_is_run(name: str) -> None:
-    """Each of its blocks is run, or is output."""
     page = PAGES[name].read_text()
     assert {kind for kind, _ in FENCE.findall(page)} <= {"sh", "text", "console"}
     assert page.count("```") == 2 * len(FENCE.findall(page))
@@ -305,7 +284,6 @@ def test_step_that_is_wrong_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what it started is killed."""
     monkeypatch.setattr(f"{__name__}.BLOCK_S", 1.0)
     with Terminal(tmp_path) as terminal:
         step = Step(f"sleep 60 &\n{commands}", tuple(output.splitlines()))
@@ -315,7 +293,7 @@ def test_step_that_is_wrong_is_found(
 
 
 def test_figures_of_the_output_may_differ() -> None:
-    """Words may not."""
+    """Words may not differ."""
     shown = ("│ failed │ 0 │", "minilm/1/4: 2.5 ms")
     assert missing_line(shown, "failed   7\nx\nminilm/2/11:\n 3 ms") is None
     assert missing_line(shown, "answered 7\nminilm/2/11: 3 ms") == shown[0]

@@ -33,7 +33,6 @@ def model():
 
 
 def answer(service: Served) -> float:
-    """Return the model's answer to 2."""
     import httpx
 
     inputs = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [2.0]}]
@@ -48,7 +47,6 @@ def answer(service: Served) -> float:
 async def test_replica_does_not_load_what_is_not_its_version(
     tmp_path: Path, what: str
 ) -> None:
-    """Whatever is edited, every answer is of the old version until it is updated."""
     bias, module = tmp_path / "bias.txt", tmp_path / f"served_{what}.py"
     bias.write_text("0.5")
     module.write_text(MODULE.format(file=str(bias), factor=10))
@@ -90,7 +88,6 @@ async def test_replica_does_not_load_what_is_not_its_version(
 
 
 async def test_replica_loads_the_kept_copy_of_replaced_weights(tmp_path: Path) -> None:
-    """The tokens stay the same, and an event names the file."""
     import httpx
 
     folder = save_decoder(tmp_path / "decoder")

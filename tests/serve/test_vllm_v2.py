@@ -1,7 +1,4 @@
-"""vLLM's runner V2, in real servers of vLLM on CPUs: by Triton's interpreter.
-
-The test makes vLLM's environment, which takes many minutes and gigabytes once.
-"""
+"""vLLM's runner V2, in real vLLM servers on CPUs, with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Return a model of vLLM that runs V2; make its environment if need be."""
+    """Return a model of vLLM that runs V2; its environment takes many minutes once."""
     folder = default_folder()
     install(NAME, folder, print)
     path = vllm_stub.save_model(tmp_path_factory.mktemp("model"))
@@ -119,7 +116,7 @@ async def test_runner_v2_keeps_the_contract(check: EngineCheck, bench: Bench) ->
 async def test_release_that_does_not_continue_exactly_is_refused(
     model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trial at the start finds it: here, the true prompt is kept from vLLM."""
+    """The trial at the start finds it: here, vLLM does not learn the true prompt."""
     write = vllm.write_plugin
 
     def forgetting(folder: Path, settings: EngineSettings) -> None:
@@ -178,7 +175,7 @@ async def test_every_token_is_that_of_an_undisturbed_stream(
 async def all_kinds(
     api: Any, service: Served, draw: random.Random, *, kills: bool = False
 ) -> dict[str, Any]:
-    """Return the tokens of a stream of each kind; a process of vLLM may be killed."""
+    """Return the tokens of a stream of each kind; kill a process of vLLM, if asked."""
     texts = {kind: Text(api, options, COUNT) for kind, options in KINDS.items()}
     if kills:
         await texts["penalised"].has(draw.randrange(1, COUNT - 1))

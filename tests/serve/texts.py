@@ -1,4 +1,4 @@
-"""Services that generate text, and clients of them, for the tests."""
+"""Services that generate text, and their clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ STAGES = ("front", "middle", "back")
 
 
 def spec_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return the spec of a small decoder in three stages."""
     model = {
         "path": str(folder),
         "generation": {"max_num_batched_tokens": 64, "kv_cache_memory_mb": 1},
@@ -38,7 +37,7 @@ def spec_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def client(service: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Return OpenAI's own client; it tries nothing twice."""
+    """Return OpenAI's own client, without retries."""
     made = openai.AsyncOpenAI(
         base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
     )
@@ -63,12 +62,7 @@ def undisturbed(service: Served) -> list[str]:
 
 
 class Stream:
-    """A stream of a text completion whose tokens are counted.
-
-    Attributes:
-        pieces: Texts of its tokens so far.
-        finish: Why it ended.
-    """
+    """A stream of a completion; ``pieces`` are the texts of its tokens so far."""
 
     def __init__(self, client: openai.AsyncOpenAI, count: int = COUNT) -> None:
         self.pieces: list[str] = []
@@ -86,25 +80,21 @@ class Stream:
             self._grown.set()
 
     async def has(self, count: int) -> None:
-        """Wait until it has so many tokens."""
         async with asyncio.timeout(WAIT_S):
             while len(self.pieces) < count and not self._task.done():
                 self._grown.clear()
                 await self._grown.wait()
 
     async def end(self) -> list[str]:
-        """Wait for its end; return the texts of its tokens."""
         await self._task
         return self.pieces
 
 
 def post(service: Served, path: str, body: dict[str, Any]) -> httpx.Response:
-    """Send a request."""
     return httpx.post(f"{service.url}{path}", json=body, timeout=WAIT_S)
 
 
 async def is_whole(service: Served) -> None:
-    """Wait until every stage has its replicas."""
     await asyncio.to_thread(
         service.until, lambda: service.stages() == [1, 2, 1], "whole"
     )

@@ -1,9 +1,4 @@
-"""Commands of ``multiworld`` that start at once: forks of a process that has imported
-all they need, torch above all.
-
-A service of a test starts in this way some dozens of times. How the command starts by
-itself is what the tests of the tutorials, of the examples and of the CLI run.
-"""
+"""Commands of ``multiworld`` that start at once, as forks of a warm process."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ END_S = 5.0
 """Seconds that the process may take to exit."""
 
 PASSING = ("PYTEST_CURRENT_TEST",)
-"""Variables of the environment that no command looks at."""
+"""Environment variables that no command reads."""
 
 
 class Command:
@@ -40,32 +35,29 @@ class Command:
         os.close(self._handle)
 
     def poll(self) -> int | None:
-        """Return None while it runs."""
         return 0 if select.select([self._handle], [], [], 0.0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has exited."""
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return 0
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has exited."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
-        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
 def start(
     words: Sequence[str], cwd: Path, log: IO[bytes]
 ) -> subprocess.Popen[str] | Command:
-    """Start a command of ``multiworld`` in a session of its own; its output is a pipe.
+    """Start a command in a session of its own; its output is a pipe.
 
-    In another environment than that of the first one it starts as ever: what has been
-    imported may have looked at that.
+    It is a fork of a process that has imported all it needs, torch above all, as tests
+    start dozens of services. In another environment than the first one, it starts as
+    usual: what is imported may have looked at that.
     """
     control, environment = _warm_process()
     if environment != _environment():

@@ -1,4 +1,4 @@
-"""Command ``python -m tests.soak``."""
+"""Command ``python -m tests.soak``; it exits with 1 if a promise did not hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def show(account: Account, console: Console) -> None:
-    """Print the report."""
     table = Table(title=f"Soak, seed {account.seed}: {account.seconds / 60:.1f} min")
     for column in ("fault", "times", "detected ms p50", "p99", "max", "whole again s"):
         table.add_column(column, justify="left" if column == "fault" else "right")
@@ -62,8 +61,6 @@ def show(account: Account, console: Console) -> None:
 
 
 async def run(minutes: float, seed: int, console: Console) -> Account:
-    """Run one seed."""
-
     told = set[str]()
 
     def say(account: Account, fault: Fault) -> None:
@@ -83,7 +80,6 @@ async def run(minutes: float, seed: int, console: Console) -> Account:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Runs a city, injects faults, and checks what follows. Shell."""
+"""Overseer of a city: it injects faults, and checks what follows."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ They stay for at most ``close_s``, so that the other side can read what was sent
 
 @dataclass
 class Account:
-    """Results of a run."""
-
     seed: int
     hosts: int
     worlds: int = 0
@@ -75,7 +73,6 @@ class Account:
     growth_bytes: int = 0
 
     def problems(self) -> list[str]:
-        """Return every violation of a promise, in words."""
         return [
             *self.false_alarms,
             *self.disagreements,
@@ -88,8 +85,6 @@ class Account:
 
 @dataclass
 class _Seen:
-    """Reports of a resident since the last fault."""
-
     ready: dict[str, int] = field(default_factory=dict)  # world -> epoch
     over: list[tuple[Any, ...]] = field(default_factory=list)
     left: set[str] = field(default_factory=set)
@@ -105,8 +100,6 @@ async def _store(role: Role, host: str) -> None:
 
 
 class Overseer:
-    """Runs one seed."""
-
     def __init__(
         self,
         fleet: ProcessFleet,
@@ -136,7 +129,6 @@ class Overseer:
     # The city.
 
     async def start(self) -> None:
-        """Start all residents, and wait until every world is ready."""
         await self._start_store()
         for number in range(len(self.city.homes)):
             self._start(number)
@@ -244,7 +236,6 @@ class Overseer:
     # Faults.
 
     async def run(self, seconds: float) -> None:
-        """Inject faults and check their effects for this many seconds."""
         await self.start()
         await self._count_footprints()
         begin = time.monotonic()
@@ -333,7 +324,6 @@ class Overseer:
             host.restore()
 
     async def _all_told(self, wanted: dict[str, Verdicts]) -> None:
-        """Wait until every survivor has reported the break of its world."""
         async with asyncio.timeout(SETTLE_S):
             while not self._are_told(wanted):
                 self._changed.clear()
@@ -353,9 +343,8 @@ class Overseer:
         before: Rounds,
         wanted: dict[str, Verdicts],
     ) -> None:
-        """Check that all other worlds made rounds during the fault."""
         if fault.kind in ("short cut", "short stop"):
-            return  # affected worlds pause, and then go on
+            return  # affected worlds pause, and then continue
         for world in self.city.worlds:
             if world.name in wanted or fault.resident in world.members:
                 continue
@@ -440,7 +429,6 @@ class Overseer:
 
 
 def _grown(first: dict[str, int], now: dict[str, int]) -> str:
-    """Return the resources that a resident leaked, in words."""
     return ", ".join(
         f"{what} {first[what]} -> {now[what]}"
         for what, slack in SLACK.items()

@@ -1,7 +1,4 @@
-"""Who is in which world, what happens to whom, and what must follow. Pure.
-
-Everything comes from a ``random.Random``: the same seed gives the same plan.
-"""
+"""Plan of a soak: worlds, faults, and the verdicts that must follow, from one seed."""
 
 from __future__ import annotations
 
@@ -27,14 +24,13 @@ class Place:
 
 @dataclass(frozen=True)
 class City:
-    """Residents, where they live, and their worlds."""
+    """Residents, their hosts, and their worlds."""
 
     hosts: int
     homes: tuple[int, ...]
     worlds: tuple[Place, ...]
 
     def of(self, resident: int) -> list[Place]:
-        """Return the worlds that a resident is in."""
         return [world for world in self.worlds if resident in world.members]
 
 
@@ -81,7 +77,6 @@ def make_city(chance: random.Random, hosts: int) -> City:
 
 
 def next_fault(chance: random.Random, city: City) -> Fault:
-    """Return the next random fault."""
     kinds = [kind for kind in KINDS if city.hosts > 1 or kind not in NETWORK]
     kind = chance.choice(kinds)
     resident = chance.randrange(len(city.homes))
@@ -117,7 +112,6 @@ class Verdicts:
 
 
 def expected(city: City, fault: Fault) -> dict[str, Verdicts]:
-    """Return the verdicts for each world that the fault breaks."""
     found = {}
     for world in city.worlds:
         verdicts = _expected_of(city, world, fault)
@@ -152,5 +146,5 @@ def _expected_of(city: City, world: Place, fault: Fault) -> Verdicts | None:
 
 
 def left(city: City, fault: Fault) -> str:
-    """Return the world that the fault leaves politely, or None."""
+    """Return the world that the fault leaves politely; empty if there is none."""
     return fault.world if fault.kind == "leave" else ""

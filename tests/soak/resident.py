@@ -1,4 +1,4 @@
-"""Process of the soak that keeps its worlds and their traffic going."""
+"""Resident: a process of the soak that keeps its worlds and their traffic going."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ CONFIG = WorldConfig(join_s=5.0, silence_s=SILENCE_S)
 
 
 class Resident:
-    """The worlds of this process."""
-
     def __init__(self, role: Role, manager: WorldManager, store: str, me: int) -> None:
         self.role, self.manager, self.store, self.me = role, manager, store, me
         self.rounds: dict[str, int] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def stay(self, place: Place) -> None:
-        """Join a world, and keep it."""
         self.tasks[place.name] = asyncio.create_task(self._stay(place))
 
     async def _stay(self, place: Place) -> None:
@@ -71,7 +68,6 @@ class Resident:
         return ("over", *where, *what, time.monotonic())
 
     async def _round(self, world: World) -> None:
-        """Pass a tensor around the ring, and all-reduce one; check both."""
         number = self.rounds.get(world.name, 0)
         mine = torch.tensor([world.epoch, world.rank, self.me])
         after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -87,7 +83,6 @@ class Resident:
         self.rounds[world.name] = number + 1
 
     def footprint(self) -> dict[str, int]:
-        """Return the resources that this process holds."""
         gc.collect()
         now = Leak.now()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -101,7 +96,6 @@ class Resident:
 
 
 async def resident(role: Role, me: int, places: list[Place], store: str) -> None:
-    """Run a resident until an order ends it."""
     async with WorldManager(config=CONFIG) as manager:
         life = Resident(role, manager, store, me)
         for place in places:

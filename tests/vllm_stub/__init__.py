@@ -1,10 +1,4 @@
-"""What vLLM's runner V2 needs to run on a CPU: Triton's interpreter, and a backend.
-
-No package on PyPI has a backend of Triton for CPUs. The interpreter runs kernels
-without compiling them, and asks a backend for no more than a device. ``write`` puts one
-into a folder for ``PYTHONPATH``, with a plugin of vLLM that replaces what the
-interpreter cannot run. A token takes about 0.3 s.
-"""
+"""Stub with which vLLM's runner V2 runs on a CPU, by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +33,7 @@ def save_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,  # of heads of 64: vLLM's kernel takes few sizes
+        hidden_size=128,  # heads of 64: vLLM's kernel takes few sizes
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -50,14 +44,19 @@ def save_model(folder: Path) -> Path:
     model: Any = LlamaForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            parameter.data.mul_(4)  # so that tokens are not all as likely
+            parameter.data.mul_(4)  # so that tokens are not all equally likely
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
 def write(folder: Path) -> dict[str, str]:
-    """Write the stub; return the environment in which vLLM uses it."""
+    """Write the stub; return the environment in which vLLM uses it.
+
+    No package on PyPI has a backend of Triton for CPUs. The interpreter runs kernels
+    without compiling them, and asks a backend for no more than a device. A plugin of
+    vLLM replaces what the interpreter cannot run. A token takes about 0.3 s.
+    """
     shutil.copytree(HERE / "triton_cpu", folder / "triton_cpu")
     shutil.copyfile(HERE / "interpreted_kernels.py", folder / "interpreted_kernels.py")
     about = folder / "interpreted_kernels-1.0.dist-info"

@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def _make_masks_bool() -> None:
-    """Some kernels give masks of integers, which the interpreter's numpy refuses."""
+    """Make masks bool: the interpreter's numpy refuses masks of integers."""
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder

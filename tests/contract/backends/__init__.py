@@ -1,9 +1,4 @@
-"""The contract of the backends of worlds: checks that run on any of them.
-
-Each check is an ``async`` function of an ``Arena``. A backend is complete when all of
-``CHECKS`` pass on it. A check of an operation that a backend documents as unsupported
-returns at once.
-"""
+"""Contract of the backends of worlds; a complete backend passes every check."""
 
 from __future__ import annotations
 

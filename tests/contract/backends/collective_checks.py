@@ -35,7 +35,6 @@ AVG = ReduceOp.AVG
 
 @check
 async def broadcasts(arena: Arena) -> None:
-    """Check that every member gets the root's tensor, for every root and size."""
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -50,7 +49,6 @@ async def broadcasts(arena: Arena) -> None:
 
 @check
 async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
-    """Check broadcasts of every dtype, and of scalar, empty and strided tensors."""
     worlds = await arena.world(2)
     for dtype in DTYPES:
         for shape in ((), (0,), (2, 3)):
@@ -65,7 +63,6 @@ async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
 
 @check
 async def all_reduces(arena: Arena) -> None:
-    """Check every reduce operation on every member, for short and long tensors."""
     for size in SIZES:
         worlds = await arena.world(size)
         for count in (0, 1, 5, 100_003):
@@ -100,7 +97,6 @@ def _expected(inputs: list[Tensor]) -> dict[str, Tensor]:
 
 @check
 async def all_reduces_other_dtypes(arena: Arena) -> None:
-    """Check averages, small integers, booleans, complex numbers and strided tensors."""
     worlds = await arena.world(3)
 
     async def reduced(tensors: list[Tensor], op: Any) -> Tensor:
@@ -124,7 +120,7 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
 
 @check
 async def averages_what_no_sum_can_hold(arena: Arena) -> None:
-    """Check that an average of large numbers is finite, by every collective."""
+    """Check that the average of tensors whose sum overflows is finite."""
     for size in (2, 3):
         worlds = await arena.world(size)
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -149,7 +145,7 @@ async def averages_what_no_sum_can_hold(arena: Arena) -> None:
 
 @check
 async def lets_nan_win(arena: Arena) -> None:
-    """Check minima and maxima with NaN, infinities and zeros, as torch has them."""
+    """Check that minima and maxima with NaN, infinities and zeros equal torch's."""
     worlds = await arena.world(2)
     inf, nan = math.inf, math.nan
     inputs = [
@@ -213,7 +209,6 @@ async def reduces_large_tensors(arena: Arena) -> None:
 
 @check
 async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
-    """Check that every member gets the same error, and the world stays usable."""
     worlds = await arena.world(2)
     for tensor, op in (
         (torch.ones(2), ReduceOp.BAND),
@@ -229,7 +224,6 @@ async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
 
 @check
 async def reduces(arena: Arena) -> None:
-    """Check that ``reduce`` changes the root's tensor only."""
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -242,7 +236,6 @@ async def reduces(arena: Arena) -> None:
 
 @check
 async def gathers(arena: Arena) -> None:
-    """Check that ``all_gather`` and ``gather`` return the members' tensors by rank."""
     for size in SIZES:
         worlds = await arena.world(size)
         results = await every(
@@ -261,7 +254,6 @@ async def gathers(arena: Arena) -> None:
 
 @check
 async def scatters(arena: Arena) -> None:
-    """Check that each member gets its own element of the root's list."""
     for size in SIZES:
         worlds = await arena.world(size)
         root = size // 2
@@ -280,7 +272,6 @@ async def scatters(arena: Arena) -> None:
 
 @check
 async def reduce_scatters(arena: Arena) -> None:
-    """Check that rank i gets the reduction of all i-th tensors; inputs stay as is."""
     for size in SIZES:
         worlds = await arena.world(size)
         inputs = [
@@ -299,7 +290,6 @@ async def reduce_scatters(arena: Arena) -> None:
 
 @check
 async def exchanges_all_to_all(arena: Arena) -> None:
-    """Check that rank j receives from rank i the tensor that i sent to j."""
     for size in SIZES:
         worlds = await arena.world(size)
         ins = [[torch.tensor([rank, i]) for i in range(size)] for rank in range(size)]
@@ -330,7 +320,6 @@ async def exchanges_in_place(arena: Arena) -> None:
 
 @check
 async def waits_at_a_barrier(arena: Arena) -> None:
-    """Check that no member passes a barrier before the last one has reached it."""
     worlds = await arena.world(3)
     early = [asyncio.ensure_future(world.barrier()) for world in worlds[:2]]
     one = torch.ones(1)
@@ -342,7 +331,6 @@ async def waits_at_a_barrier(arena: Arena) -> None:
 
 @check
 async def runs_many_operations_at_once(arena: Arena) -> None:
-    """Check collectives and messages of several worlds that are pending together."""
     one, two = await arena.world(3), await arena.world(3)
     steps: list[Awaitable[Any]] = []
     for worlds in (one, two):
@@ -357,7 +345,6 @@ async def runs_many_operations_at_once(arena: Arena) -> None:
 
 @check
 async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
-    """Check that the error of a mismatch names both members' calls; nobody hangs."""
     mistakes: list[Callable[[World], Awaitable[Any]]] = [
         lambda w: w.all_reduce(torch.ones(3)),
         lambda w: w.broadcast(torch.ones(2, dtype=torch.int32), src=0),

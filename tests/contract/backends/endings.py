@@ -55,7 +55,6 @@ async def _receive_all(world: World, count: int) -> list[Tensor]:
 
 @check
 async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> None:
-    """Check that a collective completes, even a world's first, after its root left."""
     if arena.config.eager_bytes == 0:
         return  # in the rendezvous mode the root waits for the others
     for _ in range(4):  # several worlds, because either side may dial
@@ -80,7 +79,6 @@ async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> Non
 
 @check
 async def closing_fails_our_own_sends(arena: Arena) -> None:
-    """Check that ``cleanup`` ends pending sends, and the receiver does not hang."""
     if arena.config.host_p2p == "backend":
         return  # a pending receive is torch's own and cannot be withdrawn
     left, right = await arena.world(2)
@@ -113,7 +111,6 @@ async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
 
 @check
 async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
-    """Check that a cancelled collective breaks its world only; it can be rejoined."""
     other = await arena.world(2, "other")
     worlds = await arena.world(2, "again")
     pending = asyncio.ensure_future(worlds[0].all_reduce(torch.ones(2)))
@@ -131,7 +128,6 @@ async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
 
 @check
 async def closes_while_operations_wait(arena: Arena) -> None:
-    """Check that ``close`` ends this member's pending operations."""
     left, _ = await arena.world(2)
     pending = [
         asyncio.ensure_future(raised_by(left.recv(src=1))),

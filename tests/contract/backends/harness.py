@@ -13,7 +13,10 @@ from multiworld.testing.arena import Arena
 from multiworld.world.world import World
 
 Check = Callable[[Arena], Awaitable[None]]
-"""Coroutine function that raises if a backend breaks the contract."""
+"""Coroutine function that raises an error if a backend breaks the contract.
+
+It returns at once if the backend documents the operation as unsupported.
+"""
 
 CHECKS: list[Check] = []
 """All checks of the contract."""
@@ -76,7 +79,6 @@ async def every(worlds: list[World], call: Callable[..., Awaitable[Any]]) -> Any
 
 
 async def raised_by(step: Awaitable[Any]) -> BaseException | None:
-    """Return the error that awaiting a step raises, or None."""
     try:
         await step
     except Exception as error:
@@ -85,6 +87,5 @@ async def raised_by(step: Awaitable[Any]) -> BaseException | None:
 
 
 async def expect(world: World, tensor: Tensor, src: int = 0, tag: int = 0) -> None:
-    """Receive a tensor and assert that it equals ``tensor``."""
     got = await world.recv(src=src, tag=tag)
     assert same(got, tensor), f"sent {tensor}, got {got}"

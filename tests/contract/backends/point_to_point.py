@@ -30,7 +30,6 @@ from tests.contract.backends.harness import (
 
 @check
 async def sends_every_dtype(arena: Arena) -> None:
-    """Check that a tensor of every dtype arrives unchanged, with dtype and shape."""
     left, right = await arena.world(2)
     for dtype in DTYPES:
         tensor = some((3, 5), dtype)
@@ -39,7 +38,6 @@ async def sends_every_dtype(arena: Arena) -> None:
 
 @check
 async def sends_every_shape(arena: Arena) -> None:
-    """Check that scalar, empty and strided tensors arrive unchanged."""
     left, right = await arena.world(2)
     base = some((6, 8), torch.float32)
     shapes = [torch.tensor(7.0), torch.empty(0), torch.empty(3, 0, 2), base.t()]
@@ -50,7 +48,6 @@ async def sends_every_shape(arena: Arena) -> None:
 
 @check
 async def receives_into_given_tensors(arena: Arena) -> None:
-    """Check receives into a given tensor of another shape, or with strides."""
     left, right = await arena.world(2)
     tensor = some((4, 6), torch.int32)
     outs = [torch.zeros(4, 6, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)]
@@ -65,7 +62,6 @@ async def receives_into_given_tensors(arena: Arena) -> None:
 
 @check
 async def sends_large_tensors(arena: Arena) -> None:
-    """Check that tensors of many fragments arrive whole, in both directions at once."""
     left, right = await arena.world(2)
     one, other = torch.randn(1_500_003), torch.randn(1_200_001)
     await asyncio.gather(
@@ -78,7 +74,6 @@ async def sends_large_tensors(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_each_tag(arena: Arena) -> None:
-    """Check that messages of one tag arrive in order, independent of other tags."""
     left, right = await arena.world(2)
 
     async def send() -> None:
@@ -99,7 +94,6 @@ async def keeps_order_of_each_tag(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
-    """Check that sends started together arrive in the order of the calls."""
     left, right = await arena.world(2)
     count = 200 if arena.config.host_p2p == "direct" else 20
     tensors = [torch.tensor([i]) for i in range(count)]
@@ -112,7 +106,6 @@ async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
 
 @check
 async def serves_receives_in_call_order(arena: Arena) -> None:
-    """Check that pending receives get messages in the order of their calls."""
     left, right = await arena.world(2)
     pending = [asyncio.ensure_future(right.recv(src=0)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -123,7 +116,6 @@ async def serves_receives_in_call_order(arena: Arena) -> None:
 
 @check
 async def serves_receives_in_call_order_while_messages_wait(arena: Arena) -> None:
-    """Check the same of receives that find their messages there."""
     left, right = await arena.world(2)
     count = 200 if arena.config.host_p2p == "direct" else 20
     sending = asyncio.gather(*(left.send(torch.tensor(i), dst=1) for i in range(count)))
@@ -137,7 +129,6 @@ async def serves_receives_in_call_order_while_messages_wait(arena: Arena) -> Non
 
 @check
 async def receives_from_whoever_is_first(arena: Arena) -> None:
-    """Check that ``recv_any`` returns the first message, and its sender's rank."""
     if arena.config.host_p2p == "backend":
         return  # refused, because torch's own call never notices a lost member
     worlds = await arena.world(3)
@@ -154,7 +145,6 @@ async def receives_from_whoever_is_first(arena: Arena) -> None:
 
 @check
 async def sends_bundles_and_objects(arena: Arena) -> None:
-    """Check that a bundle with metadata, and plain data, arrive as one message each."""
     left, right = await arena.world(2)
     tensors = {
         "a": some((2, 3), torch.bfloat16),
@@ -177,7 +167,6 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
 
 @check
 async def passes_tensors_to_a_handler(arena: Arena) -> None:
-    """Check that a handler gets its tag's tensors in order, pending ones first."""
     left, right = await arena.world(2)
     got: list[Tensor] = []
 
@@ -209,7 +198,7 @@ async def passes_tensors_to_a_handler(arena: Arena) -> None:
 
 @check
 async def lets_a_handler_peek(arena: Arena) -> None:
-    """Check that a handler may see bytes in place, in order with other tensors."""
+    """Check that a handler may read bytes in place, in order with other tensors."""
     if arena.config.host_p2p == "backend":
         return  # such a world has no handlers
     left, right = await arena.world(2)
@@ -232,7 +221,6 @@ async def lets_a_handler_peek(arena: Arena) -> None:
 
 @check
 async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
-    """Check that data that JSON cannot represent is refused by the sender."""
     left, _ = await arena.world(2)
     for thing in (object(), {1, 2}, torch.ones(1), b"bytes"):
         error = await raised_by(left.send_object(thing, dst=1))
@@ -241,7 +229,6 @@ async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
 
 @check
 async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
-    """Check that a receive of the wrong dtype, size or kind loses no message."""
     left, right = await arena.world(2)
     tensor = some((4,), torch.float32)
     sending = asyncio.ensure_future(left.send(tensor, dst=1))
@@ -261,7 +248,6 @@ async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
 
 @check
 async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
-    """Check that invalid arguments raise errors, and the world stays usable."""
     left, right = await arena.world(2)
     one = torch.ones(1)
     steps: list[Awaitable[Any]] = [
@@ -286,7 +272,6 @@ async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
 
 @check
 async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
-    """Check that the next receive gets the message of a cancelled one."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -301,7 +286,6 @@ async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
 
 @check
 async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
-    """Check that messages stay in order when several receives are cancelled."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -321,7 +305,6 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
 
 @check
 async def cancelling_one_receive_keeps_the_order_of_the_others(arena: Arena) -> None:
-    """Check that cancelling one receive, at any moment, keeps the others' order."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     sender, receiver = await arena.world(2)
@@ -351,7 +334,6 @@ async def _send_numbered(sender: World, count: int, size: int) -> None:
 
 @check
 async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
-    """Check that the message after a cancelled send arrives whole."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)

@@ -19,12 +19,11 @@ from tests.unit.waiting import turns
 
 
 def describe(tag: int = 0) -> Description:
-    """Return the description of a message of one byte."""
     return Description(0, UINT8, (1,), 1, tag, 0)
 
 
 class Lane:
-    """A lane whose messages the test brings."""
+    """A fake lane whose messages the test delivers."""
 
     def __init__(self, rank: int, channel: Channel) -> None:
         self.rank, self._channel = rank, channel
@@ -89,8 +88,6 @@ class Lane:
 
 
 class Bench:
-    """A channel with lanes to ranks 1 and 2."""
-
     def __init__(self) -> None:
         self.channel = Channel([1, 2], 10_000)
         self.lanes = {rank: Lane(rank, self.channel) for rank in (1, 2)}
@@ -104,17 +101,14 @@ class Bench:
 
 
 def value(arrival: Arrival) -> int:
-    """Return the byte of a message."""
     return int(arrival.memory[0])
 
 
 def gone() -> Exception:
-    """Return the error of these tests."""
     return ConnectionError("gone")
 
 
 async def test_message_that_has_arrived_is_taken_at_once() -> None:
-    """Nothing is polled for it."""
     bench = Bench()
     bench.lanes[1].arrive(5)
     assert await bench.recv() == 5
@@ -122,7 +116,6 @@ async def test_message_that_has_arrived_is_taken_at_once() -> None:
 
 
 async def test_receive_polls_only_the_lanes_that_could_bring_its_message() -> None:
-    """A receive from anybody polls all."""
     bench = Bench()
     bench.lanes[1].queue = [7]
     assert await bench.recv(1) == 7
@@ -139,7 +132,7 @@ def parked_in_a_fork() -> int:
 
 
 async def test_receive_parks_until_the_message_comes() -> None:
-    """While one is parked, no other one spins."""
+    """While one receive is parked, no other one spins."""
     bench = Bench()
     waiting = asyncio.create_task(bench.recv())
     await turns(3)
@@ -153,7 +146,6 @@ async def test_receive_parks_until_the_message_comes() -> None:
 async def test_receive_spins_after_a_short_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The message that comes meanwhile is taken without parking."""
     monkeypatch.setattr(Spin, "seconds", 20.0)
     bench = Bench()
     lane = bench.lanes[1]
@@ -169,7 +161,6 @@ async def test_receive_spins_after_a_short_wait(
 
 
 async def test_cancelled_receive_returns_its_message() -> None:
-    """The next receive gets it, whether it came before or after the cancelling."""
     bench = Bench()
     for value_ in (1, 2):
         waiting = asyncio.create_task(bench.recv())
@@ -186,7 +177,7 @@ async def test_cancelled_receive_returns_its_message() -> None:
 
 
 async def test_stream_of_messages_lets_other_tasks_run() -> None:
-    """A receive that never has to wait yields now and then."""
+    """A receive that never has to wait still yields now and then."""
     bench = Bench()
     ran = asyncio.create_task(asyncio.sleep(0))
     for number in range(TURN_MESSAGES):
@@ -198,7 +189,7 @@ async def test_stream_of_messages_lets_other_tasks_run() -> None:
 
 
 async def test_message_held_by_its_lane_is_described_not_copied() -> None:
-    """The caller copies it from the lane's buffer, unless another one is in front."""
+    """The caller copies it from the lane's buffer, unless another one is before it."""
     bench = Bench()
     lane = bench.lanes[1]
     lane.holds, lane.is_held = describe(), True
@@ -228,7 +219,6 @@ async def test_member_that_left_fails_what_it_cannot_complete() -> None:
 
 
 async def test_member_without_a_lane_has_sent_nothing() -> None:
-    """A receive from it fails at once, now and later."""
     bench = Bench()
     del bench.channel.lanes[1]
     waiting = asyncio.create_task(bench.recv(1))
@@ -245,7 +235,7 @@ async def test_member_without_a_lane_has_sent_nothing() -> None:
 async def test_end_fails_every_receive_now_and_later(
     method: str, calls: list[str]
 ) -> None:
-    """``abort`` closes the lanes, too, after what has arrived was read."""
+    """``abort`` also closes the lanes, after it has read what has arrived."""
     bench = Bench()
     waiting = [asyncio.create_task(bench.recv(source)) for source in (1, 2, None)]
     await turns(3)

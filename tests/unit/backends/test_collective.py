@@ -31,7 +31,6 @@ CODE = 200
 
 
 def RING(lanes: LaneCollectives, call: Call) -> Steps:
-    """Return the steps of a collective that passes each tensor to the next rank."""
     if call.tensor.numel() == 0:
         raise TensorMismatchError("nothing to pass on")
 
@@ -46,7 +45,6 @@ def RING(lanes: LaneCollectives, call: Call) -> Steps:
 
 @pytest.fixture
 def ring() -> Iterator[Collective]:
-    """Declare a collective for one test."""
     with mock.patch.object(admission, "World", Ringed):
         yield declare(CODE)(RING)
     del _BY_CODE[CODE]
@@ -56,12 +54,10 @@ class Ringed(World):
     """A world with one more collective, which is added as those of the library are."""
 
     async def ring(self, call: Call) -> None:
-        """Pass a tensor to the next rank."""
         await self._call(call)
 
 
 async def pass_on(world: World, call: Call) -> None:
-    """Call the collective of a world that has it."""
     assert isinstance(world, Ringed)
     await world.ring(call)
 
@@ -86,7 +82,7 @@ async def each(worlds: list[World], make: Any) -> list[Any]:
     ],
 )
 def test_codes_on_the_wire_never_change(name: str, code: int, has_root: bool) -> None:
-    """Members of two releases must mean the same by a number."""
+    """A code must mean the same to members of two releases."""
     declared = getattr(collectives, name.upper())
     assert (declared.name, declared.code, declared.has_root) == (name, code, has_root)
     assert name_of(code) == name
@@ -105,7 +101,7 @@ def test_code_is_given_once(ring: Collective) -> None:
 
 
 def test_operation_names_what_people_need() -> None:
-    """Both sides' operations stand in the error when members disagree."""
+    """The error of members that disagree shows the operations of both sides."""
     code = CODES[torch.float32]
     broadcast = Operation(3, 0, code, 5, 2, 0)
     assert str(broadcast) == "broadcast #3 of 5 float32, root 2"
@@ -115,7 +111,7 @@ def test_operation_names_what_people_need() -> None:
 
 
 def test_label_holds_code_op_and_root_apart() -> None:
-    """The largest values that the wire has room for do not run into each other."""
+    """The largest values that the wire has room for do not overlap."""
     label = Operation(1, 255, 0, 0, 65_535, 255).label()
     assert label == 0xFFFF_FFFF
     assert Operation(1, 7, 0, 0, 3, 2).label() == 7 << 24 | 2 << 16 | 3
@@ -143,7 +139,7 @@ async def test_new_collective_runs_on_every_backend(
 async def test_new_collective_checks_its_tensors_before_it_is_numbered(
     backend: str, ring: Collective
 ) -> None:
-    """A wrong call harms no world."""
+    """A wrong call does not harm its world."""
     async with Arena(backend) as arena:
         worlds = await arena.world(2)
         with pytest.raises(TensorMismatchError, match="nothing to pass"):
@@ -157,7 +153,6 @@ async def test_new_collective_checks_its_tensors_before_it_is_numbered(
 async def test_members_that_call_different_collectives_break_the_world(
     ring: Collective,
 ) -> None:
-    """The error names both."""
     async with Arena("memory") as arena:
         worlds = await arena.world(2)
 
@@ -177,7 +172,7 @@ async def test_members_that_call_different_collectives_break_the_world(
 
 @pytest.mark.parametrize("backend", ["memory", "gloo"])
 async def test_cancelling_breaks_the_world(backend: str, ring: Collective) -> None:
-    """The other members count on this one, and hear of it."""
+    """The other members count on this one, and are informed."""
     async with Arena(backend) as arena:
         worlds = await arena.world(2)
         calling = asyncio.create_task(pass_on(worlds[0], Call(ring, torch.ones(1))))

@@ -20,7 +20,6 @@ u64, i64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 def test_header_when_decoded_then_equal(
     shape: tuple[int, ...], fields: tuple[int, ...]
 ) -> None:
-    """Decoding returns every encoded field."""
     kind, flags, dtype, *rest = fields
     header = Header(kind, flags, dtype, len(shape), *rest)
     data = memoryview(wire.encode(header, shape))
@@ -31,7 +30,6 @@ def test_header_when_decoded_then_equal(
 
 
 def test_header_when_any_bit_is_flipped_then_refused() -> None:
-    """The checksum covers everything."""
     good = wire.encode(Header(0, 1, 2, 2, 0, 3, 4, 5, 0, 24, 24, 0, 0), (2, 3))
     for bit in range(len(good) * 8):
         bad = bytearray(good)

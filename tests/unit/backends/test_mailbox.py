@@ -23,13 +23,10 @@ from tests.unit.inner_state import held_bytes
 
 
 def describe(size: int = 4, tag: int = 0) -> Description:
-    """Return the description of a uint8 tensor."""
     return Description(0, UINT8, (size,), size, tag, 0)
 
 
 class Bench:
-    """A mailbox for two sources."""
-
     def __init__(self, budget: int = 100_000) -> None:
         self.mailbox = Mailbox(frozenset({1, 2}), budget)
 
@@ -50,7 +47,6 @@ class Bench:
 
 
 def fill(arrival: Arrival, value: int) -> None:
-    """Fill a message completely with one value."""
     arrival.memory[:] = bytes([value]) * len(arrival.memory)
     arrival.received = len(arrival.memory)
 
@@ -61,7 +57,6 @@ def value(receive: Receive) -> int | None:
 
 
 async def test_messages_and_receives_match_in_order() -> None:
-    """The order holds whether the message or the receive comes first."""
     bench = Bench()
     early = [bench.post(), bench.post()]
     for number in (1, 2, 3):
@@ -71,7 +66,6 @@ async def test_messages_and_receives_match_in_order() -> None:
 
 
 async def test_tags_and_sources_do_not_mix() -> None:
-    """Each receive gets a message of its own source and tag."""
     bench = Bench()
     bench.send(1, 1, tag=5)
     bench.send(2, 2, tag=0)
@@ -93,7 +87,6 @@ async def test_any_source_takes_the_first_to_arrive() -> None:
 
 
 async def test_mismatch_fails_the_receive_and_keeps_the_message() -> None:
-    """The next matching receive gets the message."""
     bench = Bench()
     wrong, right = bench.post(size=9), bench.post(size=4)
     bench.send(1, 3)
@@ -106,7 +99,6 @@ async def test_mismatch_fails_the_receive_and_keeps_the_message() -> None:
 
 
 async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
-    """A partial or complete message returns to the head of its queue."""
     bench = Bench()
     receive = bench.post()
     arrival = bench.mailbox.begin(1, describe())
@@ -125,7 +117,6 @@ async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
 
 
 async def test_receive_of_a_revoked_message_regains_its_turn() -> None:
-    """The receive waits again, ahead of later receives."""
     bench = Bench()
     first, second = bench.post(), bench.post()
     arrival = bench.mailbox.begin(1, describe())
@@ -137,7 +128,6 @@ async def test_receive_of_a_revoked_message_regains_its_turn() -> None:
 
 
 async def test_several_cancelled_receives_put_back_in_order() -> None:
-    """Messages stay in the order in which they were sent."""
     bench = Bench()
     receives = [bench.post(), bench.post()]
     bench.send(1, 1)
@@ -148,7 +138,7 @@ async def test_several_cancelled_receives_put_back_in_order() -> None:
 
 
 async def test_revoked_message_lets_its_receive_look_again() -> None:
-    """A receive from any source takes a message that came from another one."""
+    """A receive from any source then takes a message of another one."""
     bench = Bench()
     anyone = bench.post(None)
     arrival = bench.mailbox.begin(1, describe())
@@ -159,7 +149,6 @@ async def test_revoked_message_lets_its_receive_look_again() -> None:
 
 
 async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> None:
-    """An unfinished message of an ended source is dropped."""
     bench = Bench()
     receive = bench.post()
     bench.mailbox.begin(1, describe())
@@ -171,7 +160,6 @@ async def test_end_of_a_source_fails_the_receive_of_its_unfinished_message() -> 
 
 
 async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -> None:
-    """``begin`` raises, and ``abort`` later fails the receive."""
     bench = Bench()
     receive = bench.post(size=1 << 62)
     with pytest.raises(MemoryError):
@@ -181,7 +169,6 @@ async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -
 
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:
-    """``begin`` returns None beyond the budget."""
     bench = Bench(budget=2 * (4 + MESSAGE_BYTES + DIMENSION_BYTES))
     bench.send(1, 1)
     bench.send(1, 2)
@@ -195,7 +182,6 @@ async def test_budget_stalls_until_a_receive_makes_room() -> None:
 
 
 async def test_end_of_a_source_comes_behind_its_messages() -> None:
-    """Receives get the held messages first, then the error."""
     bench = Bench()
     bench.send(1, 1)
     bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
@@ -208,7 +194,6 @@ async def test_end_of_a_source_comes_behind_its_messages() -> None:
 
 
 async def test_abort_fails_everything_now_and_later() -> None:
-    """Receives that wait, have part of a message, or are posted later all fail."""
     bench = Bench()
     waiting, served = bench.post(tag=1), bench.post()
     bench.mailbox.begin(1, describe())
@@ -219,7 +204,7 @@ async def test_abort_fails_everything_now_and_later() -> None:
 
 
 async def test_handler_gets_held_tensors_and_then_those_that_arrive() -> None:
-    """Those of its source and tag, in order; the budget counts none of them."""
+    """The budget counts none of them."""
     bench = Bench(budget=2 * (4 + MESSAGE_BYTES + DIMENSION_BYTES))
     got: list[int] = []
     room: list[bool] = []
@@ -242,7 +227,7 @@ async def test_handler_gets_held_tensors_and_then_those_that_arrive() -> None:
 
 
 async def test_handler_leaves_messages_of_other_kinds_to_receives() -> None:
-    """A held one stays in its place, and what came behind it too."""
+    """A held message stays in its place, and so does what came after it."""
     bench = Bench()
     got: list[int] = []
     bundle = Description(1, UINT8, (4,), 4, 0, 0)
@@ -268,8 +253,6 @@ steps = st.lists(
 def test_any_history_then_every_message_is_received_once_and_in_order(
     history: list[tuple[str, int]],
 ) -> None:
-    """Cancelling neither loses nor duplicates a message."""
-
     async def play() -> None:
         bench = Bench()
         receives: list[Receive] = []

@@ -51,7 +51,6 @@ tensors = st.builds(
 def test_bundle_survives_packing(
     given: dict[str, torch.Tensor], meta: dict[str, Any]
 ) -> None:
-    """Names, order, dtypes, shapes and values come back, each tensor aligned."""
     layout = lay_out(given, meta)
     packed = layout.pack()
     found = unpack_bundle(packed, len(layout.manifest), 3)
@@ -65,7 +64,6 @@ def test_bundle_survives_packing(
 
 
 def test_strided_tensor_is_packed_as_its_values() -> None:
-    """A transposed or expanded tensor is copied element by element."""
     for tensor in (torch.arange(6).view(2, 3).t(), torch.ones(1).expand(4)):
         layout = lay_out({"a": tensor}, {})
         found = unpack_bundle(layout.pack(), len(layout.manifest), 0)
@@ -85,13 +83,11 @@ def test_strided_tensor_is_packed_as_its_values() -> None:
 def test_bundle_that_cannot_be_sent_is_refused(
     given: Any, meta: Any, kind: Any
 ) -> None:
-    """The sender hears of it, and nothing is sent."""
     with pytest.raises(kind):
         lay_out(given, meta)
 
 
 def unpacked(manifest: object, size: int = 256) -> object:
-    """Unpack a message whose manifest says this."""
     text = json.dumps(manifest).encode()
     packed = torch.zeros(-(-len(text) // ALIGNMENT) * ALIGNMENT + size).to(torch.uint8)
     packed[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -138,7 +134,7 @@ def test_manifest_that_does_not_fit_its_bytes_is_refused(manifest: object) -> No
     ids=str,
 )
 def test_manifest_with_an_infinite_number_is_refused(manifest: object) -> None:
-    """JSON can say 1e999."""
+    """JSON may contain 1e999."""
     with pytest.raises(TensorMismatchError, match="whose manifest cannot be read"):
         unpacked(manifest)
 
@@ -157,7 +153,6 @@ entries = st.lists(
 @settings(deadline=None)
 @given(entries)
 def test_random_manifest_stays_within_its_message(entries: list[Any]) -> None:
-    """It is refused, or every tensor lies in the bytes that arrived."""
     try:
         found: Any = unpacked([entries, {}])
     except TensorMismatchError:
@@ -169,13 +164,11 @@ def test_random_manifest_stays_within_its_message(entries: list[Any]) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b"nope"])
 def test_object_that_is_no_json_is_refused(body: bytes) -> None:
-    """The receiver gets an error of ours."""
     with pytest.raises(TensorMismatchError, match="not JSON"):
         decode_object(body)
 
 
 def test_object_that_json_cannot_say_is_refused() -> None:
-    """Cycles are refused like unknown types."""
     cycle: list[Any] = []
     cycle.append(cycle)
     for wrong in (object(), {1, 2}, b"bytes", cycle, {(1, 2): 3}):
@@ -187,7 +180,7 @@ def test_object_that_json_cannot_say_is_refused() -> None:
 
 
 def test_object_that_is_too_deep_is_refused() -> None:
-    """The error must not fail for the same reason as the encoding."""
+    """The error text must not fail for the same reason as the encoding."""
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -200,13 +193,11 @@ def test_object_that_is_too_deep_is_refused() -> None:
 
 @pytest.fixture
 async def worlds() -> AsyncIterator[list[World]]:
-    """Return both members of a world in this process."""
     async with Arena("memory") as arena:
         yield await arena.world(2)
 
 
 async def test_misfit_stays_until_it_is_received_rightly(worlds: list[World]) -> None:
-    """Each wrong receive names the right one; nothing is lost."""
     left, right = worlds
     await left.send(torch.ones(3), dst=1)
     await left.send_bundle({"a": torch.ones(1)}, dst=1)
@@ -249,7 +240,7 @@ async def test_nested_tensor_is_refused_by_name(worlds: list[World]) -> None:
 
 
 async def test_outputs_that_share_memory_are_refused(worlds: list[World]) -> None:
-    """Each rank's part would overwrite another's; neighbours in memory are fine."""
+    """Each rank's part would overwrite another's; adjacent memory is fine."""
     base = torch.zeros(6)
     with pytest.raises(TensorMismatchError, match="share memory"):
         await worlds[0].all_gather(torch.ones(3), [base[:3], base[2:5]])
@@ -264,7 +255,6 @@ async def test_outputs_that_share_memory_are_refused(worlds: list[World]) -> Non
 
 
 async def test_strided_and_reshaped_targets_are_filled(worlds: list[World]) -> None:
-    """The caller's own tensor is returned."""
     left, right = worlds
     target = torch.zeros(3, 2).t()
     await left.send(torch.arange(6.0), dst=1)
@@ -275,7 +265,6 @@ async def test_strided_and_reshaped_targets_are_filled(worlds: list[World]) -> N
 async def test_sends_stay_in_call_order_while_one_is_prepared(
     worlds: list[World],
 ) -> None:
-    """A small message does not overtake a large one that is still being copied."""
     left, right = worlds
     large = torch.ones(3_000, 1_000).t()
     sending = [
@@ -290,7 +279,7 @@ async def test_sends_stay_in_call_order_while_one_is_prepared(
 
 
 async def test_cancelled_send_makes_room_for_the_next(worlds: list[World]) -> None:
-    """Cancelled while its copy is made, it sends nothing."""
+    """A send that is cancelled while its copy is made sends nothing."""
     left, right = worlds
     large = torch.ones(3_000, 1_000).t()
     first = asyncio.create_task(left.send(large, dst=1))
@@ -304,7 +293,6 @@ async def test_cancelled_send_makes_room_for_the_next(worlds: list[World]) -> No
 
 
 async def test_cancelled_receive_loses_no_message(worlds: list[World]) -> None:
-    """Even if the message comes in the same instant."""
     left, right = worlds
     for cancel_first in (True, False):
         receiving = asyncio.create_task(right.recv(torch.zeros(1), src=0))
@@ -323,7 +311,6 @@ async def test_cancelled_receive_loses_no_message(worlds: list[World]) -> None:
 async def test_member_that_leaves_is_named_and_its_messages_remain(
     worlds: list[World],
 ) -> None:
-    """First what it sent, then the error; sending fails at once."""
     left, right = worlds
     await left.send(torch.ones(1), dst=1)
     waiting = asyncio.create_task(right.recv(src=0, tag=5))
@@ -343,6 +330,5 @@ async def test_member_that_leaves_is_named_and_its_messages_remain(
 
 
 async def test_world_over_lanes_has_no_process_group(worlds: list[World]) -> None:
-    """The message names a backend that has one."""
     with pytest.raises(UnsupportedOperationError, match="gloo"):
         _ = worlds[0].process_group

@@ -30,7 +30,6 @@ class Gate:
 
 
 def test_size_counts_all_tensors() -> None:
-    """An empty tensor and no tensor have none."""
     assert size_of(torch.ones(3), torch.ones(2, dtype=torch.int8)) == 14
     assert size_of(torch.empty(0)) == size_of() == 0
 
@@ -46,14 +45,13 @@ async def test_only_large_work_leaves_the_loop(size: int, is_here: bool) -> None
 
 @pytest.mark.parametrize("size", [0, OFFLOAD_BYTES + 1])
 async def test_result_and_error_are_the_calls_own(size: int) -> None:
-    """The caller cannot tell where it ran."""
+    """The caller cannot tell where the call ran."""
     assert await offload(size, divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await offload(size, divmod, 7, 0)
 
 
 async def test_loop_runs_while_a_thread_works() -> None:
-    """Other tasks continue meanwhile."""
     gate = Gate()
     working = asyncio.create_task(in_thread(gate.call))
     await until(lambda: gate.began)
@@ -79,7 +77,7 @@ async def test_cancelling_waits_for_the_thread(times: int) -> None:
 
 
 async def test_cancelling_hides_the_error_of_the_thread() -> None:
-    """The caller gave up; no warning about a lost exception appears."""
+    """The caller gave up, so asyncio must not warn about a lost exception."""
     reported: list[object] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reported.append(context))
@@ -97,7 +95,7 @@ async def test_cancelling_hides_the_error_of_the_thread() -> None:
 
 
 async def test_time_limit_ends_after_the_thread() -> None:
-    """A time-out is a cancellation, too."""
+    """A timeout is a cancellation, too."""
     gate = Gate()
     limit = asyncio.create_task(_limited(gate))
     await until(lambda: gate.began)
@@ -114,7 +112,7 @@ async def _limited(gate: Gate) -> None:
 
 
 async def test_full_pool_of_the_loop_holds_up_no_copy() -> None:
-    """Its calls may wait for the very message."""
+    """The pool's calls may wait for the very message."""
     gate = Gate()
     pool = ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(pool)

@@ -1,4 +1,4 @@
-"""Spin: it follows the waits, and stops where it finds nothing."""
+"""Spin: it follows the waits, and stops where polling finds nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from multiworld.backends.spin import (
 
 
 def play(spin: Spin, wait_s: float, count: int) -> tuple[int, float]:
-    """Wait so many times for a message that comes after ``wait_s``.
-
-    Return how many polls found it, and the seconds that were polled in vain.
-    """
+    """Play ``count`` waits; return the polls that hit, and seconds of vain polling."""
     found, in_vain_s = 0, 0.0
     for _ in range(count):
         seconds = spin.seconds
@@ -37,7 +34,7 @@ def play(spin: Spin, wait_s: float, count: int) -> tuple[int, float]:
 
 
 def test_nobody_polls_before_a_wait_was_short() -> None:
-    """An idle program sleeps."""
+    """An idle program must sleep."""
     spin = Spin()
     assert play(spin, 1.0, 100) == (0, 0.0)
     spin.parked(SHORT_WAIT_S)
@@ -48,7 +45,7 @@ def test_nobody_polls_before_a_wait_was_short() -> None:
 
 @pytest.mark.parametrize("wait_us", [5, 30, 60, 90, 120, 180])
 def test_short_waits_are_found_on_any_processor(wait_us: int) -> None:
-    """One that takes three times as long as another, too."""
+    """Some processors take three times as long as others."""
     spin = Spin()
     found, _ = play(spin, wait_us * 1e-6, 1000)
     assert found > 990
@@ -64,7 +61,7 @@ def test_polling_in_vain_is_rare() -> None:
 
 
 def test_polling_starts_again_when_waits_get_shorter() -> None:
-    """After a rest, however long it had been in vain."""
+    """Polling resumes after a pause, however long it had been in vain."""
     spin = Spin()
     play(spin, 290e-6, 100_000)
     found, _ = play(spin, 30e-6, 2 * MAX_PAUSE)
@@ -82,7 +79,6 @@ def test_polling_starts_again_when_waits_get_shorter() -> None:
     )
 )
 def test_limit_stays_within_its_bounds(steps: list[tuple[str, float]]) -> None:
-    """Whatever happens."""
     spin = Spin()
     in_a_row = 0
     for what, seconds in steps:

@@ -1,4 +1,4 @@
-"""Memory of large messages is reused, but never while anything still refers to it."""
+"""Memory of large messages, which is reused only when nothing refers to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ MIB = 1024 * 1024
 
 
 def test_forked_child_shares_nothing_with_its_parent() -> None:
-    """Neither sees what the other writes."""
     tensor = TensorPool().empty(MIB, torch.uint8)
     tensor.fill_(1)
     pid = os.fork()
@@ -38,7 +37,6 @@ KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_memory_is_used_again_when_the_last_share_is_gone(keeper: str) -> None:
-    """A view, slice, array or storage keeps the memory out of the pool."""
     recycler = TensorPool()
     tensor = recycler.empty(MIB, torch.float32)
     where = tensor.data_ptr()
@@ -53,7 +51,7 @@ def test_memory_is_used_again_when_the_last_share_is_gone(keeper: str) -> None:
 
 
 def test_storage_is_exactly_as_long() -> None:
-    """A saved tensor does not contain earlier content of the block."""
+    """Otherwise, a saved tensor would contain earlier content of the block."""
     recycler = TensorPool()
     recycler.empty(2 * MIB, torch.uint8).fill_(7)
     tensor = recycler.empty(MIB + 1, torch.uint8)
@@ -62,7 +60,7 @@ def test_storage_is_exactly_as_long() -> None:
 
 
 def test_little_is_kept() -> None:
-    """The pool frees the oldest block first, and gives no far too large blocks."""
+    """The pool frees the oldest block first, and returns none that is far too large."""
     recycler = TensorPool(kept_bytes=3 * MIB)
     tensors = [recycler.empty(MIB, torch.uint8) for _ in range(5)]
     tensors.clear()
@@ -81,7 +79,6 @@ def test_little_is_kept() -> None:
     "dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128]
 )
 def test_large_messages_of_every_size_of_element(dtype: torch.dtype) -> None:
-    """The memory has the message's dtype and shape, and is writable."""
     from multiworld.backends.dtypes import CODES
 
     shape = (3, 5, MIB // 8 + 1)
@@ -94,7 +91,6 @@ def test_large_messages_of_every_size_of_element(dtype: torch.dtype) -> None:
 
 
 def test_threads_never_share_a_block() -> None:
-    """Each thread reads back the number that it wrote."""
     recycler = TensorPool()
     wrong: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Private names of torch: looked up in one module, and refused by name if missing."""
+"""Private names of torch, which one module looks up and checks."""
 
 from __future__ import annotations
 
@@ -45,20 +45,18 @@ def fake() -> Iterator[ModuleType]:
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """Look every name up anew."""
+    """Clear the cache, so that every name is looked up again."""
     torch_names.missing.cache_clear()
     yield
     torch_names.missing.cache_clear()
 
 
 def names_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Make c10d need these names."""
     monkeypatch.setitem(NAMES, "c10d", names)
 
 
 @pytest.mark.usefixtures("fake")
 def test_names_that_are_there_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules, attributes and attributes that a class annotates are found."""
     names_of(
         monkeypatch,
         "fake_torch.inner.Group",
@@ -73,7 +71,6 @@ def test_names_that_are_there_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_missing_names_are_refused_with_the_versions_that_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error names every missing name, the installed torch and those that work."""
     gone = ("fake_torch.gone.Group", "fake_torch.inner.Group._gone")
     names_of(monkeypatch, "fake_torch.inner.Group._abort", *gone)
     with pytest.raises(TorchVersionError) as caught:
@@ -91,7 +88,6 @@ def test_missing_names_are_refused_with_the_versions_that_work(
 def test_a_world_on_c10d_is_refused_before_any_io(
     monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:
-    """A torch without a name is refused when a world on it is asked for."""
     monkeypatch.setitem(NAMES, use, ("torch._no_such_name",))
     with pytest.raises(TorchVersionError, match="_no_such_name"):
         check_backend("gloo", torch.device("cpu"))
@@ -99,14 +95,12 @@ def test_a_world_on_c10d_is_refused_before_any_io(
 
 @pytest.mark.parametrize("use", NAMES)
 def test_this_torch_has_every_name(use: Use) -> None:
-    """The installed torch is one that works."""
     if use == "nccl" and not dist.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
     assert torch_names.missing(use) == ()
 
 
 def test_versions_are_those_of_the_package() -> None:
-    """The error and the dependency name the same versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch{WORKS}" in project["dependencies"]
 
@@ -121,7 +115,7 @@ PRIVATE = {
 
 
 def test_no_other_module_uses_private_names_of_torch() -> None:
-    """All are in ``torch_names``, and its table lists each that it uses."""
+    """``torch_names`` has them all, and its table lists each one that it uses."""
     home = "multiworld.backends.torch_names"
     for name, path in modules().items():
         used = {
@@ -139,7 +133,7 @@ def test_no_other_module_uses_private_names_of_torch() -> None:
 
 def _parts(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute):
-        # Attributes of an object's own class are none of torch's.
+        # Attributes of an object's own class are not torch's.
         is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         return [] if is_own else [node.attr]
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -152,13 +146,11 @@ def _parts(node: ast.AST) -> list[str]:
 
 
 def names_found() -> doctor.Finding:
-    """Return the doctor's finding about the names of torch."""
     (found,) = (f for f in doctor.examine() if f.subject == "torch's names")
     return found
 
 
 def test_doctor_fails_on_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor names what is missing, and the versions that work."""
     assert names_found().status == "ok"
     torch_names.missing.cache_clear()
     names_of(monkeypatch, "torch._no_such_name")
@@ -182,5 +174,5 @@ def test_doctor_fails_on_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None
 def test_versions_are_distinguished_by_their_minor_release(
     version: str, is_tested: bool
 ) -> None:
-    """Local and patch versions do not matter."""
+    """Patch and local versions do not matter."""
     assert torch_names.is_tested(version) is is_tested

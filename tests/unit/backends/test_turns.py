@@ -1,4 +1,4 @@
-"""Turns: order, cancelling, and nothing that stays."""
+"""Turns: order and cancelling; nothing stays behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.waiting import turns
 
 
 async def test_turns_are_in_the_order_of_the_calls() -> None:
-    """One that is cancelled is skipped; keys do not wait for each other."""
+    """A cancelled one is skipped; keys do not wait for each other."""
     kept, done, goes_on = Turns(), list[str](), asyncio.Event()
 
     async def take(key: str, name: str) -> None:

@@ -43,7 +43,6 @@ def test_ranges_may_overlap() -> None:
 
 
 def test_too_few_nodes_serve_nothing() -> None:
-    """The answer has a flow of 0."""
     found = place_chain(Chain(9, (NodeKind(2, {2: 1.0}),)), 2)
     assert found.flow == 0.0
 
@@ -64,14 +63,13 @@ def chains(draw: st.DrawFn) -> Chain:
 
 
 EXACT = Chain(5, (NodeKind(2, {1: 2.0}), NodeKind(3, {1: 1.32})))
-"""Five nodes for five layers: a flow of 1.32 uses them exactly, but for rounding."""
+"""Five nodes for five layers: a flow of 1.32 uses them exactly, except for rounding."""
 
 
 @settings(max_examples=40, deadline=None)
 @example(EXACT)
 @given(chains())
 def test_every_flow_is_what_another_algorithm_finds(chain: Chain) -> None:
-    """The flow respects the nodes' capacity and is below the bounds."""
     found = place_chain(chain, 1)
     used: dict[int, int] = {}
     for held in found.ranges:
@@ -84,7 +82,6 @@ def test_every_flow_is_what_another_algorithm_finds(chain: Chain) -> None:
 
 
 def test_flow_enters_only_inside_a_range() -> None:
-    """An item cannot enter a node before the start of its range."""
     chain = Chain(3, (NodeKind(2, {1: 4.0, 2: 1.0}),))
     assert flow_of(chain, [Range(0, 1, 2)]) == 0.0
     assert flow_of(chain, [Range(0, 0, 2), Range(0, 2, 1)]) == pytest.approx(1.0)
@@ -96,7 +93,6 @@ CAPACITY = "throughput_by_layers_held"
 
 @pytest.mark.parametrize("path", sorted(INSTANCES.glob("*.json")), ids=lambda p: p.stem)
 def test_public_instances_are_solved_as_well_as_is_known(path: Path) -> None:
-    """The reported flow is what the ranges really pass."""
     instance = json.loads(path.read_text())
     kinds = tuple(
         NodeKind(kind["count"], {int(n): c for n, c in kind[CAPACITY].items()})

@@ -1,4 +1,4 @@
-"""Measured numbers, and what they say."""
+"""Measured numbers, with their ratios and intervals."""
 
 from __future__ import annotations
 

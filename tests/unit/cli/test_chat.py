@@ -1,4 +1,4 @@
-"""`multiworld chat`, with a service that says what it is told to."""
+"""``multiworld chat``, with a fake service."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from multiworld.cli.main import cli
 
 
 class Service(BaseHTTPRequestHandler):
-    """Answers with the pieces of ``said``; keeps what was asked."""
+    """Answers with the pieces of ``said``, and records requests in ``asked``."""
 
     said: ClassVar[list[Any]] = []
     asked: ClassVar[list[Any]] = []
     models: ClassVar[list[Any]] = []
 
     def log_message(self, *args: object) -> None:
-        """Write nothing."""
+        pass
 
     def do_GET(self) -> None:
         self._answer(200, json.dumps({"data": self.models}).encode())

@@ -29,7 +29,7 @@ finally:
 
 
 def start(wait: str, before: str = "") -> subprocess.Popen[str]:
-    """Start a program that has started another, and wait until it may be ended."""
+    """Start a program that has started another one, and wait until it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(wait=wait, before=before)],
         stdout=subprocess.PIPE,
@@ -47,7 +47,7 @@ def start(wait: str, before: str = "") -> subprocess.Popen[str]:
 def test_signals_end_a_command_with_what_it_started(
     wait: str, number: signal.Signals, before: str
 ) -> None:
-    """The ends of ``with`` and ``try`` run, also if SIGINT is ignored, as behind &."""
+    """``finally`` blocks run, even if SIGINT is ignored, as in a background job."""
     process = start(wait, before)
     process.send_signal(number)
     assert process.stdout is not None
@@ -60,7 +60,7 @@ def test_signals_end_a_command_with_what_it_started(
 
 
 def test_ignored_signals_stay_ignored() -> None:
-    """What ``nohup`` has started outlives its terminal."""
+    """A program that ``nohup`` started must outlive its terminal."""
     process = start(PLAIN, "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`multiworld fetch`: where a model is, and what it is told about it."""
+"""``multiworld fetch``: models that exist already, and names that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers on the command line: NaN and infinities are none."""
+"""Numbers on the command line, which must be finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from multiworld.cli.tenants import tenants
 def test_number_that_is_not_finite_is_a_mistake_in_the_command(
     words: list[str],
 ) -> None:
-    """No request is sent."""
     done = CliRunner().invoke(tenants, words)
     assert done.exit_code == 2, done.output
     assert "is not a finite number" in done.output or "range" in done.output

@@ -1,4 +1,4 @@
-"""What commands print with ``--json`` is what the controller sends, and as text."""
+"""Output of commands, with ``--json`` and as text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def output(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], *words: str
 ) -> str:
-    """Return what a command prints for these answers of the controller."""
     service = CannedService(answers)
     for module in ("options", "nodes"):
         monkeypatch.setattr(
@@ -126,14 +125,13 @@ def output(
 def test_json_is_what_the_controller_sends(
     monkeypatch: pytest.MonkeyPatch, words: str, answers: dict[str, Any], wanted: Any
 ) -> None:
-    """With the same names in the same order."""
     named = words.replace("SPEC", __file__).split()
     text = output(monkeypatch, answers, *named, "--json")
     assert text == json.dumps(wanted, indent=2) + "\n"
 
 
 def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As before answers were types."""
+    """The form is that from before answers had types."""
     answers = {"/tenants/acme": {"name": "acme"}}
     text = output(monkeypatch, answers, "tenants", "delete", "acme", "--json")
     assert text == '{"name": "acme"}\n'
@@ -205,7 +203,6 @@ def test_text_says_the_same(
     answers: dict[str, Any],
     wanted: list[str],
 ) -> None:
-    """For people."""
     text = output(monkeypatch, answers, *words.split())
     for part in wanted:
         assert part in text.replace("\r\n", "\n"), text
@@ -214,7 +211,7 @@ def test_text_says_the_same(
 def test_nodes_without_a_service_are_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without free resources and replicas, which a service would book."""
+    """Free resources and replicas are missing, as only a service books any."""
     monkeypatch.setattr("multiworld.cli.nodes.running", lambda: [])
     (node,) = json.loads(output(monkeypatch, {}, "nodes", "--json"))
     assert list(node) == list(examples.NODE)[:9]

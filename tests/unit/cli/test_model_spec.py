@@ -1,4 +1,4 @@
-"""The spec that `multiworld serve MODEL` stands for."""
+"""Specs that ``multiworld serve MODEL`` stands for."""
 
 from __future__ import annotations
 

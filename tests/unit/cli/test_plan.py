@@ -33,7 +33,6 @@ NODE = {"name": "g", "cpus": 8, "memory_bytes": 2**35, "gpus": GPUS}
 
 
 def planned(folder: Path, replicas: int) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and the output of the command."""
     model, spec, nodes = folder / "model", folder / "app.yaml", folder / "nodes.json"
     save_decoder(model)
     spec.write_text(
@@ -45,7 +44,7 @@ def planned(folder: Path, replicas: int) -> tuple[int, dict[str, Any]]:
 
 
 def test_replicas_with_several_gpus_have_them_for_themselves(tmp_path: Path) -> None:
-    """Others go to the GPUs that are left, as when the service starts."""
+    """Other replicas go to the GPUs that are left, as when the service starts."""
     code, shown = planned(tmp_path, 2)
     where = {(s["model"], s["stage"]): s["where"] for s in shown["stages"]}
     assert code == 0
@@ -55,7 +54,7 @@ def test_replicas_with_several_gpus_have_them_for_themselves(tmp_path: Path) -> 
 
 
 def test_more_demand_than_the_replicas_carry_is_no_lack_of_room(tmp_path: Path) -> None:
-    """All replicas are placed; brackets in a name are no markup."""
+    """Brackets in a name are no markup."""
     spec = tmp_path / "app.yaml"
     spec.write_text("""
 models:
@@ -112,7 +111,7 @@ def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> N
 def test_what_the_service_refuses_is_short(
     tmp_path: Path, stage: str, said: str
 ) -> None:
-    """Solvers know neither a GPU's number, nor cores and memory beside it."""
+    """Solvers know neither the number of a GPU, nor cores and memory beside it."""
     spec, nodes = tmp_path / "app.yaml", tmp_path / "nodes.json"
     factory = "tests.serve.models:model"
     stages = f"[{stage}, {{}}, {{}}]"
@@ -137,7 +136,7 @@ def test_what_the_service_refuses_is_short(
 def test_wrong_machines_are_refused(
     tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
-    """A misspelt field is not ignored."""
+    """A misspelt field must not be ignored."""
     spec, nodes = tmp_path / "app.yaml", tmp_path / "nodes.json"
     spec.write_text("models: {m: {factory: 'tests.serve.models:model', stages: [{}]}}")
     nodes.write_text(json.dumps([{**NODE, "name": "other"}, {**NODE, **change}]))

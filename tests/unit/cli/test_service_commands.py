@@ -1,4 +1,4 @@
-"""Commands for a running service that need no service."""
+"""Commands for a running service, tested without one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOGS = (
 def test_logs_of_models_with_similar_names_are_apart(
     tmp_path: Path, name: str, found: list[str]
 ) -> None:
-    """A model may be named like another one and a number, or more words."""
+    """The name of a model may be that of another one and a number, or more words."""
     folder = StateFolder(tmp_path)
     folder.make()
     for stem in LOGS:
@@ -55,7 +55,7 @@ def test_logs_of_models_with_similar_names_are_apart(
 def test_refusal_of_a_shutdown_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk is not a controller that hangs, and to be killed."""
+    """A controller with a full disk does not hang, and must not be killed."""
 
     def refuse(*_: object, **__: object) -> None:
         error = ServeError("the audit log cannot be written")
@@ -88,7 +88,7 @@ def test_update_tells_its_own_outcome_from_that_of_another(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another update may follow it before it is done."""
+    """Another update may follow before this one is done."""
     models = {"m": DesiredModel(wanted, (1,)), "k": DesiredModel("1", (1,))}
     shown = SimpleNamespace(
         wanted=DesiredState(models), active={"m": wanted, "k": "1"}, is_ready=True
@@ -118,7 +118,7 @@ def test_update_tells_its_own_outcome_from_that_of_another(
 def test_shutdown_ends_a_service_that_has_started_nothing_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for machines: it has no record, but a controller that answers."""
+    """While it waits for machines, it has no record, but its controller answers."""
     monkeypatch.setenv("MULTIWORLD_STATE", str(tmp_path))
     folder = StateFolder(tmp_path / "shop")
     folder.make()

@@ -1,4 +1,4 @@
-"""SmolLM2 in three stages, beside transformers' own ``generate``."""
+"""SmolLM2 in three stages, compared with ``generate`` of transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Chain:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_tokens_are_those_of_transformers(question: str) -> None:
-    """Token by token, from a prompt in two parts on."""
+    """The prompt is computed in two parts."""
     from transformers import AutoTokenizer
 
     kind: Any = AutoTokenizer

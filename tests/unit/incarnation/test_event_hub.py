@@ -14,12 +14,11 @@ from tests.unit.waiting import turns
 
 
 def event(number: int) -> Event:
-    """Return a different event for each number."""
     return WorldClosed(world="w", epoch=number)
 
 
 def epochs(subscription: Subscription) -> list[int]:
-    """Take everything that a subscription holds; return the numbers."""
+    """Take all pending events of a subscription; return their numbers."""
     found = []
     while (taken := subscription.get_nowait()) is not None:
         found.append(taken.epoch)
@@ -27,12 +26,10 @@ def epochs(subscription: Subscription) -> list[int]:
 
 
 async def collect(subscription: Subscription) -> list[int]:
-    """Read until the hub closes; return the numbers."""
     return [taken.epoch async for taken in subscription.events()]
 
 
 def test_every_subscriber_gets_every_event_from_now_on() -> None:
-    """A subscription gets only events published after it."""
     hub = EventHub()
     early = hub.subscribe()
     hub.publish(event(1))
@@ -42,7 +39,7 @@ def test_every_subscriber_gets_every_event_from_now_on() -> None:
 
 
 async def test_iterator_that_nobody_reads_keeps_no_events() -> None:
-    """It subscribes before its first step, and may be dropped before that, too."""
+    """It subscribes before its first step, and may be dropped before that."""
     hub = EventHub()
     unread = hub.subscribe()
     kept, dropped = hub.subscribe().events(), weakref.ref(unread)
@@ -55,7 +52,7 @@ async def test_iterator_that_nobody_reads_keeps_no_events() -> None:
 
 
 async def test_task_that_waits_for_events_and_that_nobody_keeps_gets_them() -> None:
-    """Only the hub refers to what it waits for."""
+    """Only the hub refers to what the task waits for."""
     hub, found = EventHub(), list[int]()
 
     async def watch() -> None:
@@ -75,7 +72,6 @@ async def test_task_that_waits_for_events_and_that_nobody_keeps_gets_them() -> N
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_slow_reader_loses_the_oldest_and_learns_how_many(extra: int) -> None:
-    """The report comes first, and only once."""
     hub = EventHub()
     subscription = hub.subscribe()
     for number in range(QUEUE_LIMIT + extra):
@@ -90,7 +86,6 @@ def test_slow_reader_loses_the_oldest_and_learns_how_many(extra: int) -> None:
 
 
 def test_slow_reader_does_not_cost_another_one_its_events() -> None:
-    """Each subscription has a queue of its own."""
     hub = EventHub()
     slow, quick = hub.subscribe(), hub.subscribe()
     found = []
@@ -102,7 +97,6 @@ def test_slow_reader_does_not_cost_another_one_its_events() -> None:
 
 
 async def test_reader_that_waits_is_woken() -> None:
-    """Events that come together are all read after one wake-up."""
     hub = EventHub()
     reading = asyncio.create_task(collect(hub.subscribe()))
     await turns(3)
@@ -116,7 +110,6 @@ async def test_reader_that_waits_is_woken() -> None:
 
 
 async def test_iteration_ends_with_the_hub_and_not_before_the_last_event() -> None:
-    """Events published before the end are still read; a late reader ends at once."""
     hub = EventHub()
     subscription = hub.subscribe()
     hub.publish(event(1))
@@ -127,7 +120,7 @@ async def test_iteration_ends_with_the_hub_and_not_before_the_last_event() -> No
 
 
 async def test_cancelled_reader_is_unsubscribed() -> None:
-    """Nobody keeps events for a reader that is gone."""
+    """Otherwise the hub would keep events for it."""
     hub = EventHub()
     subscription = hub.subscribe()
     reading = asyncio.create_task(collect(subscription))

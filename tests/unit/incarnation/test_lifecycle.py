@@ -49,7 +49,6 @@ def play(*happenings: Happening) -> tuple[Life, list[Action]]:
 
 
 def published(actions: list[Action]) -> list[type]:
-    """Return the kinds of events in ``actions``."""
     return [type(action.event) for action in actions if isinstance(action, Publish)]
 
 
@@ -74,7 +73,6 @@ def test_loss_when_ready_then_others_are_notified_before_anything_closes() -> No
 
 
 def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
-    """The first verdict names the lost member; later ones only add to the lost set."""
     life, actions = play(Opened(), WasLost(2, "died"), WasLost(1, "too"))
     assert published(actions) == [MemberLost]
     assert isinstance(actions[0], TellBroken)  # only this member may know of it
@@ -101,14 +99,12 @@ def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
 
 
 def test_mutual_accusation_keeps_the_first() -> None:
-    """A member that accused first keeps its own verdict."""
     life, _ = play(Opened(), WasLost(1, "silent"), WasAccused(1, "silent"))
     assert life.breakage is not None
     assert isinstance(life.breakage.error(), MemberLostError)
 
 
 def test_stalled_member_is_reported_and_breaks_nothing() -> None:
-    """Stalled is not lost."""
     life, actions = play(Opened(), Stalls(1, 3.0, "computes"))
     assert life.phase is Phase.READY
     assert published(actions) == [MemberStalled]
@@ -125,7 +121,7 @@ def test_member_that_left_can_not_break_the_world() -> None:
 
 
 def test_member_that_left_and_fell_silent_sends_nothing_more() -> None:
-    """It may have been stopped before all it had sent left it."""
+    """It may have been stopped before everything that it had sent left it."""
     life, actions = play(Opened(), SaidLeft(1), WasLost(1, "it was silent"))
     assert life.phase is Phase.READY
     assert actions == [EndMember(1)]
@@ -146,14 +142,12 @@ def test_last_message_of_a_member_names_it_and_decides_nothing() -> None:
 
 
 def test_leave_when_ready_then_member_fails_and_is_reported() -> None:
-    """A leave is no fault."""
     _, actions = play(Opened(), SaidLeft(3))
     assert actions[0] == FailMember(3)
     assert published(actions) == [MemberLeft]
 
 
 def test_close_when_ready_then_others_are_notified() -> None:
-    """The end is a polite one."""
     life, actions = play(Opened(), CloseAsked())
     assert life.phase is Phase.CLOSED
     assert isinstance(actions[0], TellLeft)

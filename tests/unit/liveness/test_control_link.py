@@ -25,13 +25,10 @@ ODD = Ready(nonce=13)
 
 
 def note(number: int) -> EndCollectives:
-    """Return one of many messages."""
     return EndCollectives(1, number, 0)
 
 
 class Owner:
-    """Owner that keeps messages and the end."""
-
     def __init__(self) -> None:
         self.got: list[ControlMessage] = []
         self.ends: list[tuple[str, str]] = []
@@ -46,8 +43,6 @@ class Owner:
 
 
 class Pair:
-    """Both ends of a link, and their owners."""
-
     def __init__(self, *, is_local: bool) -> None:
         self.owners = Owner(), Owner()
         one, other = self.owners
@@ -63,7 +58,6 @@ class Pair:
 
 @pytest.fixture(params=["socket", "local"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """Return a link of each kind."""
     pair = Pair(is_local=request.param == "local")
     yield pair
     for link in pair.links:
@@ -72,7 +66,6 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 
 
 async def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
-    """Each owner gets what the other side sent."""
     for number in range(50):
         for link in pair.links:
             link.send(note(number))
@@ -84,7 +77,6 @@ async def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
 
 
 async def test_end_without_a_word_is_a_lost_process(pair: Pair) -> None:
-    """It is reported once, behind the last message, and to the other side only."""
     pair.links[0].send(note(1))
     pair.links[0].close()
     pair.links[0].close()
@@ -128,7 +120,6 @@ async def test_closed_link_takes_and_delivers_nothing(pair: Pair) -> None:
 
 
 async def test_descriptors_are_known_until_the_end(pair: Pair) -> None:
-    """A link inside a process has none."""
     is_local = isinstance(pair.links[0], LocalLink)
     assert len(pair.links[0].filenos()) == (0 if is_local else 1)
     pair.links[0].close()
@@ -150,7 +141,6 @@ class Wire:
 
 @pytest.fixture
 async def wire() -> AsyncIterator[Wire]:
-    """Return a link whose far end the test holds."""
     wire = Wire()
     yield wire
     wire.link.close()
@@ -169,7 +159,7 @@ async def wire() -> AsyncIterator[Wire]:
     ],
 )
 async def test_garbage_is_a_violation_and_says_so(wire: Wire, data: bytes) -> None:
-    """The verdict names the protocol, not the process; what came before counts."""
+    """The verdict names the protocol, not the process; earlier messages count."""
     before, after = DatagramsAt(1, 1), DatagramsAt(2, 1)
     wire.peer.sendall(frames.encode(before) + data + frames.encode(after))
     await until(lambda: wire.owner.ends)
@@ -178,7 +168,6 @@ async def test_garbage_is_a_violation_and_says_so(wire: Wire, data: bytes) -> No
 
 
 async def test_message_that_the_owner_cannot_use_is_a_violation(wire: Wire) -> None:
-    """Even after a bye."""
     wire.link.say_bye()
     wire.peer.sendall(frames.encode(Bye()) + frames.encode(ODD))
     await until(lambda: wire.owner.ends)

@@ -60,8 +60,6 @@ class Owner:
 
 
 class Bench:
-    """An endpoint on loopback."""
-
     def __init__(self, security: Security) -> None:
         self.owner = Owner()
         self.endpoint = Endpoint("127.0.0.1", self.owner, security)
@@ -80,13 +78,11 @@ def elsewhere(address: Address) -> Address:
 
 
 def at(port: int) -> Address:
-    """Return the address of another host's manager."""
     return Address(host="127.0.0.1", port=port, unix="", boot="another", netns="1")
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """Return an endpoint with a secret, and check that nothing leaks."""
     async with no_leaks():
         bench = Bench(SECRET)
         yield bench
@@ -94,7 +90,6 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_own_host_is_dialed_over_a_unix_socket(bench: Bench) -> None:
-    """The address tells where the listener is."""
     stream = await dial(bench.near, HELLO, SECRET)
     await until(lambda: bench.owner.taken)
     assert stream.family == socket.AF_UNIX
@@ -103,7 +98,6 @@ async def test_own_host_is_dialed_over_a_unix_socket(bench: Bench) -> None:
 
 
 async def test_other_host_is_dialed_over_tcp(bench: Bench) -> None:
-    """Even if it is this one by another name."""
     stream = await dial(bench.far, HELLO, SECRET)
     await until(lambda: bench.owner.taken)
     assert stream.family == socket.AF_INET
@@ -114,7 +108,6 @@ async def test_other_host_is_dialed_over_tcp(bench: Bench) -> None:
 async def test_other_secret_is_refused_by_name(
     bench: Bench, security: Security
 ) -> None:
-    """The error says that the secret is the reason."""
     with pytest.raises(HandshakeError) as refused:
         await dial(bench.near, HELLO, security)
     assert refused.value.kind == "secret"
@@ -122,13 +115,11 @@ async def test_other_secret_is_refused_by_name(
 
 
 async def test_unwanted_connection_learns_the_reason(bench: Bench) -> None:
-    """The owner's words reach the dialer."""
     with pytest.raises(HandshakeError, match="no room"):
         await dial(bench.near, LANE, SECRET)
 
 
 async def test_nobody_there_is_an_os_error() -> None:
-    """A closed port and a name that is gone are refused at once."""
     async with no_leaks():
         with pytest.raises(ConnectionRefusedError):
             await dial(at(free_port()), HELLO, NONE)
@@ -177,7 +168,7 @@ async def test_cancelled_dial_closes_its_connection() -> None:
 
 
 async def test_descriptor_of_a_dial_under_tls_is_known(tls: Tls) -> None:
-    """A forked child must close it too, or hides its parent's death."""
+    """A forked child must close it, too, or it hides its parent's death."""
     async with Impostor(is_silent) as stopped:
         security = Security(tls=tls)
         dialing = asyncio.create_task(dial(at(stopped.port), HELLO, security))
@@ -193,7 +184,7 @@ async def test_descriptor_of_a_dial_under_tls_is_known(tls: Tls) -> None:
 async def test_overloaded_listener_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may close the oldest handshakes; the last attempt's error counts."""
+    """It may close the oldest handshakes; the error of the last attempt counts."""
     monkeypatch.setattr(endpoint_module, "CROWDED_S", (0.0, 0.0, 0.0))
     async with Impostor(hangs_up) as crowded:
         with pytest.raises(ConnectionResetError):
@@ -223,7 +214,6 @@ async def test_only_heartbeats_go_without_tls(tls: Tls) -> None:
 
 
 async def test_endpoint_that_is_closed_has_no_descriptors(bench: Bench) -> None:
-    """TCP and Unix listeners both end."""
     assert len(bench.endpoint.filenos()) == 2
     bench.endpoint.close_nowait()
     bench.endpoint.close_nowait()
@@ -234,6 +224,5 @@ async def test_endpoint_that_is_closed_has_no_descriptors(bench: Bench) -> None:
 
 
 async def test_address_of_another_host_cannot_be_listened_on() -> None:
-    """The error names the system's reason."""
     with pytest.raises(OSError, match="assign"):
         Endpoint("192.0.2.1", Owner(), NONE)

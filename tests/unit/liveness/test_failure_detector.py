@@ -33,8 +33,6 @@ TICK_S = 0.2
 
 
 class Bench:
-    """A failure detector and a clock, with shorthands."""
-
     def __init__(self, silence_s: float = 2.0, worlds: int = 1) -> None:
         self.clock = FakeClock()
         self.live = FailureDetector(TICK_S)
@@ -63,12 +61,10 @@ class Bench:
 
 
 def test_beating_peer_is_never_judged() -> None:
-    """The time that it runs does not matter."""
     assert Bench().run(60) == []
 
 
 def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
-    """Each world gets one verdict, with the length of the silence."""
     bench = Bench()
     bench.run(5)
     assert bench.run(1.8, None) == []
@@ -95,13 +91,13 @@ def silences(*, near: Sequence[bool], beating: Collection[int] = ()) -> list[flo
 
 
 def test_processes_of_this_host_that_fall_silent_together_get_twice_the_time() -> None:
-    """The host is short of something, as this process still runs."""
+    """The host lacks something, as this process still runs."""
     assert all(4.0 < seconds < 5.2 for seconds in silences(near=[True, True, True]))
     assert len(silences(near=[True, True, True])) == 3
 
 
 def test_first_that_is_heard_again_takes_nothing_from_the_others() -> None:
-    """Nor does one that ends meanwhile, or a new one."""
+    """A peer that ends meanwhile, or a new one, takes nothing from them either."""
     clock, live = FakeClock(), FailureDetector(TICK_S)
     for name in ("a", "b", "c"):
         live.handle(PeerJoined(name, is_near=True), clock.now)
@@ -162,7 +158,6 @@ def test_peer_that_is_still_dialing_is_not_judged() -> None:
 
 
 def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
-    """The verdict says that the process is stopped."""
     bench = Bench()
     bench.run(5)
     verdicts = bench.run(4, ProcessState.STOPPED)
@@ -171,7 +166,6 @@ def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
 
 
 def test_stopped_peer_that_resumes_in_time_lives() -> None:
-    """A short stop is no loss."""
     bench = Bench()
     bench.run(5)
     assert bench.run(1.6, ProcessState.STOPPED) == []
@@ -197,7 +191,7 @@ def test_late_observer_judges_nobody_before_it_has_read() -> None:
 
 
 def test_pause_of_an_observer_that_was_late_before_is_no_silence_of_others() -> None:
-    """A machine under load makes the look before the pause late as well."""
+    """A machine under load delays the check before the pause as well."""
     bench = Bench()
     bench.run(1.0)
     bench.clock.advance(2.5 * TICK_S)
@@ -238,7 +232,6 @@ def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
 
 
 def test_worlds_have_their_own_limits() -> None:
-    """Each world judges by its own limits; leaving one keeps the others watched."""
     bench = Bench(silence_s=1.0)
     bench.handle(Watched("p", 7, DetectionLimits(5.0)))
     bench.handle(Watched("p", 8, DetectionLimits(math.inf)))
@@ -248,7 +241,6 @@ def test_worlds_have_their_own_limits() -> None:
 
 
 def test_unwatched_world_is_not_judged() -> None:
-    """A peer that no world watches gets no verdict."""
     bench = Bench()
     bench.handle(Unwatched("p", 0))
     assert bench.run(60, None) == []
@@ -276,7 +268,7 @@ def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
 
 
 def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
-    """Both sides detect a network that is cut in one direction."""
+    """This is how both sides detect a one-way network partition."""
     bench = Bench()
     bench.run(5)
     verdicts: list[Verdict] = []
@@ -289,7 +281,7 @@ def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
 
 
 def test_unheard_time_in_a_delayed_heartbeat_does_not_grow() -> None:
-    """A network outage that ends before the deadline is no fault."""
+    """A network partition that ends before the deadline is no fault."""
     bench = Bench()
     bench.run(5)
     assert bench.run(1.8, None) == []
@@ -334,7 +326,6 @@ def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
 
 
 def test_stuck_loop_is_reported_once_and_is_no_loss() -> None:
-    """A second event reports that the loop runs again."""
     bench = Bench()
     bench.handle(Watched("p", 0, DetectionLimits(2.0, stall_s=2.0)))
     bench.run(5)
@@ -349,7 +340,6 @@ def test_stuck_loop_is_reported_once_and_is_no_loss() -> None:
 
 
 def test_stuck_loop_is_a_loss_where_a_world_says_so() -> None:
-    """It is lost to that world only."""
     bench = Bench(worlds=2)
     limits = DetectionLimits(2.0, stall_s=1.0, stalled_limit_s=4.0)
     bench.handle(Watched("p", 7, limits))

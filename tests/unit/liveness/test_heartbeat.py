@@ -29,26 +29,22 @@ HANG_S = 20.0
 
 
 def kill(pid: int) -> None:
-    """Kill a helper, and wait until it has died."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def stop(pid: int) -> None:
-    """Stop a helper, and wait until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 class Side:
-    """A heartbeat with one connection, and what it reports."""
-
     def __init__(self) -> None:
         self.reports: list[tuple[int, HeartbeatReport]] = []
         self.beat = Heartbeat(lambda *report: self.reports.append(report))
 
     async def until_heard(self, count: int = 1) -> HeartbeatReport:
-        """Tick until so many more reports have come; return the last."""
+        """Tick until ``count`` more reports have come; return the last."""
         wanted = len(self.reports) + count
         async with asyncio.timeout(HANG_S):
             while len(self.reports) < wanted:
@@ -57,8 +53,6 @@ class Side:
 
 
 class Both:
-    """Two processes' heartbeats over one connection."""
-
     def __init__(self, mode: Mode) -> None:
         self.sockets = socket.socketpair()
         self.sides = Side(), Side()
@@ -77,7 +71,6 @@ class Both:
 
 @pytest.fixture(params=["thread", "process"])
 async def both(request: pytest.FixtureRequest) -> AsyncIterator[Both]:
-    """Return both sides, by both kinds of helper."""
     async with no_leaks():
         both = Both(request.param)
         yield both
@@ -85,7 +78,6 @@ async def both(request: pytest.FixtureRequest) -> AsyncIterator[Both]:
 
 
 async def test_peers_hear_each_other(both: Both) -> None:
-    """The report says that the peer runs, and when it heard us."""
     one, two = both.sides
     await one.until_heard()
     await two.until_heard()
@@ -112,7 +104,6 @@ async def test_end_of_the_connection_is_reported_once(both: Both) -> None:
 
 
 async def test_removed_connection_reports_nothing_more(both: Both) -> None:
-    """Removing is safe to repeat, and closes nothing of the caller's."""
     one = both.sides[0]
     await one.until_heard()
     one.beat.remove(both.numbers[0])
@@ -127,7 +118,6 @@ async def test_removed_connection_reports_nothing_more(both: Both) -> None:
 async def test_helper_that_was_killed_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The peers hear again, over the same connection."""
     caplog.set_level(logging.WARNING)
     async with no_leaks():
         both = Both("process")
@@ -147,7 +137,7 @@ async def test_helper_that_was_killed_is_replaced(
 async def test_helper_that_hangs_is_replaced(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Meanwhile ticks say that nothing is known, so that nobody is accused."""
+    """Meanwhile, ticks report that nothing is known, so that nobody is accused."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(heartbeat_module, "MISSED_S", 0.6)
     async with no_leaks():
@@ -227,7 +217,7 @@ async def test_helper_that_cannot_be_replaced_is_tried_again(
 async def test_helper_that_a_new_connection_starts_has_the_old_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be added between two attempts to replace a helper."""
+    """A connection may be added between two attempts to replace a helper."""
     both = Both("process")
     one = both.sides[0]
     assert one.beat.helper_pid is not None
@@ -277,7 +267,7 @@ async def test_datagrams_of_an_unknown_connection_are_closed() -> None:
 
 
 async def test_heartbeats_over_udp_outlive_the_connection(both: Both) -> None:
-    """They continue until the owner has made another one."""
+    """They continue until the owner has opened another connection."""
     udp = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
     for sock in udp:
         sock.setblocking(False)
@@ -342,13 +332,12 @@ for _ in range(300_000):
 
 
 def frame_from(sock: socket.socket) -> heartbeat_helper.HeartbeatFrame:
-    """Return the next heartbeat that a helper sends."""
     frame = sock.recv(heartbeat_helper.FRAME_BYTES, socket.MSG_WAITALL)
     return heartbeat_helper.decode_heartbeat(frame, ONE)
 
 
 def test_connection_that_the_helper_did_not_get_is_reported_as_ended() -> None:
-    """It had no descriptor left; the owner opens another one."""
+    """The helper had no descriptor left; the owner opens another connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sign = bytearray(heartbeat_helper.SIGN.size)
     helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.01)
@@ -366,7 +355,7 @@ def test_connection_that_the_helper_did_not_get_is_reported_as_ended() -> None:
 
 
 def test_end_that_could_not_be_reported_is_reported_later() -> None:
-    """The owner was stuck, and its socket full."""
+    """The owner was stuck, so its socket was full."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sign = bytearray(heartbeat_helper.SIGN.size)
     helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.01)
@@ -408,7 +397,7 @@ def test_end_that_could_not_be_reported_is_reported_later() -> None:
 async def test_helper_that_starved_goes_on_while_another_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What starves it may starve the start of another, too."""
+    """What starves it may starve the start of another helper, too."""
     monkeypatch.setattr(heartbeat_module, "MISSED_S", 0.6)
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 600\nexec {sys.executable} "$@"\n')

@@ -36,7 +36,6 @@ heartbeats = st.builds(
 def test_heartbeat_arrives_whole_or_not_at_all(
     heartbeat: HeartbeatFrame, bit: int
 ) -> None:
-    """A damaged or foreign frame is rejected."""
     frame = encode_heartbeat(heartbeat, KEY)
     got = decode_heartbeat(frame, KEY)
     for name in HeartbeatFrame.__slots__:
@@ -49,7 +48,6 @@ def test_heartbeat_arrives_whole_or_not_at_all(
 
 
 def heartbeat(sequence: int) -> HeartbeatFrame:
-    """Return an ordinary heartbeat."""
     return HeartbeatFrame(
         heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0
     )
@@ -87,7 +85,7 @@ def test_replayed_heartbeat_does_not_count_again() -> None:
 
 
 def test_process_is_stopped_if_it_did_nothing_between_two_looks() -> None:
-    """One that is continued in pulses may be met stopped at every look."""
+    """A process that is resumed in pulses may be stopped at every check."""
     looks = heartbeat_helper.StopLook()
     stopped, running = heartbeat_helper.STOPPED, heartbeat_helper.RUNNING
     assert looks.state(stopped, 1) == running  # it may just have been stopped
@@ -100,7 +98,7 @@ def test_process_is_stopped_if_it_did_nothing_between_two_looks() -> None:
 
 
 def test_work_of_a_thread_is_seen() -> None:
-    """Also of one that only waits, as that takes turns."""
+    """A thread that only waits works too, as it takes turns."""
     pid, tid = os.getpid(), threading.get_native_id()
     before = heartbeat_helper.work_of(pid, tid)
     time.sleep(0.001)  # one turn

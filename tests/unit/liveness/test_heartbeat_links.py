@@ -1,4 +1,4 @@
-"""Heartbeat connections to the peers: replaced, ended, and beside them UDP."""
+"""Heartbeat connections to the peers, their replacement, and UDP beside them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ HANG_S = 20.0
 
 
 class Link:
-    """A control link that keeps what is sent on it."""
-
     def __init__(self, key: LinkKey) -> None:
         self.key = key
         self.sent: list[ControlMessage] = []
@@ -42,8 +40,6 @@ class Link:
 
 
 class Side:
-    """One manager's heartbeats to one peer."""
-
     def __init__(self, peer: str, host: str = "127.0.0.1") -> None:
         self.link = Link(LinkKey(peer, host, host))
         self.heard: list[HeartbeatReport] = []
@@ -83,7 +79,6 @@ class Side:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a TCP connection over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
@@ -118,7 +113,6 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """Return two managers without a connection; afterwards nothing is open."""
     async with no_leaks():
         bench = Bench()
         yield bench
@@ -155,7 +149,6 @@ async def test_reflected_or_foreign_frames_do_not_count(bench: Bench) -> None:
 async def test_peers_on_two_hosts_tell_each_other_their_udp_ports(
     bench: Bench,
 ) -> None:
-    """UDP is used once both ports are known, whichever comes first."""
     bench.begin(tcp_pair())
     assert isinstance(bench.dialer.link.sent[0], DatagramsAt)
     assert bench.dialer.targets() == [0]
@@ -177,7 +170,7 @@ async def test_port_that_comes_before_the_connection_is_kept(bench: Bench) -> No
 
 @pytest.mark.parametrize("port", [0, -1, 65536, 10**30])
 async def test_wrong_port_is_ignored(bench: Bench, port: int) -> None:
-    """It comes from the peer, which may send any integer."""
+    """The port comes from the peer, which may send any integer."""
     bench.begin(tcp_pair())
     bench.dialer.links.datagrams_at(bench.dialer.link.key, DatagramsAt(port, 1))
     assert bench.dialer.targets() == [0]
@@ -195,7 +188,6 @@ async def test_name_instead_of_an_address_means_no_udp(bench: Bench) -> None:
 
 
 async def test_ended_connection_is_reported_and_can_be_replaced(bench: Bench) -> None:
-    """The peers hear each other over the new one."""
     bench.begin()
     await bench.dialer.until_heard()
     bench.acceptor.links.end(bench.acceptor.link.key)
@@ -212,7 +204,6 @@ async def test_ended_connection_is_reported_and_can_be_replaced(bench: Bench) ->
 
 
 async def test_replaced_connection_uses_the_new_udp_ports(bench: Bench) -> None:
-    """Both sides make new UDP sockets, and tell each other the new ports."""
     bench.begin(tcp_pair())
     bench.tell_ports()
     bench.begin(tcp_pair())
@@ -225,7 +216,7 @@ async def test_replaced_connection_uses_the_new_udp_ports(bench: Bench) -> None:
 async def test_helper_that_cannot_start_closes_the_connection(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog tries again with another one."""
+    """The watchdog tries again with another connection."""
     links = HeartbeatLinks("process", 0.1, lambda *_: None, print)
     link = Link(LinkKey("b", "127.0.0.1", "127.0.0.1"))
     ours, theirs = socket.socketpair()

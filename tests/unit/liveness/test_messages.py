@@ -1,4 +1,4 @@
-"""Control messages and hellos of managers: what they look like, and what is none."""
+"""Control messages and hellos of managers, valid and invalid."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ LANE = {"kind": "lane", "to_uid": "b", "nonce": 1, "rank": 2, "channel": "p2p"}
     ],
 )
 def test_message_survives_its_frame(message: ControlMessage) -> None:
-    """It arrives as what it was."""
     body = frames.encode(message)[4:]
     assert frames.decode_body(body, control_messages) == message
 
@@ -68,7 +67,6 @@ def test_message_survives_its_frame(message: ControlMessage) -> None:
     ],
 )
 def test_hello_survives_its_frame(hello: ManagerHello) -> None:
-    """It arrives as what it was."""
     assert frames.decode_body(frames.encode(hello)[4:], hellos) == hello
 
 
@@ -134,13 +132,13 @@ def test_message_with_a_missing_or_wrong_field_is_refused(
 def test_hello_with_a_missing_or_wrong_field_is_refused(
     hello: dict[str, object],
 ) -> None:
-    """The connection ends before anything else happens."""
+    """The connection ends, and nothing else happens."""
     with pytest.raises(FrameError):
         frames.decode_body(json.dumps(hello).encode(), hellos)
 
 
 def test_field_that_is_not_known_is_ignored() -> None:
-    """A later release may say more."""
+    """A later release may send more fields."""
     body = json.dumps({**BROKEN, "since_s": 3.0}).encode()
     found = frames.decode_body(body, control_messages)
     assert found == Broken(1, 2, "it died", "the kernel", 0.5)

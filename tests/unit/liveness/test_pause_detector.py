@@ -1,4 +1,4 @@
-"""Pauses of the process that looks, found by the lateness of its looks."""
+"""Pauses of the process that checks, found by how late its checks are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiworld.liveness.pause_detector import LATE_S, PauseDetector
 
 
 def test_late_look_is_a_pause_and_a_process_that_is_always_late_judges() -> None:
-    """Of looks that are late one after the other only the first one counts."""
+    """Of consecutive late checks, only the first one counts."""
     pauses = PauseDetector(0.1)
     assert not pauses.look(5.0)
     assert not pauses.look(5.1 + LATE_S)
@@ -33,7 +33,7 @@ def test_late_look_is_a_pause_and_a_process_that_is_always_late_judges() -> None
 
 
 def test_long_pause_after_a_late_look_is_one_too() -> None:
-    """A machine under load makes looks late before a process is stopped."""
+    """A machine under load delays checks before a process is stopped."""
     detector = PauseDetector(0.1)
     assert not detector.look(0.0)
     assert detector.look(0.5)
@@ -43,7 +43,7 @@ def test_long_pause_after_a_late_look_is_one_too() -> None:
 
 
 def test_look_after_a_rest_is_never_late() -> None:
-    """Nobody looked because there was nothing to look at."""
+    """Nobody checked, because there was nothing to check."""
     pauses = PauseDetector(0.1)
     pauses.look(1.0)
     pauses.rest()
@@ -52,7 +52,7 @@ def test_look_after_a_rest_is_never_late() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.7, 1.5])
 def test_own_pause_is_no_silence_of_a_peer(pause_s: float) -> None:
-    """Before the next tick as well, when what arrived is still to be read."""
+    """It is none before the next tick either, when what arrived is still unread."""
     detector = FailureDetector(0.1)
     detector.handle(PeerJoined("p"), 0.0)
     detector.handle(Watched("p", 1, DetectionLimits(2.0)), 0.0)

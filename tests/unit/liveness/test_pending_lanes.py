@@ -17,14 +17,11 @@ KEY: LaneKey = (77, 1, "p2p")
 
 
 class Bench:
-    """Pending lanes, and the far ends of their connections."""
-
     def __init__(self) -> None:
         self.lanes = PendingLanes()
         self.sockets: list[socket.socket] = []
 
     def put(self, key: LaneKey = KEY) -> tuple[socket.socket, socket.socket]:
-        """Bring a connection; return both ends."""
         ours, theirs = socket.socketpair()
         self.sockets += [ours, theirs]
         ours.setblocking(False)
@@ -35,7 +32,6 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """Return pending lanes whose sockets close with the test."""
     bench = Bench()
     yield bench
     bench.lanes.close()
@@ -54,7 +50,6 @@ async def test_connection_waits_for_its_world(bench: Bench) -> None:
 
 
 async def test_world_waits_for_its_connection(bench: Bench) -> None:
-    """A connection for another world, rank or channel is not it."""
     getting = asyncio.create_task(bench.lanes.get(KEY))
     await turns(3)
     for other in ((78, 1, "p2p"), (77, 2, "p2p"), (77, 1, "collective")):
@@ -67,7 +62,7 @@ async def test_world_waits_for_its_connection(bench: Bench) -> None:
 
 
 async def test_second_connection_for_a_lane_is_refused(bench: Bench) -> None:
-    """A peer cannot replace a connection that waits."""
+    """A peer must not replace a connection that waits."""
     ours, _ = bench.put()
     with pytest.raises(ValueError, match="already has a connection"):
         bench.put()
@@ -75,7 +70,7 @@ async def test_second_connection_for_a_lane_is_refused(bench: Bench) -> None:
 
 
 async def test_cancelled_wait_leaves_nothing(bench: Bench) -> None:
-    """A later world of the same key starts anew."""
+    """A later world with the same key starts anew."""
     getting = asyncio.create_task(bench.lanes.get(KEY))
     await turns(3)
     getting.cancel()
@@ -100,7 +95,6 @@ async def test_connection_that_comes_in_the_instant_of_cancelling_is_closed(
 
 
 async def test_ended_incarnation_closes_its_connections_and_waits(bench: Bench) -> None:
-    """Those of another incarnation stay."""
     ours, _ = bench.put()
     other, _ = bench.put((78, 1, "p2p"))
     waits = asyncio.create_task(bench.lanes.get((77, 2, "p2p")))
@@ -117,7 +111,7 @@ async def test_ended_incarnation_closes_its_connections_and_waits(bench: Bench) 
 async def test_connection_for_an_unknown_incarnation_is_kept_for_a_while(
     bench: Bench,
 ) -> None:
-    """Its world may be admitted any moment; one that is known waits without limit."""
+    """Its world may be admitted soon; one of a known world waits without limit."""
     unknown, _ = bench.put()
     known, _ = bench.put((78, 1, "p2p"))
     now = time.monotonic()
@@ -168,7 +162,6 @@ async def test_flood_of_connections_fills_up(
 
 
 async def test_close_ends_everything(bench: Bench) -> None:
-    """Waits are cancelled and connections closed."""
     ours, _ = bench.put()
     waiting = asyncio.create_task(bench.lanes.get((78, 1, "p2p")))
     await turns(3)

@@ -20,7 +20,6 @@ A, B = LinkKey("a", "127.0.0.1", "127.0.0.1"), LinkKey("b", "127.0.0.1", "127.0.
 
 
 def message(nonce: int, number: int = 0) -> EndCollectives:
-    """Return a message about an incarnation."""
     return EndCollectives(nonce, number, 0)
 
 
@@ -30,7 +29,6 @@ def long(rank: int) -> Broken:
 
 
 def test_early_messages_wait_for_their_incarnation_and_link() -> None:
-    """They are delivered in order and once, and kept for a limited time and number."""
     early = EarlyMessages()
     for number in range(3):
         early.keep(A, message(1, number), 0.0)
@@ -45,7 +43,7 @@ def test_early_messages_wait_for_their_incarnation_and_link() -> None:
 
 
 def test_link_that_sends_too_many_takes_nothing_from_others() -> None:
-    """Each may have as much; long texts count."""
+    """Each link has the same limit, in which long texts count."""
     early = EarlyMessages()
     most = LIMIT_BYTES // MESSAGE_BYTES
     for number in range(most + 10):
@@ -60,8 +58,6 @@ def test_link_that_sends_too_many_takes_nothing_from_others() -> None:
 
 
 class OpenLane:
-    """Stands in for a connection."""
-
     def __init__(self) -> None:
         self.is_closed = False
 
@@ -70,7 +66,7 @@ class OpenLane:
 
 
 async def test_member_cannot_open_lanes_without_limit() -> None:
-    """Each is a descriptor here; other members and worlds are not refused."""
+    """Each lane is a descriptor here; other members and worlds are not refused."""
     table, port = WorldTable(), cast("Any", None)
     for nonce in (1, 2):
         table.open(nonce, port)

@@ -18,8 +18,6 @@ from tests.wire import frame_of
 
 
 class Note(Message, frozen=True):
-    """What these connections carry."""
-
     n: int
     text: str = ""
 
@@ -49,14 +47,12 @@ class Side:
 
 @pytest.fixture
 async def side() -> Any:
-    """Return a connection whose other end the test holds."""
     side = Side()
     yield side
     side.free()
 
 
 async def test_frames_arrive_byte_by_byte(side: Side) -> None:
-    """Each message is reported once, when its last byte has arrived."""
     for byte in frames.encode(Note(1)) + frames.encode(Note(2)):
         assert Note(2) not in side.got
         side.peer.send(bytes([byte]))
@@ -67,7 +63,6 @@ async def test_frames_arrive_byte_by_byte(side: Side) -> None:
 
 
 async def test_many_frames_in_one_read_are_all_reported(side: Side) -> None:
-    """Messages that arrive together are delivered in order."""
     side.peer.sendall(b"".join(frames.encode(Note(n)) for n in range(100)))
     await until(lambda: len(side.got) == 100)
     assert [note.n for note in side.got] == list(range(100))
@@ -85,7 +80,6 @@ async def test_many_frames_in_one_read_are_all_reported(side: Side) -> None:
 async def test_garbage_ends_the_connection_as_a_violation(
     side: Side, garbage: bytes
 ) -> None:
-    """Messages before the garbage still count; nothing after it does."""
     side.peer.sendall(frames.encode(Note(1)) + garbage + frames.encode(Note(2)))
     await until(lambda: side.ends)
     assert side.got == [Note(1)]
@@ -110,7 +104,6 @@ async def test_garbage_ends_the_connection_as_a_violation(
 async def test_message_that_is_not_expected_is_a_violation(
     side: Side, body: object
 ) -> None:
-    """A missing field, a wrong type and a wrong value end the connection."""
     unhandled: list[object] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: unhandled.append(context))
@@ -125,7 +118,7 @@ async def test_message_that_is_not_expected_is_a_violation(
 
 
 async def test_message_that_the_owner_cannot_use_is_a_violation() -> None:
-    """Its fields may be of the right types and make no sense together."""
+    """Its fields may have the right types and make no sense together."""
 
     def refuse(message: Note) -> None:
         raise ValueError("world")
@@ -138,7 +131,6 @@ async def test_message_that_the_owner_cannot_use_is_a_violation() -> None:
 
 
 async def test_end_of_the_peer_is_reported_once_and_is_no_violation(side: Side) -> None:
-    """A closed peer ends the connection behind its last message."""
     side.peer.sendall(frames.encode(Note(1)))
     side.peer.close()
     await until(lambda: side.ends)
@@ -148,7 +140,6 @@ async def test_end_of_the_peer_is_reported_once_and_is_no_violation(side: Side) 
 
 
 async def test_peer_that_dies_within_a_frame_is_an_end(side: Side) -> None:
-    """Half a frame is not a message."""
     side.peer.sendall(frames.encode(Note(1))[:-1])
     side.peer.close()
     await until(lambda: side.ends)
@@ -170,7 +161,6 @@ async def test_close_reports_nothing_and_is_safe_to_repeat(side: Side) -> None:
 
 
 async def test_owner_that_closes_in_a_message_gets_no_more() -> None:
-    """Messages that arrived in the same read are dropped after ``close``."""
     got = []
 
     def take(message: Note) -> None:
@@ -196,7 +186,6 @@ def received(sock: socket.socket) -> Iterator[bytes]:
 
 
 async def test_slow_reader_gets_everything_in_order(side: Side) -> None:
-    """Bytes that the socket does not take are queued until there is room."""
     messages = [Note(n, "x" * 50_000) for n in range(40)]
     for message in messages:
         side.framed.send(message)
@@ -229,7 +218,6 @@ async def test_reason_of_a_peer_that_closed_is_read_though_sending_fails(
 
 
 async def test_too_long_message_is_refused_and_the_connection_lives(side: Side) -> None:
-    """The caller gets the error, and nothing of the message is sent."""
     with pytest.raises(frames.FrameError):
         side.framed.send(Note(0, "x" * (frames.MAX_FRAME_BYTES + 1)))
     side.framed.send(Note(1))

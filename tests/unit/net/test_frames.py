@@ -1,4 +1,4 @@
-"""Frames: what is encoded comes back, and garbage is named."""
+"""Frames: encoding, decoding, and garbage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from multiworld.net.handshake_messages import Message
 
 
 class Parcel(Message, frozen=True):
-    """A message with fields of many types."""
-
     number: int
     weight: float
     text: str
@@ -26,8 +24,6 @@ class Parcel(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """Another message."""
-
     number: int
 
 
@@ -67,7 +63,6 @@ fields = st.fixed_dictionaries(
 @settings(max_examples=30, deadline=None)
 @given(parcels)
 def test_message_survives_encoding(message: Parcel) -> None:
-    """The prefix gives the length of the body, and the body is the message."""
     frame = frames.encode(message)
     assert frames.decode_length(frame[:4]) == len(frame) - 4
     assert frames.decode_body(frame[4:], decoder) == message
@@ -76,7 +71,6 @@ def test_message_survives_encoding(message: Parcel) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200) | fields.map(json.dumps).map(str.encode))
 def test_random_body_is_a_message_or_a_frame_error(body: bytes) -> None:
-    """No bytes from outside raise anything else."""
     try:
         found = frames.decode_body(body, decoder)
     except frames.FrameError:
@@ -119,7 +113,7 @@ def test_wrong_body_is_refused(body: bytes, said: str) -> None:
 
 
 def test_field_that_is_not_known_is_ignored() -> None:
-    """A later release may say more."""
+    """A later release may send more fields."""
     body = b'{"op":"Receipt","number":1,"signed":true}'
     assert frames.decode_body(body, decoder) == Receipt(1)
 
@@ -134,7 +128,6 @@ def test_another_protocol_is_recognized_by_its_first_bytes(prefix: bytes) -> Non
 
 
 def test_limit_is_the_longest_body_allowed() -> None:
-    """A body of exactly the limit passes, one byte more does not."""
     assert frames.decode_length(struct.pack(">I", 10), 10) == 10
     with pytest.raises(frames.FrameError):
         frames.decode_length(struct.pack(">I", 11), 10)

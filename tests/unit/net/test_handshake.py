@@ -21,8 +21,6 @@ OTHER = Security(secret=b"another that is long enough, too")
 
 
 class Visit(Hello, frozen=True, tag_field="kind", tag="visit"):
-    """A hello with a purpose."""
-
     guest: str
 
 
@@ -30,18 +28,12 @@ visits = msgspec.json.Decoder[Hello](Visit)
 
 
 def body_of(frame: bytes) -> bytes:
-    """Return what follows the length."""
+    """Return a frame without its length."""
     return frame[4:]
 
 
 def shake(dialer: Security, acceptor: Security, *, heard: str = "me") -> None:
-    """Pass frames between both sides until the handshake is complete.
-
-    Args:
-        dialer: The security of the side that dials as guest "me".
-        acceptor: The security of the other side.
-        heard: The guest that the acceptor hears of.
-    """
+    """Pass frames until the handshake ends; the acceptor hears of guest ``heard``."""
     ours = dialing(Visit(guest="me"), dialer)
     hello = decode_hello(
         body_of(next(ours)).replace(b'"me"', b'"%s"' % heard.encode()), visits
@@ -62,17 +54,14 @@ def shake(dialer: Security, acceptor: Security, *, heard: str = "me") -> None:
 
 
 def meet(frame: bytes) -> None:
-    """Begin to accept a connection without a secret."""
     next(accepting(decode_hello(body_of(frame), visits), Security()))
 
 
 def answer_of(**fields: object) -> bytes:
-    """Return the body of an acceptor's answer with these fields."""
     return json.dumps({"multiworld": PROTOCOL_VERSION, **fields}).encode()
 
 
 def test_equal_secrets_shake_hands() -> None:
-    """So do two sides without a secret."""
     shake(SECRET, SECRET)
     shake(Security(), Security())
 
@@ -84,14 +73,13 @@ def test_equal_secrets_shake_hands() -> None:
 def test_different_secrets_are_refused_by_name(
     dialer: Security, acceptor: Security
 ) -> None:
-    """The dialer learns that the secret is the reason."""
     with pytest.raises(HandshakeError) as refused:
         shake(dialer, acceptor)
     assert refused.value.kind == "secret"
 
 
 def test_proof_covers_the_purpose() -> None:
-    """Nobody on the way can change what a connection is for."""
+    """Nobody on the way may change the purpose of a connection."""
     with pytest.raises(HandshakeError) as refused:
         shake(SECRET, SECRET, heard="another")
     assert refused.value.kind == "secret"
@@ -120,7 +108,7 @@ def test_acceptor_that_asks_for_no_secret_is_found_out() -> None:
     [b"garbage", b"[]", b'{"multiworld":"x"}', answer_of(ok=1), answer_of(challenge=5)],
 )
 def test_answer_that_is_none_is_a_frame_error(body: bytes) -> None:
-    """Something else than a manager or a store listens there."""
+    """Something other than a manager or a store listens there."""
     for security in (SECRET, Security()):
         ours = dialing(Visit(guest="me"), security)
         next(ours)
@@ -179,7 +167,6 @@ def test_hello_of_another_version_is_distinguished_from_a_wrong_one(
     ],
 )
 def test_wrong_hello_of_this_version_is_a_frame_error(hello: object) -> None:
-    """It is not answered."""
     with pytest.raises(frames.FrameError):
         decode_hello(body_of(frame_of(hello)), visits)
 

@@ -1,4 +1,4 @@
-"""The listener: who is let in, and what untrusted peers of every kind cost."""
+"""The listener: whom it lets in, and the cost of untrusted peers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ answers = msgspec.json.Decoder(Answer)
 
 
 class Visit(Hello, frozen=True):
-    """A hello with a purpose."""
-
     kind: str
 
 
 def kind_of(hello: Hello) -> str:
-    """Return the purpose of a connection."""
     assert isinstance(hello, Visit)
     return hello.kind
 
@@ -68,8 +65,6 @@ class Owner:
 
 
 class Bench:
-    """A listener on loopback, and the connections to it."""
-
     def __init__(self, security: Security) -> None:
         self.owner = Owner()
         sock = socket.create_server(("127.0.0.1", 0))
@@ -119,7 +114,6 @@ class Bench:
 
 @pytest.fixture
 async def make() -> AsyncIterator[Callable[[Security], Bench]]:
-    """Return a maker of listeners, which end with the test."""
     benches: list[Bench] = []
 
     def one(security: Security) -> Bench:
@@ -135,7 +129,7 @@ Make = Callable[[Security], Bench]
 
 
 async def is_closed(sock: socket.socket) -> bool:
-    """Tell whether the other side closed a connection, as soon as it does anything."""
+    """Return whether the other side closed a connection, once it does anything."""
     async with asyncio.timeout(20):
         try:
             return await asyncio.get_running_loop().sock_recv(sock, 1) == b""
@@ -147,7 +141,6 @@ async def is_closed(sock: socket.socket) -> bool:
 async def test_authenticated_connection_is_handed_over(
     make: Make, security: Security
 ) -> None:
-    """The owner gets the stream and the hello, and can talk at once."""
     bench = make(security)
     stream = await bench.greet("link", security)
     await until(lambda: bench.owner.taken)
@@ -196,7 +189,6 @@ async def test_refusals_are_all_counted_and_few_logged(
 
 
 async def test_peer_that_dies_in_the_handshake_is_counted(make: Make) -> None:
-    """Half a hello and an end is no connection."""
     bench = make(Security())
     peer = await bench.connect()
     await write_all(peer, frames.encode(Visit(kind="link"))[:7])
@@ -207,7 +199,6 @@ async def test_peer_that_dies_in_the_handshake_is_counted(make: Make) -> None:
 async def test_silent_peer_is_disconnected(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that says nothing does not stay."""
     monkeypatch.setattr(listener, "HELLO_S", 0.01)
     bench = make(Security())
     peer = await bench.connect()
@@ -218,7 +209,6 @@ async def test_silent_peer_is_disconnected(
 async def test_slow_peer_is_disconnected_within_the_challenge(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer that leaves the challenge unanswered holds nothing open."""
     monkeypatch.setattr(listener, "HELLO_S", 0.05)
     bench = make(SECRET)
     peer = await bench.connect()
@@ -253,7 +243,6 @@ async def test_crowd_of_silent_peers_keeps_nobody_out(
 async def test_other_secret_is_refused_on_both_sides(
     make: Make, ours: Security, theirs: Security
 ) -> None:
-    """The dialer learns why, and the owner learns who was turned away."""
     bench = make(ours)
     with pytest.raises(HandshakeError) as refused:
         await bench.greet("link", theirs)
@@ -316,7 +305,7 @@ async def test_owner_may_demand_another_secret_or_refuse_at_once(make: Make) -> 
 async def test_hello_that_the_owner_cannot_take_closes_the_connection(
     make: Make,
 ) -> None:
-    """What makes no sense is the dialer's fault, and nothing leaks."""
+    """Such a hello is the dialer's fault."""
     bench = make(Security())
     stream = await bench.greet("broken", Security())
     assert await is_closed(stream)  # type: ignore[arg-type]
@@ -337,7 +326,6 @@ async def test_connection_without_tls_is_refused_where_tls_is_on(
 async def test_connection_under_tls_is_handed_over_encrypted(
     make: Make, tls: Tls
 ) -> None:
-    """The owner gets the stream that decrypts."""
     bench = make(Security(tls=tls))
     await bench.greet("link", Security(), await bench.encrypted(tls))
     await until(lambda: bench.owner.taken)
@@ -354,7 +342,6 @@ async def test_special_connection_needs_no_tls(make: Make, tls: Tls) -> None:
 
 
 async def test_broken_tls_handshake_is_counted(make: Make, tls: Tls) -> None:
-    """Bytes that only look like TLS do not get far."""
     bench = make(Security(tls=tls))
     peer = await bench.connect()
     await write_all(peer, b"\x16\x03\x01\x00\x05hello and more")
@@ -365,7 +352,6 @@ async def test_broken_tls_handshake_is_counted(make: Make, tls: Tls) -> None:
 async def test_close_ends_handshakes_and_closes_every_descriptor(
     make: Make,
 ) -> None:
-    """Nothing stays open, and closing again does nothing."""
     bench = make(Security())
     silent = [await bench.connect() for _ in range(3)]
     await until(lambda: len(bench.listener.filenos()) == 4)
@@ -405,7 +391,6 @@ async def test_misbehaviour_after_the_handshake_is_counted_too(make: Make) -> No
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Return both ends of a connection, without blocking."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -418,14 +403,12 @@ Ends = tuple[socket.socket, socket.socket]
 
 
 async def test_frames_are_read_one_after_the_other(ends: Ends) -> None:
-    """A read takes one frame and leaves the next in the stream."""
     ends[1].send(frame_of(b"one") + frame_of(b"") + frame_of(b"three"))
     assert [await read_frame(ends[0]) for _ in range(3)] == [b"one", b"", b"three"]
 
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 8])
 async def test_torn_frame_is_the_end_of_the_connection(ends: Ends, kept: int) -> None:
-    """The end of the stream within a frame is not a message."""
     ends[1].send(frame_of({"key": "value"})[:kept])
     ends[1].close()
     with pytest.raises(ConnectionResetError):

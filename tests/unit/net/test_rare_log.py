@@ -13,7 +13,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def test_each_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """With the number of times that it was not."""
+    """The text has the number of times that it was not logged."""
     now = 100.0
     log = RareLog(logging.getLogger("x"), lambda: now)
     for _ in range(1000):

@@ -22,7 +22,6 @@ json_values = st.recursive(
 
 
 def test_empty_environment_switches_everything_off() -> None:
-    """Without variables there is neither a secret nor TLS."""
     found = Security.from_environment({})
     assert found == Security()
     assert describe(found) == {"secret": False, "tls": False}
@@ -91,7 +90,6 @@ def test_error_and_repr_do_not_show_the_secret() -> None:
 
 
 def test_tls_files_are_checked_when_the_environment_is_read(tls: Tls) -> None:
-    """Whole files pass; a key that does not belong to the certificate does not."""
     names = ("MULTIWORLD_TLS_CERT", "MULTIWORLD_TLS_KEY", "MULTIWORLD_TLS_CA")
     files = (tls.certificate, tls.key, tls.authority)
     environment = dict(zip(names, map(str, files), strict=True))
@@ -106,7 +104,6 @@ def test_tls_files_are_checked_when_the_environment_is_read(tls: Tls) -> None:
 def test_proof_holds_for_its_role_and_parts_only(
     role: str, part: object, other: object
 ) -> None:
-    """Another role, another part, another secret: each makes the proof worthless."""
     proof = SEALED.proof(role, part)
     assert SEALED.is_proof(proof, role, part)
     assert not SEALED.is_proof(proof, role + "x", part)
@@ -122,12 +119,12 @@ def test_anything_else_is_no_proof(proof: object) -> None:
 
 
 def test_proof_that_is_no_unicode_is_no_proof() -> None:
-    """JSON can say a lone surrogate, which UTF-8 cannot."""
+    """JSON can contain a lone surrogate, which UTF-8 cannot."""
     assert not SEALED.is_proof("\ud800", "dialer", {"kind": "link"})
 
 
 def test_backends_that_bypass_security_are_refused(tls: Tls) -> None:
-    """With TLS nothing opens them; with a secret only an explicit decision does."""
+    """With TLS, nothing allows them; with a secret, only an explicit setting does."""
     for backend in ("direct", "memory"):
         SEALED.check_backend(backend)
         Security(tls=tls).check_backend(backend)
@@ -160,7 +157,6 @@ def test_certificate_without_its_new_key_leaves_the_old_ones(
 
 
 def test_secret_that_is_no_bytes_is_refused() -> None:
-    """It is not shown."""
     with pytest.raises(ConfigError, match="give bytes") as caught:
         Security(secret="a secret of enough characters")  # type: ignore[arg-type]
     assert "enough" not in str(caught.value)

@@ -29,7 +29,6 @@ Ends = tuple[TlsStream, TlsStream]
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected, non-blocking sockets."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -38,7 +37,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 async def ends(tls: Tls) -> AsyncIterator[Ends]:
-    """Return both ends of a connection under TLS."""
     ours, theirs = pair()
     found = await asyncio.gather(
         start_tls(ours, tls.context(is_server=False), is_server=False),
@@ -50,7 +48,6 @@ async def ends(tls: Tls) -> AsyncIterator[Ends]:
 
 
 async def test_read_waits_for_the_last_byte() -> None:
-    """Exactly the bytes asked for are taken; those behind them stay."""
     ours, theirs = pair()
     with ours, theirs:
         reading = asyncio.create_task(read_exactly(ours, 4))
@@ -74,7 +71,6 @@ async def test_peer_that_closes_within_a_read_is_a_reset() -> None:
 
 
 async def test_write_waits_until_the_socket_takes_everything() -> None:
-    """A full socket delays the writer; nothing is lost or repeated."""
     ours, theirs = pair()
     data = os.urandom(4 << 20)
     with ours, theirs:
@@ -86,7 +82,6 @@ async def test_write_waits_until_the_socket_takes_everything() -> None:
 
 
 async def test_write_to_a_dead_peer_is_an_error() -> None:
-    """A writer that waits does not hang when the peer dies."""
     ours, theirs = pair()
     with ours:
         writing = asyncio.create_task(write_all(ours, bytes(4 << 20)))
@@ -98,7 +93,7 @@ async def test_write_to_a_dead_peer_is_an_error() -> None:
 
 @pytest.mark.parametrize("wait", [wait_readable, wait_writable])
 async def test_cancelled_wait_leaves_no_callback(wait: object) -> None:
-    """The descriptor can be closed and reused after a cancelled wait."""
+    """The descriptor may be closed and reused after a cancelled wait."""
     ours, theirs = pair()
     assert callable(wait)
     with ours, theirs:
@@ -120,7 +115,6 @@ async def test_cancelled_wait_leaves_no_callback(wait: object) -> None:
 
 
 async def test_tls_stream_carries_bytes_both_ways(ends: Ends) -> None:
-    """Exact reads and whole writes work as on a plain socket."""
     one, other = ends
     data = os.urandom(300_000)
     for sender, receiver in ((one, other), (other, one)):
@@ -162,7 +156,6 @@ async def test_pieces_are_sent_in_order(ends: Ends, sizes: tuple[int, ...]) -> N
 
 
 async def test_full_tls_stream_tells_how_much_it_took(ends: Ends) -> None:
-    """The caller continues from there, and the receiver sees every byte once."""
     one, other = ends
     data = os.urandom(8 << 20)
     taken = one.sendmsg([data[:1], data[1:]])
@@ -175,7 +168,7 @@ async def test_full_tls_stream_tells_how_much_it_took(ends: Ends) -> None:
 
 
 async def test_peer_that_ends_without_a_tls_goodbye_ends_the_stream(ends: Ends) -> None:
-    """A killed process says no goodbye; the reader sees an end or an error, no hang."""
+    """A killed process sends no TLS goodbye, and its reader must not hang."""
     one, other = ends
     one.shutdown(socket.SHUT_RDWR)
     one.close()
@@ -188,7 +181,6 @@ async def test_peer_that_ends_without_a_tls_goodbye_ends_the_stream(ends: Ends) 
 async def test_peer_without_a_certificate_of_ours_is_refused(
     tls: Tls, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Another authority's certificate is worth nothing, and the socket is closed."""
     other = certificates(trustme.CA(), tmp_path_factory.mktemp("other"))
     ours, theirs = pair()
     found = await asyncio.gather(

@@ -25,7 +25,6 @@ async def test_numeric_address_is_used_as_it_is(host: str, family: int) -> None:
 
 
 async def test_name_is_looked_up() -> None:
-    """The result is an address that a socket of the family can connect to."""
     family, where = await resolve("localhost", 29500)
     assert where[1] == 29500
     assert family in (socket.AF_INET, socket.AF_INET6)
@@ -40,12 +39,12 @@ async def test_unknown_name_is_an_os_error(host: str) -> None:
 
 
 def test_tuned_tcp_socket_does_not_delay_or_block() -> None:
-    """A small message leaves at once, and a dead peer is the detector's decision."""
+    """A small message leaves at once; the failure detector decides who is dead."""
     with socket.socket() as sock:
         tune(sock)
         assert sock.gettimeout() == 0.0
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        # It would end the connection of a receiver that has no room for so long.
+        # It would end the connection of a receiver that has no room for this long.
         assert not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         # Routers forget what is idle for minutes.
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -54,7 +53,7 @@ def test_tuned_tcp_socket_does_not_delay_or_block() -> None:
 
 
 def test_tuned_unix_socket_does_not_block() -> None:
-    """The kernel limits the buffers; they never become smaller than they were."""
+    """The kernel limits the buffers; tuning never shrinks them."""
     with socket.socket(socket.AF_UNIX) as plain, socket.socket(socket.AF_UNIX) as tuned:
         tune(tuned)
         assert tuned.gettimeout() == 0.0
@@ -65,7 +64,7 @@ def test_tuned_unix_socket_does_not_block() -> None:
 
 
 async def test_connection_to_a_crowded_listener_waits_for_room() -> None:
-    """It is not returned before it is one."""
+    """The connection is returned only once it is established."""
     name = f"\0multiworld-test-{id(object()):x}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
@@ -84,7 +83,7 @@ async def test_connection_to_a_crowded_listener_waits_for_room() -> None:
 
 @pytest.mark.parametrize("is_read_late", [False, True])
 async def test_data_of_an_ended_sender_arrives_late(*, is_read_late: bool) -> None:
-    """Its kernel keeps it while the receiver is busy."""
+    """The sender's kernel keeps the data while the receiver is busy."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         sock = await connected(socket.AF_INET, listener.getsockname())

@@ -30,7 +30,7 @@ WELCOME = frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION, ok=True))
 
 
 class Owner:
-    """Owner of a session that holds what the test says, and keeps its notices."""
+    """Owner of a session that holds what the test says, and records its notices."""
 
     def __init__(self, *held: tuple[str, int, int]) -> None:
         self.held = list(held)
@@ -53,14 +53,13 @@ def member_of(rank: int, uid: str = "") -> Member:
 
 
 def sealed_of(rank: int, uid: str = "") -> SealedMember:
-    """Return the same record as it travels where there is no secret."""
+    """Return the record of a member as it travels where there is no secret."""
     return SealedMember(member_of(rank, uid))
 
 
 def claim_of(
     request: int, rank: int, size: int, uid: str = "m", **fields: Any
 ) -> Claim:
-    """Return an ordinary claim, with some fields changed."""
     ordinary = Claim(
         request=request,
         world="w",
@@ -79,7 +78,6 @@ def claim_of(
 def survivor_of(
     request: int, rank: int, size: int, uid: str = "m", **fields: Any
 ) -> SurvivorClaim:
-    """Return an ordinary claim of a survivor of epoch 1, with some fields changed."""
     ordinary = SurvivorClaim(
         request=request,
         world="w",
@@ -145,7 +143,6 @@ def is_silent(sock: socket.socket) -> None:
 
 
 def hangs_up(sock: socket.socket) -> None:
-    """Close a connection at once."""
     sock.close()
 
 
@@ -155,7 +152,7 @@ def says(data: bytes) -> Callable[[socket.socket], None]:
 
 
 def answers(data: bytes) -> Callable[[socket.socket], None]:
-    """Return an action that welcomes a member, then sends these bytes for each request.
+    """Return an action that welcomes a member, then sends ``data`` for each request.
 
     Each frame of a member must come in one piece, as short ones do on loopback.
     """

@@ -57,7 +57,7 @@ R = TypeVar("R")
 def connection(
     port: int, security: Security = NONE, timeout_s: float = 10
 ) -> BlockingValues:
-    """Return a connection to a store on loopback; for a thread."""
+    """Return a connection to a store on loopback, for use in a thread."""
     (address,) = parse_store(f"tcp://127.0.0.1:{port}").stores
     return BlockingValues(address, timeout_s, security)
 
@@ -70,35 +70,29 @@ async def values_at(
 
 
 async def ask(values: BlockingValues, request: ValueRequest, kind: type[R]) -> R:
-    """Make a request in a thread."""
     return await asyncio.to_thread(values.request, request, kind)
 
 
 async def get(values: BlockingValues, key: str, deadline_s: float = 5) -> list[str]:
-    """Get the value of a key in a thread."""
     return await ask(values, GetValues(0, (key,), deadline_s), list)
 
 
 async def put(values: BlockingValues, key: str, value: str) -> None:
-    """Set a key in a thread."""
     await ask(values, SetValue(0, key, value), NoneType)
 
 
 async def count(values: BlockingValues) -> int:
-    """Count the keys in a thread."""
     return await ask(values, CountKeys(0), int)
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[StoreServer]:
-    """Return a store without a secret."""
     server = await StoreServer.listen("127.0.0.1", 0)
     yield server
     await server.close()
 
 
 async def test_values_of_two_connections_are_the_same(server: StoreServer) -> None:
-    """A value that one thread sets, another one gets."""
     one, two = await values_at(server.port), await values_at(server.port)
     waiting = asyncio.create_task(get(two, "k", 10))
     await put(one, "k", "v")
@@ -114,7 +108,7 @@ async def test_values_of_two_connections_are_the_same(server: StoreServer) -> No
 async def test_requests_of_many_threads_are_answered_each_its_own(
     server: StoreServer,
 ) -> None:
-    """One at a time uses the connection, so that no answer is mixed up."""
+    """One thread at a time uses the connection, so that no answer is mixed up."""
     values = await values_at(server.port)
     await asyncio.gather(*(put(values, f"k{n}", f"v{n}") for n in range(20)))
     found = await asyncio.gather(*(get(values, f"k{n}") for n in range(20)))
@@ -146,7 +140,6 @@ async def test_full_store_is_named_and_the_connection_lives(
 
 
 async def test_nobody_there_is_named() -> None:
-    """The error carries the address."""
     port = free_port()
     with pytest.raises(StoreUnreachableError) as missed:
         await values_at(port)
@@ -155,7 +148,7 @@ async def test_nobody_there_is_named() -> None:
 
 @pytest.mark.parametrize("act", [hangs_up, is_silent], ids=lambda act: act.__name__)
 async def test_store_that_does_not_shake_hands_is_unreachable(act: Any) -> None:
-    """A thread is held up for the time limit at most."""
+    """It holds up a thread for the time limit at most."""
     async with Impostor(act) as odd:
         with pytest.raises(StoreUnreachableError):
             await values_at(odd.port, timeout_s=0.1)
@@ -174,14 +167,12 @@ async def test_store_that_does_not_shake_hands_is_unreachable(act: Any) -> None:
 async def test_process_that_is_no_store_is_refused(
     data: bytes, kind: type[Exception]
 ) -> None:
-    """Garbage never passes for a handshake."""
     async with Impostor(says(data)) as web:
         with pytest.raises(kind):
             await values_at(web.port)
 
 
 async def test_other_secret_is_named() -> None:
-    """Both sides must hold the same one."""
     server = await StoreServer.listen("127.0.0.1", 0, security=SECRET)
     for security in (NONE, Security(secret=b"another that is long enough, too")):
         with pytest.raises(WrongSecretError, match="MULTIWORLD_SECRET"):
@@ -193,7 +184,6 @@ async def test_other_secret_is_named() -> None:
 
 
 async def test_values_travel_under_tls(tls: Tls) -> None:
-    """A member without TLS is refused by the store."""
     security = Security(tls=tls)
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     values = await values_at(server.port, security)
@@ -251,7 +241,6 @@ async def test_request_after_close_is_an_error_of_ours(server: StoreServer) -> N
 
 
 async def test_wrong_request_ends_the_connection(server: StoreServer) -> None:
-    """The store closes it, and the thread hears of that."""
     values = await values_at(server.port)
     with pytest.raises(StoreUnreachableError):
         await get(values, "k", -1.0)
@@ -275,7 +264,7 @@ async def test_wrong_request_ends_the_connection(server: StoreServer) -> None:
     ids=lambda reply: repr(reply[4:44]),
 )
 async def test_answer_that_is_no_count_is_an_error_of_ours(reply: bytes) -> None:
-    """Nothing else than a result of the expected type gets to c10d."""
+    """c10d gets nothing but a result of the expected type."""
     async with Impostor(answers(reply)) as odd:
         values = await values_at(odd.port)
         with pytest.raises(StoreUnreachableError):

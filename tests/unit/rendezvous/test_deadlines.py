@@ -1,4 +1,4 @@
-"""Deadlines by key, beside a plain dictionary."""
+"""Deadlines by key, compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ TIMES = st.floats(0, 100)
 def test_deadlines_are_those_of_a_dictionary(
     steps: list[tuple[str, int, float]],
 ) -> None:
-    """Whatever is set, moved, dropped or taken."""
     deadlines, plain = Deadlines[int](), dict[int, float]()
     for what, key, at in steps:
         if what == "set":
@@ -36,7 +35,6 @@ def test_deadlines_are_those_of_a_dictionary(
 
 
 def test_deadlines_that_move_take_no_memory() -> None:
-    """Their old entries go."""
     deadlines = Deadlines[int]()
     most = 2 * 3 + SPARE + 1
     for number in range(100 * most):

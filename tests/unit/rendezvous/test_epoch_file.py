@@ -1,4 +1,4 @@
-"""The file that keeps epochs across a restart."""
+"""File that keeps epochs across a restart."""
 
 from __future__ import annotations
 

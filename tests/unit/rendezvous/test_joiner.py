@@ -60,19 +60,16 @@ OTHER = Security(secret=b"another that is long enough, too")
 
 
 def later(seconds: float = 10.0) -> float:
-    """Return a deadline on the event loop's clock."""
     return asyncio.get_running_loop().time() + seconds
 
 
 async def enter(
     joiner: Joiner, address: StoreAddresses = MEMORY, *, may_host: bool = False
 ) -> StoreSession:
-    """Enter a store as a member of world "w"."""
     return await joiner.enter(address, may_host=may_host, world="w", deadline=later())
 
 
 def claim(rank: int = 0, size: int = 1, terms: str = "", seen: int = 0) -> Newcomer:
-    """Return a claim on a rank of world "w"."""
     return Newcomer(world="w", rank=rank, size=size, terms=terms, seen=seen)
 
 
@@ -83,7 +80,6 @@ async def join(
     seconds: float = 10.0,
     uid: str = "",
 ) -> Incarnation:
-    """Enter a store, claim, and return the incarnation."""
     session = await enter(joiner, address)
     _, incarnation = await meet(
         joiner,
@@ -99,7 +95,6 @@ async def join(
 
 @pytest.fixture
 async def joiners() -> AsyncIterator[list[Joiner]]:
-    """Return three joiners, which close with the test."""
     async with no_leaks(allow=("asyncio_",)):  # a look-up of a name
         found = [Joiner(Owner(), Security()) for _ in range(3)]
         yield found
@@ -126,7 +121,6 @@ async def test_session_is_shared_and_closes_with_its_last_user(
 
 
 async def test_concurrent_entries_open_one_session(joiners: list[Joiner]) -> None:
-    """Ten joins at once do not open ten connections."""
     server = await StoreServer.listen("127.0.0.1", 0)
     where = parse_store(f"tcp://127.0.0.1:{server.port}")
     sessions = await asyncio.gather(*(enter(joiners[0], where) for _ in range(10)))
@@ -159,7 +153,7 @@ async def test_only_a_host_embeds_the_store(joiners: list[Joiner]) -> None:
 async def test_address_in_use_by_a_store_is_used_not_hosted(
     joiners: list[Joiner],
 ) -> None:
-    """A separate store goes before an embedded one."""
+    """A separate store is preferred to an embedded one."""
     server = await StoreServer.listen("127.0.0.1", 0)
     where = parse_store(f"tcp://127.0.0.1:{server.port}")
     await enter(joiners[0], where, may_host=True)
@@ -169,7 +163,7 @@ async def test_address_in_use_by_a_store_is_used_not_hosted(
 
 
 async def test_address_that_cannot_be_served_is_named(joiners: list[Joiner]) -> None:
-    """A name that nobody knows, once the time is over, with the reason."""
+    """Nobody knows the name; the error comes once the time is over."""
     where = parse_store("tcp://no.such.host.invalid:29500")
     with pytest.raises(StoreUnreachableError, match="cannot listen at"):
         await joiners[0].enter(where, may_host=True, world="w", deadline=later(0.2))
@@ -177,7 +171,7 @@ async def test_address_that_cannot_be_served_is_named(joiners: list[Joiner]) -> 
 
 
 async def test_one_of_several_stores_is_never_embedded(joiners: list[Joiner]) -> None:
-    """Different members could embed different ones."""
+    """Different members could embed different stores."""
     ports = free_port(), free_port()
     where = parse_store(",".join(f"tcp://127.0.0.1:{port}" for port in ports))
     with pytest.raises(StoreUnreachableError):
@@ -188,7 +182,7 @@ async def test_one_of_several_stores_is_never_embedded(joiners: list[Joiner]) ->
 async def test_session_returns_to_an_earlier_store(
     joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New processes use the first that answers, so the others must be there, too."""
+    """New processes use the first store that answers, so others must be there, too."""
     monkeypatch.setattr(joiner_module, "PREFER_S", 0.01)
     first = await StoreServer.listen("127.0.0.1", 0)
     second = await StoreServer.listen("127.0.0.1", 0)
@@ -222,7 +216,7 @@ async def test_short_wait_for_a_store_is_kept_beside_a_long_one(
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *found: str | socket.gaierror) -> None:
-    """Let names have these addresses; an error goes before, once."""
+    """Make names resolve to these addresses; an error comes first, once."""
     answers, loop = list(found), asyncio.get_running_loop()
 
     async def look_up(host: str, port: int, **_: object) -> list[object]:
@@ -240,7 +234,7 @@ def names(monkeypatch: pytest.MonkeyPatch, *found: str | socket.gaierror) -> Non
 async def test_all_addresses_of_a_name_are_tried(
     joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch, may_host: bool
 ) -> None:
-    """No second store is embedded at the first, which nobody serves."""
+    """No second store is embedded at the first address, where nobody listens."""
     server = await StoreServer.listen("127.0.0.1", 0)
     names(monkeypatch, "127.0.0.2", "127.0.0.1")
     where = parse_store(f"tcp://store.example:{server.port}")
@@ -254,7 +248,7 @@ async def test_all_addresses_of_a_name_are_tried(
 async def test_name_that_is_not_published_yet_is_looked_up_again(
     joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Rank 0 embeds the store then."""
+    """Rank 0 embeds the store once the name is published."""
     soon = socket.gaierror(number, "failure")
     names(monkeypatch, soon, soon, "127.0.0.1")
     where = parse_store(f"tcp://store.example:{free_port()}")
@@ -263,7 +257,6 @@ async def test_name_that_is_not_published_yet_is_looked_up_again(
 
 
 async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:
-    """Neither a user nor an embedded store stays."""
     where = parse_store(f"tcp://127.0.0.1:{free_port()}")
     entering = asyncio.create_task(enter(joiners[0], where))
     await turns(3)
@@ -277,7 +270,7 @@ async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:
 async def test_lost_store_is_found_again_and_learns_what_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asks the holder before it gives the rank away."""
+    """The store asks the holder before it gives the rank away."""
     monkeypatch.setattr(joiner_module, "RETRY_S", 0.01)
     joiner = Joiner(Owner(("w", 4, 0)), Security())
     other = Joiner(Owner(), Security())
@@ -313,7 +306,6 @@ async def test_store_that_stays_away_is_not_looked_for_after_leaving(
 
 
 async def test_members_meet(joiners: list[Joiner]) -> None:
-    """All get the same incarnation."""
     found = await asyncio.gather(
         *(join(joiners[rank], claim(rank, 3)) for rank in range(3))
     )
@@ -323,7 +315,6 @@ async def test_members_meet(joiners: list[Joiner]) -> None:
 
 
 async def test_each_refusal_has_an_error_of_its_own(joiners: list[Joiner]) -> None:
-    """The errors name what to change."""
     with pytest.raises(JoinTimeoutError, match="rank 1 of 2") as late:
         await join(joiners[0], claim(0, 2), seconds=0.02)
     assert (late.value.present, late.value.missing) == ((0,), (1,))
@@ -337,7 +328,6 @@ async def test_each_refusal_has_an_error_of_its_own(joiners: list[Joiner]) -> No
 
 
 async def test_cancelled_claim_is_withdrawn(joiners: list[Joiner]) -> None:
-    """The rank is free for another process."""
     joining = asyncio.create_task(join(joiners[0], claim(0, 2)))
     await turns()
     joining.cancel()
@@ -383,7 +373,7 @@ async def test_survivor_that_the_others_left_behind_is_stale(
 
 
 async def test_forged_member_record_is_refused() -> None:
-    """A store may be open to others; records carry a proof of the secret."""
+    """A store may be open to others, so records carry a proof of the secret."""
     server = await StoreServer.listen("127.0.0.1", 0, security=SECRET)
     where = parse_store(f"tcp://127.0.0.1:{server.port}")
     joiners = [Joiner(Owner(), SECRET) for _ in range(2)]
@@ -412,7 +402,7 @@ async def test_forged_member_record_is_refused() -> None:
 
 
 async def answered(joiner: Joiner, reply: bytes, seconds: float = 10.0) -> Incarnation:
-    """Claim rank 0 of 1 at a store that answers every claim so."""
+    """Claim rank 0 of 1 at a store that answers every claim with ``reply``."""
     async with Impostor(answers(reply)) as store:
         try:
             return await join(joiner, claim(seen=3), store.address, seconds)
@@ -421,7 +411,6 @@ async def answered(joiner: Joiner, reply: bytes, seconds: float = 10.0) -> Incar
 
 
 async def test_admission_is_taken_as_the_store_says(joiners: list[Joiner]) -> None:
-    """Epoch, nonce and members are the store's."""
     members = (sealed_of(0, "a"), sealed_of(1, "b"))
     found = await answered(joiners[0], frames.encode(Reply(1, Admitted(8, 5, members))))
     assert found == Incarnation(
@@ -495,7 +484,7 @@ async def test_reply_that_lacks_a_field_is_an_error_of_ours(
 async def test_store_that_never_answers_is_unreachable(
     joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It acknowledged the claim, and then its process stopped."""
+    """It acknowledged the claim, and then its process was stopped."""
     monkeypatch.setattr(joiner_module, "SLACK_S", 0.02)
     async with Impostor(answers(frames.encode(ClaimReceived(1)))) as store:
         with pytest.raises(StoreUnreachableError, match="never answered"):

@@ -1,4 +1,4 @@
-"""What a store and its members accept from each other, and what they do not."""
+"""Messages that a store and its members accept from each other, or refuse."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ GET = GetValues(1, ("k",), 1.0)
 
 
 def body_of(message: msgspec.Struct) -> bytes:
-    """Return the body of a message's frame."""
     return frames.encode(message)[4:]
 
 
@@ -85,7 +84,6 @@ def body_of(message: msgspec.Struct) -> bytes:
     ids=lambda message: type(message).__name__,
 )
 def test_store_reads_what_a_member_sent(message: msgspec.Struct) -> None:
-    """Every request arrives as it was."""
     assert frames.decode_body(body_of(message), store_messages.requests) == message
 
 
@@ -113,7 +111,6 @@ OUTCOMES: list[ClaimOutcome | Result | NoValue] = [
     ids=lambda message: type(getattr(message, "outcome", message)).__name__,
 )
 def test_member_reads_what_a_store_sent(message: msgspec.Struct) -> None:
-    """Every reply and notice arrives as it was, a bool as a bool."""
     found = frames.decode_body(body_of(message), store_messages.replies)
     assert found == message
     if isinstance(found, Reply) and isinstance(found.outcome, Result):
@@ -176,13 +173,11 @@ GARBAGE: list[Any] = [
 
 @pytest.mark.parametrize("value", GARBAGE, ids=lambda v: json.dumps(v)[:60])
 def test_garbage_is_no_request(value: object) -> None:
-    """Fields that are missing, of another type, or out of range."""
     with pytest.raises(frames.FrameError):
         frames.decode_body(json.dumps(value).encode(), store_messages.requests)
 
 
 def test_what_a_claim_lacks_makes_it_none() -> None:
-    """Each field of a claim is needed."""
     for claim in (CLAIM, SURVIVOR):
         for name in values_of(claim):
             rest = {
@@ -208,7 +203,7 @@ def test_what_a_claim_lacks_makes_it_none() -> None:
 def test_number_beyond_a_float_is_no_request(
     message: msgspec.Struct, field: str, number: str
 ) -> None:
-    """JSON can say 1e999, and an integer of any length; a timer at NaN never rests."""
+    """JSON can contain 1e999 and integers of any length; a timer at NaN never rests."""
     body = json.dumps(values_of(message, **{field: "here"}))
     wrong = body.replace('"here"', number).encode()
     with pytest.raises(frames.FrameError):
@@ -229,7 +224,6 @@ def test_number_beyond_a_float_is_no_request(
     ids=lambda body: repr(body[:40]),
 )
 def test_what_is_no_json_is_no_message(body: bytes) -> None:
-    """Neither side stumbles over it, nor over JSON that is nested without end."""
     with pytest.raises(frames.FrameError):
         frames.decode_body(body, store_messages.requests)
     with pytest.raises(frames.FrameError):
@@ -253,7 +247,6 @@ def test_what_is_no_json_is_no_message(body: bytes) -> None:
     ids=lambda v: json.dumps(v)[:60],
 )
 def test_garbage_is_no_reply(value: object) -> None:
-    """A question without its fields is a violation, as any other message is."""
     with pytest.raises(frames.FrameError):
         frames.decode_body(json.dumps(value).encode(), store_messages.replies)
 

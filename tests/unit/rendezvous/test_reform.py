@@ -1,4 +1,4 @@
-"""The survivors of a broken incarnation: who goes on, whatever the order of claims."""
+"""Survivors of a broken incarnation: who continues, whatever the order of claims."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def offer(reform: Reform, *claims: ReformClaim) -> list[int]:
 
 
 def ranks(reform: Reform) -> list[int]:
-    """Return the old ranks of those that continue."""
     return [each.rank for each in reform.members()]
 
 
@@ -69,7 +68,7 @@ def test_survivors_continue_when_all_have_claimed_or_are_accused() -> None:
 
 
 def test_accused_survivor_that_comes_later_is_refused() -> None:
-    """It lives, but the others have gone on without it."""
+    """It lives, but the others have continued without it."""
     reform = Reform(3, 2)
     assert offer(reform, claim(0, 1), claim(1, 0)) == [1]
     assert ranks(reform) == [0]
@@ -123,7 +122,6 @@ accusations = st.lists(st.frozensets(st.integers(0, 4)), min_size=5, max_size=5)
 def test_whoever_claims_first_continues(
     accused: list[frozenset[int]], order: list[int]
 ) -> None:
-    """Settled or not, members and lost never overlap, and the first is a member."""
     reform = Reform(3, 5)
     claims = [claim(rank, *(accused[rank] - {rank}), size=5) for rank in order]
     refused = offer(reform, *claims)

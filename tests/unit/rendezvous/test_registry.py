@@ -85,7 +85,6 @@ class Bench:
         )
 
     def admitted(self, actions: list[Any]) -> tuple[int, set[int]]:
-        """Return the epoch and the sessions of a complete world."""
         admitted = admitted_of(actions)
         assert len(admitted) == len(replies_of(actions)), actions
         (epoch,) = {outcome.epoch for _, outcome in admitted}
@@ -93,17 +92,14 @@ class Bench:
 
 
 def left(session: int, world: str, epoch: int, rank: int, *lost: int) -> Received:
-    """Return the message of a session that leaves."""
     return Received(session, Leave(world, epoch, rank, lost))
 
 
 def withdrawn(session: int, request: int) -> Received:
-    """Return the message of a session that withdraws a claim."""
     return Received(session, Withdraw(request))
 
 
 def answered(session: int, ask: int, holds: bool) -> Received:
-    """Return the answer of a holder."""
     return Received(session, HoldsAnswer(ask, holds))
 
 
@@ -113,7 +109,6 @@ def announced(session: int, epoch: int, rank: int) -> Received:
 
 
 def replies_of(actions: list[Any]) -> list[Any]:
-    """Return the answers among ``actions``."""
     return [action for action in actions if kind_of(action) is Reply]
 
 
@@ -123,7 +118,6 @@ def kind_of(action: Any) -> type:
 
 
 def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
-    """Return the admitted sessions and the message to each of them."""
     return [
         (reply.session, reply.message.outcome)
         for reply in replies_of(actions)
@@ -132,12 +126,10 @@ def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
 
 
 def kinds(actions: list[Any]) -> list[type]:
-    """Return the types of the actions."""
     return [kind_of(action) for action in actions]
 
 
 def errors(actions: list[Any]) -> list[tuple[int, type]]:
-    """Return the refused sessions and the types of the reasons."""
     return [
         (reply.session, type(reply.message.outcome))
         for reply in replies_of(actions)
@@ -146,7 +138,6 @@ def errors(actions: list[Any]) -> list[tuple[int, type]]:
 
 
 def test_claims_when_complete_then_all_are_admitted_together() -> None:
-    """They may claim in any order; all get the same epoch and nonce."""
     bench = Bench()
     assert bench.claim(1, 1) == []
     actions = bench.claim(2, 0)
@@ -165,7 +156,6 @@ def test_epoch_is_one_more_than_any_joiner_has_seen() -> None:
 
 
 def test_claim_on_a_waiting_rank_is_refused() -> None:
-    """The first claim keeps the rank."""
     bench = Bench()
     bench.claim(1, 0)
     assert errors(bench.claim(2, 0)) == [(2, RankTaken)]
@@ -181,7 +171,6 @@ def held() -> Bench:
 
 
 def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
-    """An answer refuses the claim."""
     bench = held()
     (ask,) = bench.claim(3, 1)
     assert isinstance(ask.message, AskHolds)
@@ -194,7 +183,7 @@ def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
 
 
 def test_only_the_holder_answers_whether_it_holds_its_rank() -> None:
-    """Another one, that guesses the number of the question, changes nothing."""
+    """Another session may guess the number of the question."""
     bench = held()
     (ask,) = bench.claim(3, 1)
     assert isinstance(ask.message, AskHolds)
@@ -205,7 +194,6 @@ def test_only_the_holder_answers_whether_it_holds_its_rank() -> None:
 
 
 def test_only_the_holder_leaves_its_rank() -> None:
-    """Another session that says so changes nothing."""
     bench = held()
     for session in (1, 3):
         assert bench.handle(left(session, "w", 1, 1)) == []
@@ -214,7 +202,6 @@ def test_only_the_holder_leaves_its_rank() -> None:
 
 
 def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
-    """A silent holder loses the rank to the claim."""
     bench = held()
     bench.claim(3, 1)
     bench.now += ASK_S
@@ -227,7 +214,7 @@ def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
     """Its session has ended."""
     bench = held()
     bench.handle(SessionEnded(2))
-    (note,) = bench.claim(3, 1)  # the remaining holder is told
+    (note,) = bench.claim(3, 1)  # the remaining holder is notified
     told = note.message
     assert (note.session, told.epoch, told.rank, told.is_gone) == (1, 1, 1, False)
     actions = bench.claim(1, 0)
@@ -262,7 +249,6 @@ def test_holder_that_claims_again_replaces_itself() -> None:
 
 
 def test_different_terms_dissolve_the_gathering() -> None:
-    """Every member learns the terms that each one asked for."""
     bench = Bench()
     bench.claim(1, 0, 2)
     actions = bench.claim(2, 1, 3)
@@ -275,7 +261,6 @@ def test_different_terms_dissolve_the_gathering() -> None:
 
 
 def test_deadline_names_present_and_missing() -> None:
-    """Each claim has its own deadline."""
     bench = Bench()
     bench.claim(1, 0, 3)
     bench.claim(2, 2, 3)
@@ -288,7 +273,6 @@ def test_deadline_names_present_and_missing() -> None:
 
 
 def test_withdrawn_claim_frees_its_rank() -> None:
-    """A cancelled join leaves nothing behind."""
     bench = Bench()
     bench.claim(1, 0)
     bench.handle(withdrawn(1, 1))
@@ -317,7 +301,6 @@ def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
 
 
 def test_two_claims_on_a_silent_rank_then_the_first_gets_it() -> None:
-    """The second claim is refused."""
     bench = held()
     bench.claim(3, 1)
     bench.claim(4, 1)
@@ -340,7 +323,6 @@ steps = st.lists(
 def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
     history: list[tuple[str, int, int]],
 ) -> None:
-    """No two incarnations of a name have the same epoch."""
     bench = Bench()
     epochs: list[int] = []
     done: set[tuple[int, int]] = set()
@@ -368,7 +350,6 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
 
 
 def test_newcomer_is_reported_to_the_members_until_it_is_gone() -> None:
-    """The holders learn of the newcomer, and its claim waits."""
     bench = held()
     notes = bench.claim(3, 2, size=3)
     assert {note.session for note in notes} == {1, 2}
@@ -379,7 +360,6 @@ def test_newcomer_is_reported_to_the_members_until_it_is_gone() -> None:
 
 
 def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
-    """A withdrawn claim changes nothing; a complete incarnation replaces it."""
     bench = held()
     bench.claim(3, 2, size=3)
     assert errors(bench.claim(1, 0, size=3)) == []
@@ -403,7 +383,6 @@ def reform(
     size: int = 3,
     epoch: int = 1,
 ) -> list[Any]:
-    """Claim a rank for a survivor."""
     bench.requests += 1
     return bench.handle(
         ReformClaim(
@@ -436,7 +415,6 @@ def three() -> Bench:
 
 
 def test_survivors_continue_with_compacted_ranks() -> None:
-    """The new ranks keep the order of the old ones."""
     bench = three()
     assert reform(bench, 3, 2, {0}) == []
     actions = reform(bench, 2, 1, {0})
@@ -470,7 +448,6 @@ def test_more_lost_in_a_later_claim_of_the_same_survivor_counts() -> None:
 
 
 def test_survivors_of_an_older_incarnation_are_refused() -> None:
-    """The name already has a newer incarnation."""
     bench = three()
     reform(bench, 1, 0, {1, 2})
     assert errors(reform(bench, 3, 2, {0, 1})) == [(3, Stale)]
@@ -478,7 +455,6 @@ def test_survivors_of_an_older_incarnation_are_refused() -> None:
 
 
 def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
-    """The reform is dropped with its last claim."""
     bench = three()
     reform(bench, 1, 0, {1})
     assert bench.registry.waiting_count() == 1
@@ -493,7 +469,6 @@ def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 8))
 def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None:
-    """Each epoch grows by at most the number of places."""
     epochs = {next_epoch(highest, (number, count)) for number in range(count)}
     assert epochs == set(range(highest + 1, highest + 1 + count))
 
@@ -521,7 +496,6 @@ def test_remembered_epochs_continue() -> None:
 
 
 def test_fresh_store_gives_no_number_of_survivors_again() -> None:
-    """A survivor of an older incarnation is refused."""
     bench = Bench()
     assert reform(bench, 1, 0, set(), size=2, epoch=4) == []
     assert errors(reform(bench, 9, 1, {0}, size=2, epoch=3)) == [(9, Stale)]
@@ -576,7 +550,7 @@ def test_survivor_that_gave_up_in_the_instant_of_admission_may_reform_again() ->
 
 
 def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
-    """Then that one cannot: exactly one half continues."""
+    """Exactly one half continues: the one that gave up cannot."""
     bench = three()
     bench.admitted(reform(bench, 1, 0, {1, 2}))
     bench.handle(withdrawn(1, bench.requests))
@@ -586,7 +560,7 @@ def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
 
 
 def test_survivor_that_gave_up_is_stale_if_another_one_may_have_gone_on() -> None:
-    """Even if that one is gone by now."""
+    """The other one counts even if it is gone by now."""
     bench = three()
     reform(bench, 1, 0, {2})
     first = bench.requests
@@ -606,7 +580,6 @@ def test_members_must_list_the_stores_in_one_order() -> None:
 
 
 def test_withdrawn_claims_leave_nothing_behind() -> None:
-    """The number of names does not matter."""
     bench = Bench()
     for _ in range(100):
         bench.claim(1, 0)
@@ -615,7 +588,6 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
 
 
 def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:
-    """Return a claim on a rank of a world of two."""
     return Claimed(
         session=session,
         request=request,
@@ -634,7 +606,7 @@ def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:
 
 
 def work_beside(waiting: int) -> dict[str, int]:
-    """Return the lines of code for each message, beside claims that wait."""
+    """Return the lines of code that each message runs, beside ``waiting`` claims."""
     registry = Registry()
     for number in range(waiting):
         registry.handle(claim_of(1, number + 1, f"x{number}", 0), 0.0)
@@ -658,13 +630,11 @@ def work_beside(waiting: int) -> dict[str, int]:
 
 
 def test_work_for_a_message_does_not_grow_with_the_claims_that_wait() -> None:
-    """Whatever the message is about."""
     few, many = work_beside(10), work_beside(1000)
     assert many == few
 
 
 def test_session_has_a_limit_of_claims_that_wait() -> None:
-    """Others are not affected, and one that is answered makes room."""
     registry = Registry()
     for number in range(MAX_CLAIMS):
         registry.handle(claim_of(1, number + 1, f"x{number}", 0), 0.0)
@@ -679,7 +649,6 @@ def test_session_has_a_limit_of_claims_that_wait() -> None:
 
 @pytest.mark.parametrize("epoch", [MAX_EPOCH - 1, MAX_EPOCH - RESERVE])
 def test_epoch_that_leaves_no_room_is_not_believed(epoch: int) -> None:
-    """Announced, or seen by a member; the next join has an epoch that can be used."""
     bench = Bench()
     assert bench.handle(announced(9, epoch, 0)) == []
     (reply,) = bench.claim(1, 0, seen=epoch)
@@ -689,12 +658,10 @@ def test_epoch_that_leaves_no_room_is_not_believed(epoch: int) -> None:
 
 
 def admitted_epochs(actions: list[Any]) -> list[int]:
-    """Return the epochs that members were admitted to."""
     return [outcome.epoch for _, outcome in admitted_of(actions)]
 
 
 def test_highest_epoch_that_is_believed_leaves_room_for_many_joins() -> None:
-    """A lie costs no more than that."""
     bench = Bench()
     lie = MAX_EPOCH - RESERVE - 1
     bench.handle(announced(9, lie, 0))

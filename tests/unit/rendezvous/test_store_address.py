@@ -20,7 +20,6 @@ from multiworld.rendezvous.store_address import parse_store
     ],
 )
 def test_valid_address_is_shown_as_it_was_read(text: str) -> None:
-    """The parsed address prints as it was written."""
     assert str(parse_store(text)) == text
 
 
@@ -39,6 +38,5 @@ def test_valid_address_is_shown_as_it_was_read(text: str) -> None:
     ],
 )
 def test_bad_address_is_refused_with_the_two_forms(text: str) -> None:
-    """The error shows the valid forms."""
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
         parse_store(text)

@@ -41,7 +41,7 @@ SECRET = Security(secret=b"a secret long enough to be one")
 
 
 class Client:
-    """A member's connection, byte by byte if need be."""
+    """A member's connection, byte by byte if necessary."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -98,7 +98,6 @@ class Client:
 
 @pytest.fixture
 async def server() -> AsyncIterator[StoreServer]:
-    """Return a store with a secret."""
     async with no_leaks():
         server = await StoreServer.listen("127.0.0.1", 0, security=SECRET)
         yield server
@@ -106,7 +105,6 @@ async def server() -> AsyncIterator[StoreServer]:
 
 
 async def test_members_meet_over_two_connections(server: StoreServer) -> None:
-    """Each hears of the acknowledgement and of the admission."""
     clients = [await Client.of(server) for _ in range(2)]
     for rank, client in enumerate(clients):
         await client.say(claim_of(1, rank, 2, f"m{rank}"))
@@ -153,7 +151,6 @@ async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
 async def test_garbage_costs_only_the_session_it_came_from(
     server: StoreServer, garbage: bytes
 ) -> None:
-    """It is closed and counted, with its claims; another one continues."""
     good, bad = await Client.of(server), await Client.of(server)
     await bad.say(claim_of(1, 0, 2))
     await bad.send(garbage)
@@ -170,7 +167,7 @@ async def test_garbage_costs_only_the_session_it_came_from(
 async def test_member_that_does_not_read_is_closed(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store's memory is not at the mercy of a stopped member."""
+    """A stopped member must not fill the store's memory."""
     monkeypatch.setattr(store_server, "MAX_BACKLOG_BYTES", 1 << 20)
     lazy, good = await Client.of(server), await Client.of(server)
     await lazy.say(SetValue(0, "k", "x" * 500_000))
@@ -209,14 +206,13 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
 async def test_peer_without_the_secret_opens_no_session(
     server: StoreServer,
 ) -> None:
-    """It is refused in the handshake."""
     with pytest.raises(ConnectionRefusedError):
         await Client.of(server, Security())
     assert (server.session_count, server.refused) == (0, {"secret": 1})
 
 
 async def test_other_release_is_reported_to_waiting_members() -> None:
-    """Without a secret they learn at once why the world does not come together."""
+    """Without a secret, they learn at once why the world cannot form."""
     server = await StoreServer.listen("127.0.0.1", 0)
     client = await Client.of(server, Security())
     await client.say(claim_of(1, 0, 2))
@@ -246,7 +242,6 @@ async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
 async def test_close_ends_sessions_and_closes_every_descriptor(
     server: StoreServer,
 ) -> None:
-    """Members see the end at once, and the port is free."""
     clients = [await Client.of(server) for _ in range(3)]
     found = server.filenos()
     assert len(found) == 4
@@ -266,6 +261,6 @@ async def test_close_ends_sessions_and_closes_every_descriptor(
 
 
 async def test_address_of_another_host_is_an_os_error() -> None:
-    """The joiner takes that for: the store is elsewhere."""
+    """The joiner concludes from it that the store is elsewhere."""
     with pytest.raises(OSError, match="assign"):
         await StoreServer.listen("192.0.2.1", 0)

@@ -48,8 +48,6 @@ M = TypeVar("M", ClaimReceived, AskHolds, NewcomerWaits, MemberGaveUp)
 
 
 class Client:
-    """A session that keeps what the store tells it."""
-
     def __init__(self, service: StoreService, uid: str = "m") -> None:
         self.service, self.uid = service, uid
         self.got: list[StoreMessage] = []
@@ -71,7 +69,6 @@ class Client:
         return self.outcome(self._requests)
 
     def value(self, message: ValueRequest) -> object:
-        """Ask for a value that the store has at once."""
         outcome = self.ask(message)
         assert isinstance(outcome, Result)
         return outcome.value
@@ -87,13 +84,11 @@ class Client:
         return found[0] if found else None
 
     def admitted(self, request: int) -> Admitted:
-        """Return the outcome of a claim that has been admitted."""
         outcome = self.outcome(request)
         assert isinstance(outcome, Admitted)
         return outcome
 
     def last(self, kind: type[M]) -> M:
-        """Return the last message of a type."""
         return [message for message in self.got if isinstance(message, kind)][-1]
 
 
@@ -113,7 +108,6 @@ class Epochs:
 
 
 async def test_members_are_admitted_together_with_one_epoch_and_nonce() -> None:
-    """Each claim is acknowledged at once, and answered when the last has come."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")
     first = one.claim(0, 2)
@@ -130,7 +124,7 @@ async def test_members_are_admitted_together_with_one_epoch_and_nonce() -> None:
 
 
 async def test_claim_that_waits_too_long_learns_who_is_missing() -> None:
-    """The answer comes at its deadline, though nobody else says anything."""
+    """The answer comes at the deadline, without another message."""
     service = StoreService()
     one = Client(service)
     request = one.claim(1, 3, deadline_s=0.01)
@@ -157,7 +151,6 @@ async def test_session_that_dies_frees_its_claim() -> None:
 
 
 async def test_withdrawn_claim_is_forgotten() -> None:
-    """The answer to it never comes, and the rank is free."""
     service = StoreService()
     one = Client(service)
     request = one.claim(0, 2)
@@ -170,7 +163,6 @@ async def test_withdrawn_claim_is_forgotten() -> None:
 
 
 async def test_holder_is_asked_before_its_rank_is_given_away() -> None:
-    """A live holder keeps its rank; one that gives it up is replaced."""
     service = StoreService()
     holder, other = Client(service, "a"), Client(service, "b")
     holder.claim(0, 1)
@@ -186,7 +178,7 @@ async def test_holder_is_asked_before_its_rank_is_given_away() -> None:
 
 
 async def test_holder_that_does_not_answer_loses_its_rank() -> None:
-    """A hung holder delays its successor by the store's patience and no longer."""
+    """A hung holder delays its successor only by the store's patience."""
     service = StoreService()
     holder, other = Client(service, "a"), Client(service, "b")
     holder.claim(0, 1)
@@ -254,7 +246,7 @@ async def test_epochs_continue_from_memory_and_are_stored_there() -> None:
 
 
 async def test_refused_version_is_reported_to_waiting_members() -> None:
-    """They learn why the world does not come together."""
+    """They learn why the world cannot form."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")
     request = one.claim(0, 2)
@@ -266,7 +258,6 @@ async def test_refused_version_is_reported_to_waiting_members() -> None:
 
 
 async def test_survivors_reform_and_are_renumbered() -> None:
-    """Two of three members continue, in their old order."""
     service = StoreService()
     members = [Client(service, uid) for uid in "abc"]
     for rank, member in enumerate(members):
@@ -282,7 +273,6 @@ async def test_survivors_reform_and_are_renumbered() -> None:
 
 
 async def test_newcomer_is_announced_to_the_members_of_a_living_world() -> None:
-    """They also hear that it has stopped waiting."""
     service = StoreService()
     member, newcomer = Client(service, "a"), Client(service, "b")
     member.claim(0, 1)
@@ -338,7 +328,6 @@ async def test_store_that_is_full_says_so() -> None:
 
 
 async def test_get_waits_for_its_keys_or_its_deadline() -> None:
-    """Another session's set completes it; without one it times out."""
     service = StoreService()
     one, two = Client(service), Client(service)
     assert one.ask(GetValues(0, ("a", "b"), 10)) is None
@@ -386,7 +375,7 @@ async def test_values_of_an_ended_incarnation_are_deleted() -> None:
 async def test_claim_whose_fields_contradict_each_other_is_refused_to_all_who_wait(
     claim: StoreRequest,
 ) -> None:
-    """They would wait for a member that cannot come; other worlds continue."""
+    """They would wait for a member that cannot come."""
     service = StoreService()
     bad, waits = Client(service), Client(service, "waits")
     number = waits.claim(0, 2)

@@ -66,8 +66,6 @@ CLAIM = claim_of(0, 0, 1, place=(8, 9))
 
 
 class Wire:
-    """Wire of a session that keeps what is sent on it."""
-
     def __init__(self) -> None:
         self.sent: list[StoreRequest] = []
         self.is_closed = False
@@ -80,8 +78,6 @@ class Wire:
 
 
 class Bench:
-    """A session on a wire that the test holds."""
-
     def __init__(self, *held: tuple[str, int, int]) -> None:
         self.owner, self.wire = Owner(*held), Wire()
         self.session = StoreSession(ADDRESS, self.owner)
@@ -100,7 +96,6 @@ class Bench:
         return task
 
     def claims(self) -> list[Claim | SurvivorClaim]:
-        """Return the claims that were sent."""
         return [m for m in self.wire.sent if isinstance(m, Claim | SurvivorClaim)]
 
     def request(self) -> int:
@@ -108,7 +103,6 @@ class Bench:
 
 
 async def test_claim_is_acknowledged_and_answered() -> None:
-    """The reply goes to the request it names."""
     bench = Bench()
     first, second = await bench.claim(), await bench.claim()
     assert bench.wire.sent == [
@@ -125,7 +119,7 @@ async def test_claim_is_acknowledged_and_answered() -> None:
 
 
 async def test_survivor_claims_in_the_same_way() -> None:
-    """Its number and the store's place are the session's, too."""
+    """The session sets the request number and the store's place here as well."""
     bench = Bench()
     claim = await bench.claim(survivor_of(0, 1, 2, lost=frozenset({0}), place=(8, 9)))
     assert bench.wire.sent == [survivor_of(1, 1, 2, lost=frozenset({0}), place=(0, 1))]
@@ -135,7 +129,7 @@ async def test_survivor_claims_in_the_same_way() -> None:
 
 @pytest.mark.parametrize("outcome", [Result(1), Result(None), NoValue()])
 async def test_value_is_no_outcome_of_a_claim(outcome: Result | NoValue) -> None:
-    """A store that confuses its requests is an error of ours, at once."""
+    """A store that confuses its requests raises an error of the library, at once."""
     bench = Bench()
     claim = await bench.claim()
     bench.session.receive(Reply(bench.request(), outcome))
@@ -146,7 +140,7 @@ async def test_value_is_no_outcome_of_a_claim(outcome: Result | NoValue) -> None
 async def test_store_that_does_not_acknowledge_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stopped store holds nobody up for the whole of join_s."""
+    """A stopped store must not hold up a member for the whole of ``join_s``."""
     monkeypatch.setattr(store_session, "TAKEN_S", 0.01)
     bench = Bench()
     with pytest.raises(SessionLostError):
@@ -184,7 +178,7 @@ async def test_lost_connection_fails_every_claim_and_tells_once() -> None:
 
 
 async def test_close_is_not_a_loss() -> None:
-    """Who closes a session does not reconnect; its claims fail all the same."""
+    """A closed session is not opened again; its claims fail all the same."""
     bench = Bench()
     claim = await bench.claim()
     bench.session.close()
@@ -254,7 +248,6 @@ async def opened(
     seconds: float = 10.0,
     security: Security = Security(),  # noqa: B008 - frozen
 ) -> StoreSession:
-    """Open a session with the first store that answers."""
     where = parse_store(address) if isinstance(address, str) else address
     deadline = asyncio.get_running_loop().time() + seconds
     return await connect(
@@ -264,7 +257,7 @@ async def opened(
 
 @pytest.mark.parametrize("security", [Security(), SECRET])
 async def test_session_opens_with_a_store(security: Security) -> None:
-    """It knows this host's address on the way there."""
+    """The session knows the address by which this host reaches the store."""
     async with no_leaks():
         server = await StoreServer.listen("127.0.0.1", 0, security=security)
         session = await opened(f"tcp://127.0.0.1:{server.port}", security=security)
@@ -313,7 +306,6 @@ async def test_next_store_is_used_if_the_first_is_silent(
 
 
 async def test_single_silent_store_is_waited_for_until_the_deadline() -> None:
-    """The error names the time-out, and nothing stays open."""
     async with Impostor(is_silent) as stopped, no_leaks():
         with pytest.raises(StoreUnreachableError, match="TimeoutError"):
             await opened(stopped.address, 0.1)
@@ -340,7 +332,7 @@ async def test_store_that_hangs_up_is_tried_again() -> None:
     ],
 )
 async def test_process_that_is_no_store_is_named_at_once(data: bytes) -> None:
-    """A wrong port is found in an instant, not after join_s."""
+    """A wrong port must be found in an instant, not after ``join_s``."""
     async with Impostor(says(data)) as web:
         with pytest.raises(ProtocolVersionError, match="not a multiworld store"):
             await opened(web.address)
@@ -369,14 +361,12 @@ async def test_other_secret_ends_the_attempts(ours: Security, theirs: Security) 
 
 
 async def test_store_without_tls_is_named_where_tls_is_on(tls: Tls) -> None:
-    """The message says which side lacks what."""
     async with Impostor(says(b"no TLS here, sorry")) as plain:
         with pytest.raises(WrongSecretError, match="TLS"):
             await opened(plain.address, security=Security(tls=tls))
 
 
 async def test_cancelled_attempt_leaves_nothing_open() -> None:
-    """At whatever step of the handshake it is."""
     async with Impostor(is_silent) as stopped, no_leaks():
         opening = asyncio.create_task(opened(stopped.address))
         await until(lambda: stopped.accepted)

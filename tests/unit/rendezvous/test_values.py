@@ -1,4 +1,4 @@
-"""The store's keys and values."""
+"""Keys and values of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from multiworld.rendezvous.values import COST, Answer, FullError, Values
 
 
 def test_get_waits_until_every_key_is_there() -> None:
-    """The answer has the order of the keys."""
     values = Values()
     assert values.get((1, 1), ["a", "b"], 10) == []
     assert values.set("b", "2") == []
@@ -21,7 +20,6 @@ def test_get_waits_until_every_key_is_there() -> None:
 
 
 def test_get_when_time_runs_out_then_answers_nothing() -> None:
-    """The waiter is dropped."""
     values = Values()
     values.get((1, 1), ["a"], 10)
     assert values.next_deadline() == 10
@@ -48,7 +46,6 @@ def test_compare_set_only_when_expected() -> None:
 
 
 def test_delete_prefix_drops_one_incarnation() -> None:
-    """Other incarnations keep their keys."""
     values = Values()
     for key in ("w/1/a", "w/1/b", "w/2/a"):
         values.set(key, "")
@@ -73,7 +70,7 @@ operations = st.one_of(
 
 @given(st.lists(operations, max_size=30))
 def test_what_is_held_is_bounded_and_freed(steps: list[tuple[str, object]]) -> None:
-    """Whatever comes: a store that was emptied takes as much as a new one."""
+    """A store that was emptied takes as much as a new one."""
     room = 8 * COST
     values = Values(room)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Joining, growing and reforming: refusals, losses on the way, and a store's notes."""
+"""Joining, growing and reforming: refusals, losses on the way, notices of a store."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from tests.unit.waiting import turns, until
 
 @pytest.fixture
 def admissions() -> Iterator[list[Admission]]:
-    """Return the admissions of the managers, in the order in which they were made."""
     with recorded(manager_module, Admission) as made:
         yield made
 
 
 @pytest.fixture
 async def arena(admissions: list[Admission]) -> AsyncIterator[Arena]:
-    """Return an arena in this process; afterwards nothing is open."""
     async with no_leaks(), Arena("memory", WorldConfig(join_s=0.3)) as arena:
         yield arena
 
@@ -65,7 +63,6 @@ async def test_rank_of_a_live_process_is_taken(arena: Arena) -> None:
 
 
 async def test_rank_of_a_dead_process_is_free(arena: Arena) -> None:
-    """Its broken world is replaced on the other side."""
     worlds = await arena.world(2, "w")
     await lose(arena, 1, worlds)
     arena.managers[1].cleanup()
@@ -78,7 +75,6 @@ async def test_rank_of_a_dead_process_is_free(arena: Arena) -> None:
 async def test_members_that_ask_for_different_sizes_are_all_notified(
     arena: Arena,
 ) -> None:
-    """Nobody waits for a world that cannot be."""
     found = await asyncio.gather(
         arena.join("w", 0, 2), arena.join("w", 1, 3), return_exceptions=True
     )
@@ -112,7 +108,6 @@ async def test_member_lost_between_admission_and_opening_is_named(
 
 @pytest.mark.parametrize("to", [2, 1, 0, -1, 2.5, "3", None, 1 << 20])
 async def test_world_grows_only_to_a_larger_size(arena: Arena, to: Any) -> None:
-    """A wrong size harms nothing."""
     worlds = await arena.world(2, "w")
     with pytest.raises(ConfigError, match="from 3"):
         await worlds[0].grow(to=to)
@@ -120,7 +115,6 @@ async def test_world_grows_only_to_a_larger_size(arena: Arena, to: Any) -> None:
 
 
 async def test_newcomer_is_let_in(arena: Arena) -> None:
-    """Members keep their ranks; the old object is closed."""
     old = await arena.world(2, "w")
     joining = asyncio.create_task(arena.join("w", 2, 3))
     await until(lambda: all(world.waiting for world in old))
@@ -137,7 +131,6 @@ async def test_newcomer_is_let_in(arena: Arena) -> None:
 
 
 async def test_world_that_nobody_joins_lives_on(arena: Arena) -> None:
-    """The attempt ends with join_s, and can be made again."""
     worlds = await arena.world(2, "w")
     for _ in range(2):
         with pytest.raises(JoinTimeoutError):
@@ -146,7 +139,6 @@ async def test_world_that_nobody_joins_lives_on(arena: Arena) -> None:
 
 
 async def test_cancelled_growth_leaves_the_world_as_it_is(arena: Arena) -> None:
-    """Only one change at a time is allowed."""
     worlds = await arena.world(2, "w")
     growing = asyncio.create_task(worlds[0].grow(to=3))
     await turns(3)
@@ -158,7 +150,7 @@ async def test_cancelled_growth_leaves_the_world_as_it_is(arena: Arena) -> None:
 
 
 async def test_member_lost_while_growing_ends_the_wait(arena: Arena) -> None:
-    """The world is broken, so that it cannot grow."""
+    """A broken world cannot grow."""
     worlds = await arena.world(2, "w")
     growing = asyncio.create_task(worlds[0].grow(to=3))
     await turns(5)
@@ -172,7 +164,6 @@ async def test_member_lost_while_growing_ends_the_wait(arena: Arena) -> None:
 
 
 async def test_survivors_continue_in_a_smaller_world(arena: Arena) -> None:
-    """Ranks close up, in their old order."""
     worlds = await arena.world(3, "w")
     await lose(arena, 1, worlds)
     found = await asyncio.gather(worlds[0].reform(), worlds[2].reform())
@@ -181,7 +172,7 @@ async def test_survivors_continue_in_a_smaller_world(arena: Arena) -> None:
 
 
 async def test_member_that_left_is_gone_on_without(arena: Arena) -> None:
-    """Nothing needs to be broken for that."""
+    """The world need not be broken for that."""
     worlds = await arena.world(3, "w")
     await worlds[2].close()
     await asyncio.gather(*(world.wait_incomplete() for world in worlds[:2]))
@@ -201,7 +192,6 @@ async def test_second_loss_is_gone_on_without_too(arena: Arena) -> None:
 
 
 async def test_survivor_that_does_not_come_is_named(arena: Arena) -> None:
-    """The world stays as it is, and can be reformed later."""
     worlds = await arena.world(3, "w")
     await lose(arena, 1, worlds)
     with pytest.raises(JoinTimeoutError) as late:
@@ -212,7 +202,6 @@ async def test_survivor_that_does_not_come_is_named(arena: Arena) -> None:
 
 
 async def test_healthy_or_closed_world_cannot_be_reformed(arena: Arena) -> None:
-    """The errors say which."""
     worlds = await arena.world(2, "w")
     with pytest.raises(ConfigError, match="broken or that a member has left"):
         await worlds[0].reform()
@@ -245,7 +234,7 @@ async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
     monkeypatch: pytest.MonkeyPatch,
     is_growing: bool,
 ) -> None:
-    """Members that wait for this one are told at once; it can reform, or join again."""
+    """Members that wait for it are notified at once; it can reform or join again."""
     worlds = await arena.world(2, "w")
     me, real = admissions[0], joiner.meet
     changes: list[asyncio.Task[World]] = []
@@ -284,7 +273,6 @@ async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
 async def test_store_learns_what_is_held_and_nothing_else(
     arena: Arena, admissions: list[Admission]
 ) -> None:
-    """Broken and closed incarnations are not."""
     where = parse_store(arena.store)
     worlds = await asyncio.gather(arena.world(2, "a"), arena.world(2, "b"))
     held = admissions[0]
@@ -319,7 +307,7 @@ async def test_note_about_another_incarnation_is_ignored(
 async def test_notice_that_comes_with_the_admission_is_kept(
     arena: Arena, admissions: list[Admission]
 ) -> None:
-    """The store sends it right behind, before the task that joins runs again."""
+    """The store sends it right after the admission, before the joiner runs again."""
     joining = asyncio.create_task(arena.join("w", 0, 2))
     await until(lambda: bool(admissions))
     await turns(5)
@@ -349,7 +337,7 @@ async def test_join_does_not_wait_for_a_member_that_asks_again(
 async def test_reform_does_not_expel_who_has_the_rank_that_a_newcomer_wants(
     arena: Arena,
 ) -> None:
-    """Ranks have moved up, and the newcomer's size is that of before."""
+    """Ranks have moved up, and the newcomer names the previous size."""
     worlds = await arena.world(3, "w")
     await lose(arena, 1, worlds)
     store, backend = arena.store, arena.backend
@@ -368,7 +356,7 @@ async def test_reform_does_not_expel_who_has_the_rank_that_a_newcomer_wants(
 async def test_newcomer_in_place_of_a_member_that_is_there_breaks_nothing(
     arena: Arena, admissions: list[Admission]
 ) -> None:
-    """It waits until that is lost."""
+    """The newcomer waits until that member is lost."""
     (first, _) = await arena.world(2, "w")
     admissions[0].noticed(NewcomerWaits("w", 1, 1, 2, is_gone=False))
     assert first.is_ready

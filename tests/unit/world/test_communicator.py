@@ -1,4 +1,4 @@
-"""Operations by a world's name: which world is meant, and that none is missing."""
+"""Operations by a world's name: all of them, on the right world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLLECTIVES = sorted(
 
 
 def test_collectives_are_those_that_are_documented() -> None:
-    """The list that the other tests use is not empty by accident."""
+    """Otherwise, the list that the other tests use might be empty by accident."""
     assert COLLECTIVES == [
         "all_gather",
         "all_reduce",
@@ -49,13 +49,11 @@ async def test_every_collective_exists_by_name_and_blocking(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reform", "_call", "no_such", "__len__"])
 async def test_anything_else_is_no_operation(name: str) -> None:
-    """Only collectives are found by their name."""
     async with WorldManager() as manager:
         assert not hasattr(manager.communicator, name)
 
 
 async def test_operations_by_name_do_what_the_world_does() -> None:
-    """Each one runs on the world of that name, with pymultiworld's arguments."""
     async with Arena("memory") as arena:
         await asyncio.gather(arena.world(2, "a"), arena.world(2, "b"))
 
@@ -98,7 +96,6 @@ async def test_operations_by_name_do_what_the_world_does() -> None:
 
 
 async def test_name_may_be_left_out_while_there_is_one_world() -> None:
-    """With none or several, the error says so."""
     async with Arena("memory") as arena:
         manager = arena.manager(0)
         with pytest.raises(UnknownWorldError, match="0 worlds"):

@@ -1,4 +1,4 @@
-"""The arguments of a join: defaults from the environment, and what is refused."""
+"""Arguments of a join: defaults from the environment, and values that are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start without any variable that a launcher may have set."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -73,7 +72,7 @@ TORCHRUN = {**MASTER, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 def test_store_comes_from_the_environment(
     environment: dict[str, str], store: str
 ) -> None:
-    """Our own variable wins; torchrun's store has the port itself."""
+    """Our own variable takes precedence; torchrun's store occupies the port itself."""
     assert default_store(environment) == store
 
 
@@ -95,7 +94,6 @@ def test_store_comes_from_the_environment(
 def test_environment_that_names_no_store_is_refused(
     environment: dict[str, str],
 ) -> None:
-    """The message says which variables to set."""
     with pytest.raises(ConfigError, match="MULTIWORLD_STORE"):
         default_store(environment)
 
@@ -104,7 +102,7 @@ def test_environment_that_names_no_store_is_refused(
 def test_port_out_of_range_is_refused(
     port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The highest port has no next one, which torchrun's store leaves to us."""
+    """torchrun's store has the port itself, and the highest port has no next one."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", port)
@@ -131,7 +129,7 @@ def test_rank_and_size_come_from_the_environment(
     found: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An argument goes before the variable, even if the variable is nonsense."""
+    """An argument takes precedence, even over a variable that is nonsense."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     made = request(**{"rank": None, "size": None, **given})
@@ -157,7 +155,6 @@ def test_missing_or_wrong_variable_is_named(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The message says how to give the value."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said) as refused:
@@ -168,7 +165,6 @@ def test_missing_or_wrong_variable_is_named(
 @settings(deadline=None)
 @given(st.text(st.characters(categories=["Nd", "No"]), min_size=1, max_size=3))
 def test_digits_of_any_alphabet_are_numbers_or_refused(text: str) -> None:
-    """No text in the environment raises anything else."""
     try:
         default_store({"MASTER_ADDR": "h", "MASTER_PORT": text})
     except ConfigError:
@@ -212,7 +208,6 @@ def test_wrong_argument_is_a_config_error(changes: dict[str, Any]) -> None:
 
 
 def test_longest_name_and_largest_world_pass() -> None:
-    """The limits themselves are allowed."""
     made = request(name="x" * MAX_NAME, size=65_536, rank=65_535)
     assert (len(made.name), made.rank) == (MAX_NAME, 65_535)
 

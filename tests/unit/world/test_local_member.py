@@ -1,4 +1,4 @@
-"""One member of one incarnation: what it is told, what it finds out, how it ends."""
+"""One member of one incarnation: its messages, its findings, and its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """Return a ready world; afterwards nothing is open."""
     async with no_leaks(), Arena("memory") as arena:
         with (
             recorded(admission, LocalMember) as members,
@@ -61,17 +60,14 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 def broken(rank: int | None, reason: str = "it died") -> Broken:
-    """Return the message that says why a world broke."""
     return Broken(1, rank, reason, "the kernel", 0.5)
 
 
 def lost_by(reason: str, evidence: str) -> Verdict:
-    """Return the failure detector's verdict on a member's process."""
     return Verdict(peer="p", world=1, reason=reason, evidence=evidence, silent_s=0.1)
 
 
 async def test_member_notified_of_a_loss_names_the_same_rank(bench: Bench) -> None:
-    """It also says who told it, and repeats no prefix."""
     bench.local.on_message(1, broken(2, "rank 2 was lost: it died"))
     error = bench.local.broken_error()
     assert isinstance(error, MemberLostError)
@@ -103,7 +99,6 @@ async def test_accused_member_that_lives_is_fenced(bench: Bench) -> None:
 
 
 async def test_everybody_learns_the_reason_from_the_first(bench: Bench) -> None:
-    """All members of a broken world name the same rank."""
     receiving = [asyncio.create_task(world.recv(src=2)) for world in bench.worlds[:2]]
     await turns(3)
     bench.local.on_finding(2, lost_by("it died", "the kernel"))
@@ -118,7 +113,6 @@ async def test_everybody_learns_the_reason_from_the_first(bench: Bench) -> None:
 
 
 async def test_stall_is_an_event_and_no_fault(bench: Bench) -> None:
-    """The world passes messages meanwhile."""
     bench.local.on_finding(
         1, Stalled(peer="p", world=1, stalled_s=3.0, is_computing=True)
     )
@@ -142,7 +136,6 @@ async def test_broken_world_still_learns_of_more_lost_members(bench: Bench) -> N
 async def test_message_for_the_backend_of_a_world_that_is_over_is_dropped(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the backend gets it, with the rank of its sender."""
     got: list[tuple[int, object]] = []
     monkeypatch.setattr(
         bench.local.backend, "on_message", lambda *what: got.append(what)
@@ -202,7 +195,6 @@ async def test_link_explains_a_failed_connection(
 
 
 async def test_step_ends_with_the_world(bench: Bench) -> None:
-    """What waits for a broken world is cancelled, and says why it broke."""
     is_cancelled = False
 
     async def step() -> None:
@@ -222,7 +214,6 @@ async def test_step_ends_with_the_world(bench: Bench) -> None:
 
 
 async def test_step_that_is_cancelled_is_not_left_running(bench: Bench) -> None:
-    """Its own result or error passes through otherwise."""
     stuck = asyncio.Event()
     waiting = asyncio.create_task(bench.local.until_over(stuck.wait()))
     await turns(3)
@@ -235,7 +226,6 @@ async def test_step_that_is_cancelled_is_not_left_running(bench: Bench) -> None:
 async def test_closing_is_safe_to_repeat_and_tells_the_others_once(
     bench: Bench,
 ) -> None:
-    """So is closing a broken world."""
     await asyncio.gather(bench.local.close(), bench.local.close())
     bench.local.close_nowait()
     with pytest.raises(WorldClosedError):
@@ -251,8 +241,6 @@ async def test_closing_is_safe_to_repeat_and_tells_the_others_once(
 async def test_cancelled_close_closes_all_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that gives up waiting leaves nothing half open."""
-
     async def never() -> None:
         await asyncio.Event().wait()
 
@@ -287,7 +275,6 @@ async def test_silence_of_this_member_is_none(bench: Bench) -> None:
 
 
 def ended() -> Verdict:
-    """Return the verdict on a member whose connection ended."""
     return Verdict(
         peer="p",
         world=1,
@@ -333,7 +320,7 @@ async def test_end_of_a_lane_before_the_verdict_hides_no_loss(
 async def test_last_lane_to_end_is_not_waited_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the first one ended before the verdict."""
+    """The first lane ended before the verdict."""
     arriving = True
     monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: arriving)
     bench.local.trouble(2, "eof of the first")
@@ -347,7 +334,7 @@ async def test_last_lane_to_end_is_not_waited_for(
 async def test_world_that_breaks_meanwhile_learns_of_both_losses(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the one that broke it first."""
+    """The loss that broke it comes first."""
     monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
     bench.local.on_finding(2, ended())
     bench.local.on_finding(1, lost_by("it was silent", "no heartbeats"))
@@ -359,7 +346,7 @@ async def test_world_that_breaks_meanwhile_learns_of_both_losses(
 async def test_loss_waits_no_longer_than_a_moment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host may be gone."""
+    """The host of that member may be gone."""
     monkeypatch.setattr(local_member, "ENDING_S", 0.01)
     monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
     bench.local.on_finding(2, ended())

@@ -29,7 +29,6 @@ SHORT = WorldConfig(join_s=0.02)
 
 @pytest.fixture
 async def arena() -> AsyncIterator[Arena]:
-    """Return an arena in this process; afterwards nothing is open."""
     async with no_leaks(), Arena("memory") as arena:
         yield arena
 
@@ -40,18 +39,15 @@ def die(arena: Arena, rank: int) -> None:
 
 
 def tasks_named(text: str) -> list[asyncio.Task[object]]:
-    """Return the running tasks whose names start so."""
     return [t for t in asyncio.all_tasks() if t.get_name().startswith(text)]
 
 
 async def works(arena: Arena, name: str) -> None:
-    """Check that a world passes messages."""
     worlds = [manager.worlds[name] for manager in arena.managers]
     await asyncio.gather(*(world.barrier() for world in worlds))
 
 
 async def test_join_of_a_world_twice_is_refused(arena: Arena) -> None:
-    """Whether it is ready or still being joined."""
     joining = asyncio.create_task(arena.join("w", 0, 2))
     await turns(3)
     for _ in range(2):
@@ -66,7 +62,6 @@ async def test_join_of_a_world_twice_is_refused(arena: Arena) -> None:
 
 
 async def test_cancelled_join_leaves_the_name_free(arena: Arena) -> None:
-    """Cancelled at any turn of the loop, it can be joined again."""
     for count in range(1, 12):
         joins = [asyncio.create_task(arena.join("w", rank, 2)) for rank in (0, 1)]
         await turns(count)
@@ -82,7 +77,6 @@ async def test_cancelled_join_leaves_the_name_free(arena: Arena) -> None:
 
 
 async def test_join_that_fails_leaves_nothing(arena: Arena) -> None:
-    """The other worlds do not notice."""
     await arena.world(1, "other")
     manager = arena.manager(0)
     with pytest.raises(JoinTimeoutError):
@@ -97,7 +91,6 @@ async def test_join_that_fails_leaves_nothing(arena: Arena) -> None:
 
 
 async def test_lost_member_breaks_only_the_worlds_it_was_in(arena: Arena) -> None:
-    """A third member's world with the first continues."""
     await asyncio.gather(arena.world(3, "all"), arena.world(2, "pair"))
     receiving = [
         asyncio.create_task(arena.managers[rank].world("all").recv(src=2))
@@ -115,7 +108,6 @@ async def test_lost_member_breaks_only_the_worlds_it_was_in(arena: Arena) -> Non
 
 
 async def test_broken_world_is_replaced_by_the_next_join(arena: Arena) -> None:
-    """The epoch grows; the old object stays broken."""
     old = (await arena.world(2, "w"))[0]
     die(arena, 1)
     await old.wait_over()
@@ -129,7 +121,6 @@ async def test_broken_world_is_replaced_by_the_next_join(arena: Arena) -> None:
 
 
 async def test_closed_manager_refuses_everything(arena: Arena) -> None:
-    """Closing again does nothing; a join in progress is told."""
     manager = arena.manager(0)
     joining = asyncio.create_task(arena.join("w", 0, 2))
     keeping = manager.keep("v", rank=0, size=2, store=arena.store, backend="memory")
@@ -185,7 +176,6 @@ async def test_cleanup_while_joining_leaves_nothing() -> None:
 
 
 async def test_world_that_was_left_is_unknown_and_can_be_joined(arena: Arena) -> None:
-    """The others hear of it."""
     worlds = await arena.world(2, "w")
     await arena.managers[0].leave("w")
     with pytest.raises(UnknownWorldError):
@@ -197,12 +187,10 @@ async def test_world_that_was_left_is_unknown_and_can_be_joined(arena: Arena) ->
 
 
 async def collected(manager: WorldManager) -> list[Event]:
-    """Read the events of a manager until it is closed."""
     return [event async for event in manager.events()]
 
 
 async def test_events_tell_the_story_of_each_world(arena: Arena) -> None:
-    """They are in order, and end with the manager."""
     reading = asyncio.create_task(collected(arena.manager(0)))
     await turns(3)
     worlds = await arena.world(2, "w")
@@ -217,7 +205,6 @@ async def test_events_tell_the_story_of_each_world(arena: Arena) -> None:
 
 
 async def test_backend_that_bypasses_the_secret_is_refused_before_joining() -> None:
-    """Nothing is opened for it."""
     security = Security(secret=b"a secret long enough to be one")
     async with no_leaks(), WorldManager(security=security) as manager:
         with pytest.raises(ConfigError, match="OPEN_BACKENDS"):
@@ -228,7 +215,6 @@ async def test_backend_that_bypasses_the_secret_is_refused_before_joining() -> N
 
 
 async def test_keep_joins_again_after_a_fault(arena: Arena) -> None:
-    """Each turn has the next epoch; leaving the world ends it."""
     manager, other = arena.manager(0), arena.manager(1)
     epochs = []
     joining = asyncio.create_task(arena.join("w", 1, 2))
@@ -269,7 +255,7 @@ async def test_reserved_name_is_taken_until_it_is_removed(arena: Arena) -> None:
 
 
 async def test_removed_world_is_gone_at_once(arena: Arena) -> None:
-    """The others hear of it, though nobody waits here."""
+    """The others are notified, though nobody waits here."""
     worlds = await arena.world(2, "w")
     await worlds[0].send(torch.ones(1), dst=1)
     arena.managers[0].remove_world("w")

@@ -19,10 +19,10 @@ class CpuBackend(compiler.BaseBackend):  # type: ignore[misc]
         return options
 
     def add_stages(self, *given: Any) -> None:
-        """Add none."""
+        pass
 
     def load_dialects(self, context: Any) -> None:
-        """Load none."""
+        pass
 
     def get_module_map(self) -> dict[str, Any]:
         return {}

@@ -1,7 +1,4 @@
-"""The code around NCCL, tested with a fake, because there may be no GPU.
-
-``tests/gpu`` tests it with NCCL itself on machines with a GPU.
-"""
+"""The code around NCCL, tested with a fake; ``tests/gpu`` tests it with NCCL itself."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ class FakeNccl:
         FakeNccl.made.append(self)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Record the call."""
         self.calls.append(f"connect {device}")
 
     def abort(self) -> None:
@@ -52,24 +48,19 @@ class FakeNccl:
         self.calls.append("abort")
 
     def shutdown(self) -> None:
-        """Record the call."""
         self.calls.append("shutdown")
 
 
 class FakeStore:
-    """A store that does nothing."""
-
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
     def fileno(self) -> int:
-        """Return -1: there is no descriptor."""
         return -1
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace torch's NCCL with the fake."""
     FakeNccl.made.clear()
     monkeypatch.setattr(torch_names, "nccl_class", lambda: FakeNccl)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -87,7 +78,6 @@ def group(soon: list[Callable[[], Any]]) -> groups.Group:
 def test_torchs_watchdog_is_off_only_while_a_group_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Making a group leaves the program's environment unchanged."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(name, "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
@@ -108,7 +98,7 @@ def test_communicators_are_non_blocking_and_eager() -> None:
 
 
 def test_groups_that_break_together_are_aborted_together() -> None:
-    """All abort flags are set before any abort waits for the others' kernels."""
+    """All abort flags must be set before an abort waits for the others' kernels."""
     soon: list[Callable[[], Any]] = []
     broken, healthy = [group(soon) for _ in range(3)], group(soon)
     barrier = threading.Barrier(3)
@@ -128,7 +118,7 @@ def test_groups_that_break_together_are_aborted_together() -> None:
 
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_aborted_group_is_never_shut_down(is_broken: bool) -> None:
-    """``shutdown`` hangs after an abort; a group without one is shut down."""
+    """``shutdown`` hangs after an abort."""
     soon: list[Callable[[], Any]] = []
     one = group(soon)
     if is_broken:
@@ -162,7 +152,7 @@ def test_two_worlds_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bitwise_reduction_is_refused_before_anything_is_sent(
     dtype: torch.dtype,
 ) -> None:
-    """Torch would raise in the midst of it."""
+    """Torch would raise its error in the middle of it."""
     like = torch.zeros(2, dtype=dtype)
     with pytest.raises(UnsupportedOperationError, match="NCCL cannot reduce"):
         Reduction(like, ReduceOp(ReduceOp.BXOR), 2, "nccl")

@@ -18,7 +18,7 @@ from tests.until import until
 async def test_collective_outlasts_a_member_that_completed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However long the others take: large weights are passed on without their root."""
+    """The others may take long: they pass large tensors on without the root."""
     monkeypatch.setattr(work_runner, "LEFT_GRACE_S", 0.0)
     may_start = asyncio.Event()
     carry_out = WorkRunner.carry_out
@@ -48,10 +48,7 @@ async def test_collective_outlasts_a_member_that_completed_it(
 async def test_collective_that_a_member_leaves_within_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Members that are no neighbours of the one that left would wait for ever.
-
-    It may leave between the agreement and the start, while others compute already.
-    """
+    """Members that are not neighbours of the one that left would wait for ever."""
     monkeypatch.setattr(work_runner, "LEFT_GRACE_S", 0.1)
     has_agreed = asyncio.Event()
     carry_out = WorkRunner.carry_out

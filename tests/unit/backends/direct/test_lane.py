@@ -23,8 +23,6 @@ NONCE = 7
 
 
 class Bench:
-    """A channel with one lane, and the sender's lane."""
-
     def __init__(self, budget: int) -> None:
         ours, theirs = socket.socketpair()
         config = WorldConfig(shared_memory_bytes=0)
@@ -58,12 +56,11 @@ class Bench:
 
 
 def bytes_of(size: int) -> torch.Tensor:
-    """Return a tensor of bytes."""
     return torch.arange(size).remainder(251).to(torch.uint8)
 
 
 async def test_refused_message_behind_one_that_is_taken_waits_for_room() -> None:
-    """It has no room in the mailbox; the lane reads on once a receive takes it."""
+    """The mailbox has no room for it; the lane reads on once a receive takes it."""
     bench = Bench(budget=0)
     refusing = bench.post(bytes_of(3), tag=1)
     await bench.send(bytes_of(10))
@@ -91,7 +88,7 @@ async def test_refused_message_behind_one_that_is_taken_waits_for_room() -> None
 async def test_world_that_breaks_while_a_message_moves_delivers_no_half_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A receive was cancelled, and what had arrived is being copied."""
+    """The receive was cancelled, and what had arrived is being copied."""
     bench = Bench(budget=1 << 30)
     size, goes_on, copied = OFFLOAD_BYTES + (1 << 20), threading.Event(), []
     own = Arrival.own
@@ -131,7 +128,7 @@ async def test_world_that_breaks_while_a_message_moves_delivers_no_half_of_it(
 
 
 async def test_everybody_who_waits_for_the_end_sees_it() -> None:
-    """Two may close one world."""
+    """Two tasks may close one world."""
     bench = Bench(budget=1 << 20)
     sending = asyncio.ensure_future(bench.send(bytes_of(4 << 20)))
     await turns(3)

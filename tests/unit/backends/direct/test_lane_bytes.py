@@ -31,8 +31,6 @@ BUDGET = 4 * FRAGMENT_BYTES
 
 
 class Sender:
-    """The sending half of a lane, and the bytes that it wrote."""
-
     def __init__(self, *, is_summed: bool = False) -> None:
         self.outbound = Outbound(NONCE, is_summed=is_summed)
         self.written = bytearray()
@@ -63,8 +61,6 @@ class Sender:
 
 
 class Receiver:
-    """The receiving half of a lane, and its mailbox."""
-
     def __init__(self, budget: int = BUDGET) -> None:
         self.mailbox = Mailbox(frozenset({1}), budget)
         self.fins = 0
@@ -107,7 +103,6 @@ class Receiver:
 
 
 def got(receive: Receive) -> Tensor:
-    """Return the tensor that a receive got."""
     return receive.future.result().tensor
 
 
@@ -121,7 +116,6 @@ def content(size: int) -> Tensor:
 async def test_stream_when_cut_anywhere_then_messages_are_whole(
     step: int | None, is_summed: bool
 ) -> None:
-    """The size of the reads does not matter."""
     sender, receiver = Sender(is_summed=is_summed), Receiver()
     tensors = [content(5), torch.tensor(1.5), torch.empty(0, 3), content(3000)]
     tensors.append(torch.ones(2, 3, dtype=torch.bfloat16))
@@ -140,7 +134,6 @@ async def test_stream_when_cut_anywhere_then_messages_are_whole(
 
 
 async def test_large_message_goes_straight_into_its_tensor() -> None:
-    """This holds for many fragments and reads of odd sizes."""
     sender, receiver = Sender(), Receiver()
     tensor, out = content(3 * FRAGMENT_BYTES + 17), torch.zeros(0)
     out = torch.zeros(tensor.numel(), dtype=torch.uint8)
@@ -152,7 +145,6 @@ async def test_large_message_goes_straight_into_its_tensor() -> None:
 
 
 async def test_receive_when_cancelled_at_every_byte_then_nothing_is_lost() -> None:
-    """The next receives get the whole message and the one after it."""
     message, behind = content(200), content(9)
     sender = Sender()
     sender.put(message)
@@ -172,7 +164,7 @@ async def test_receive_when_cancelled_at_every_byte_then_nothing_is_lost() -> No
 
 
 async def test_send_when_cancelled_at_every_byte_then_all_or_nothing() -> None:
-    """The next message is whole, and the tensor may be overwritten at once."""
+    """The tensor may be overwritten at once."""
     for position in range(64 + 8 + 100 + 3):
         sender, receiver = Sender(), Receiver()
         tensor = content(100)
@@ -195,7 +187,6 @@ async def test_send_when_cancelled_at_every_byte_then_all_or_nothing() -> None:
 async def test_large_send_when_cancelled_then_rest_is_called_off(
     fragments: int,
 ) -> None:
-    """At and around fragment bounds, the receive gets the next message."""
     size = 4 * FRAGMENT_BYTES
     frame = FRAGMENT_BYTES + 64
     for offset in (-65, -64, -1, 0, 1, 63, 64, 65, 80):
@@ -217,7 +208,6 @@ async def test_large_send_when_cancelled_then_rest_is_called_off(
 async def test_stream_when_it_ends_at_every_byte_then_message_is_not_delivered() -> (
     None
 ):
-    """A partial message is never delivered."""
     sender = Sender()
     sender.put(content(100))
     data = sender.write()
@@ -231,7 +221,6 @@ async def test_stream_when_it_ends_at_every_byte_then_message_is_not_delivered()
 
 
 async def test_header_when_damaged_at_every_bit_then_lane_is_refused() -> None:
-    """No receive completes with damaged content."""
     sender = Sender()
     sender.put(content(16))
     data = sender.write()
@@ -248,7 +237,6 @@ async def test_header_when_damaged_at_every_bit_then_lane_is_refused() -> None:
 
 
 async def test_payload_when_damaged_and_summed_then_lane_is_refused() -> None:
-    """Payload checksums detect the damage."""
     sender = Sender(is_summed=True)
     sender.put(content(64))
     data = bytearray(sender.write())
@@ -348,8 +336,6 @@ async def test_budget_when_spent_then_reading_stops_and_resumes() -> None:
 def test_any_interleaving_then_what_was_not_withdrawn_arrives_in_order(
     data: st.DataObject,
 ) -> None:
-    """Random sends, withdrawals, partial writes, receives and cancellations."""
-
     async def play() -> None:
         sender, receiver = Sender(), Receiver(1 << 40)
         sent: list[tuple[Outgoing, int]] = []

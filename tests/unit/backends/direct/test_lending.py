@@ -1,4 +1,4 @@
-"""Memory that a sender lends: the receiver's tensor lies in it until it is gone."""
+"""Memory that a sender lends to the receiver's tensor until that is gone."""
 
 from __future__ import annotations
 
@@ -46,14 +46,12 @@ LARGE = 3 * STEP_BYTES + 17
 
 
 def describe(size: int, dtype: torch.dtype = torch.uint8) -> Description:
-    """Return the description of a flat tensor."""
     shape = (size // dtype.itemsize,)
     return Description(wire.TENSOR, CODES[dtype], shape, size, 0, 0)
 
 
 @pytest.fixture
 def ends() -> tuple[Block, Borrowed]:
-    """Return both ends of a block."""
     block = Block(0, STEP_BYTES)
     borrowed = Borrowed(os.dup(block.fd), STEP_BYTES)
     block.close_fd()
@@ -61,7 +59,6 @@ def ends() -> tuple[Block, Borrowed]:
 
 
 def test_forked_child_has_a_copy(ends: tuple[Block, Borrowed]) -> None:
-    """The parent's tensor stays; the block is free once both have what they need."""
     block, borrowed = ends
     block.take()
     block.write(0, memoryview(bytes(200)))
@@ -92,7 +89,6 @@ def test_forked_child_has_a_copy(ends: tuple[Block, Borrowed]) -> None:
 def test_block_is_free_when_the_last_view_of_its_tensor_is_gone(
     ends: tuple[Block, Borrowed],
 ) -> None:
-    """Views, arrays and the tensor itself keep it."""
     block, borrowed = ends
     assert block.is_free
     block.take()
@@ -111,7 +107,7 @@ def test_block_is_free_when_the_last_view_of_its_tensor_is_gone(
 
 
 def test_tensor_outlives_its_sender_and_its_lane(ends: tuple[Block, Borrowed]) -> None:
-    """The kernel keeps the memory as long as somebody has it."""
+    """The kernel keeps the memory as long as a process has it."""
     block, borrowed = ends
     block.take()
     sent = torch.arange(4.0)
@@ -161,7 +157,7 @@ class Announced:
 
 
 def test_few_blocks_are_used_again_and_again() -> None:
-    """One that is free is taken, the first of them; else there is a new one."""
+    """The first free block is taken; if none is free, a new one is made."""
     one = Announced()
     first, second = one.send(LARGE), one.send(LARGE)
     assert first is not None
@@ -181,7 +177,7 @@ def test_few_blocks_are_used_again_and_again() -> None:
 
 
 def test_free_blocks_make_room_for_messages_of_another_size() -> None:
-    """They keep neither memory nor numbers that others need."""
+    """Free blocks keep neither memory nor numbers that others need."""
     one = Announced()
     limit = MAX_LENT_BYTES
     for size in (limit, MIN_LENT_BYTES, limit // 2, limit // 4, limit // 8) * 3:
@@ -214,7 +210,6 @@ def test_blocks_of_all_lanes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_block_that_could_not_be_announced_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor one that could not be made."""
     one = Announced(is_heard=False)
     before = len(os.listdir("/proc/self/fd"))
     assert one.send(LARGE) is None
@@ -251,7 +246,6 @@ def test_what_the_parent_lends_does_not_count_in_a_fork() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), max_size=60))
 def test_no_two_living_tensors_share_memory(steps: list[tuple[int, int]]) -> None:
-    """Whichever sizes come, and whichever tensors are dropped."""
     one = Announced()
     alive: dict[int, torch.Tensor] = {}
     for number, (steps_of_size, dropped) in enumerate(steps):
@@ -271,14 +265,13 @@ def test_no_two_living_tensors_share_memory(steps: list[tuple[int, int]]) -> Non
 
 
 def blocks_of(world: World) -> int:
-    """Return how many blocks the world's lane lends."""
     lender = parts_of(world).outbound.lender
     assert lender is not None
     return len(lender.blocks)
 
 
 async def test_message_without_a_place_is_received_in_lent_memory() -> None:
-    """With a place, it is copied; either way the block is used again."""
+    """A given tensor gets a copy; either way, the block is used again."""
     async with pair() as (one, two):
         for number in range(20):
             sending = asyncio.ensure_future(one.send(some(LARGE, number), dst=1))
@@ -325,7 +318,6 @@ async def test_bundles_and_held_messages_lie_in_lent_memory_too(
 
 
 async def test_cancelled_send_or_receive_releases_its_block() -> None:
-    """Whatever had been written of it."""
     async with pair() as (one, two):
         size = 30 * STEP_BYTES
         for number in range(3 * MAX_BLOCKS):
@@ -366,7 +358,6 @@ async def test_collectives_reduce_right_in_lent_memory() -> None:
 
 
 def frame(kind: int, sequence: int, block: int, flags: int, size: int) -> bytes:
-    """Return a frame of a peer that may lie."""
     shape = (size,) if kind == wire.TENSOR else ()
     payload = size if kind == wire.TENSOR else 0
     fields = (kind, flags, 0, len(shape), block, 7, sequence, 0, 0, payload, size, 0, 0)
@@ -385,7 +376,6 @@ def frame(kind: int, sequence: int, block: int, flags: int, size: int) -> bytes:
     ],
 )
 async def test_peer_that_lies_about_lent_memory_is_found_out(what: str) -> None:
-    """The lane reports the false frame and leaks no descriptor."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     owner = Owner()

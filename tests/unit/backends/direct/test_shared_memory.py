@@ -48,7 +48,7 @@ LARGE = 3 * SLOT_BYTES + 17
 
 @pytest.fixture(autouse=True)
 def nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ring carry all that is large."""
+    """Make the ring carry everything large."""
     monkeypatch.setattr(lending, "MIN_LENT_BYTES", 1 << 60)
 
 
@@ -149,13 +149,13 @@ def parts_of(world: World) -> Parts:
 
 
 def is_full(world: World) -> bool:
-    """Tell whether every slot of the world's own ring holds a payload."""
+    """Return whether every slot of the world's own ring holds a payload."""
     ring = parts_of(world).outbound.ring
     return ring is not None and not ring.has_room
 
 
 def is_starving(world: World) -> bool:
-    """Tell whether a message of the world waits for a slot of its own ring."""
+    """Return whether a message of the world waits for a slot of its own ring."""
     return parts_of(world).outbound.is_starving
 
 
@@ -166,7 +166,6 @@ def some(size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ring_bytes", [SLOT_BYTES, 2 * SLOT_BYTES, 8 * SLOT_BYTES])
 async def test_large_messages_arrive_whole_and_in_order(ring_bytes: int) -> None:
-    """This includes messages larger than the ring, between small ones."""
     async with pair(shared_memory_bytes=ring_bytes) as (one, two):
         sizes = [LARGE, 10, 20 * SLOT_BYTES, 0, 200_000, SLOT_BYTES, 70_000]
 
@@ -298,8 +297,6 @@ async def test_without_a_memfd_sockets_carry_all(
 
 
 class Owner:
-    """Records the evidence that a lane reports."""
-
     def __init__(self) -> None:
         self.evidence = ""
         self.has_heard = asyncio.Event()
@@ -326,7 +323,6 @@ def frame(
 
 @pytest.mark.parametrize("what", ["no descriptor", "twice", "a pipe", "empty slot"])
 async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
-    """The lane reports the false frame and leaks no descriptor."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     owner = Owner()
@@ -392,7 +388,6 @@ async def test_receive_that_is_cancelled_twice_returns_its_message(
 
 
 async def test_what_arrived_is_read_though_nothing_more_can_be_written() -> None:
-    """A lane whose writes fail still delivers what the member sent before it left."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     mailbox = Mailbox(frozenset({1}), 1 << 20)
