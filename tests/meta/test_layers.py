@@ -33,7 +33,7 @@ LAYERS = (
     {"testing"},
     {"serve/spec", "serve/queueing"},
     {"serve/machines", "serve/tenants", "serve/text"},
-    {"serve/wire"},
+    {"serve/keeper", "serve/wire"},
     {"serve/routing"},
     {"serve/engine/models"},
     {"serve/engine/compute"},
@@ -132,9 +132,10 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.controller.fleet.decision_log",
         "serve.controller.fleet.history",
         "serve.gateway.openai.listed_models",
-        "serve.gateway.openai.preparation",
+        "serve.gateway.http.recorder",
         "serve.gateway.streams.streams",
         "serve.gateway.admission.authenticator",
+        "serve.keeper.process",
         "serve.tenants.database",
     }
 
@@ -234,6 +235,17 @@ def test_processes_of_a_service_load_no_more_than_they_need(
 ) -> None:
     """torch's compiler takes a second and 100 MB of every process; scipy, half."""
     absent = ["torch._dynamo", "sympy", "scipy"]
+    code = f"import sys, {module}\nprint([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_keeper_is_small() -> None:
+    """It has to start within the second in which nothing is protected."""
+    absent = ["torch", "uvicorn", "httptools", "pydantic", "msgspec", "numpy"]
+    module = "multiworld.serve.keeper.process"
     code = f"import sys, {module}\nprint([m for m in {absent} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

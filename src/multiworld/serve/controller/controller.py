@@ -554,7 +554,10 @@ class Controller:
                 return
             update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
-        args = args.model_copy(update={"alive": str(self._folder.alive)})
+        update = {"alive": str(self._folder.alive)}
+        if not model and self.app.gateway.is_kept:
+            update["keeper"] = str(self._folder.keeper)
+        args = args.model_copy(update=update)
         self._links.open(name)
         try:
             running = await self.processes.launch(args, spot, need)

@@ -26,6 +26,7 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.controller.fleet.state import ProcessPhase
+from multiworld.serve.controller.keeper_process import KeeperSupervisor
 from multiworld.serve.controller.launchers.base import (
     Launcher,
     LauncherContext,
@@ -152,7 +153,7 @@ async def _run(
     kept = old.store if old else _living_store(ended)
     if kept is not None:
         await check_secret(kept, security)
-    reserved, port = _reserve(app, old or ended)
+    reserved = _reserve(app, old or ended)
     store = await start_store(folder, env, kept, app.host)
     try:
         with reserved:
@@ -165,7 +166,7 @@ async def _run(
                 preload,
                 env,
                 security,
-                port,
+                reserved,
                 store,
                 Before(old, ended),
                 on_progress,
@@ -251,12 +252,12 @@ async def _control(
     preload: Preload,
     env: dict[str, str],
     security: Security,
-    port: int,
+    reserved: socket.socket,
     store: StoreRecord,
     before: Before,
     on_progress: OnProgress,
 ) -> None:
-    old = before.old
+    old, port = before.old, reserved.getsockname()[1]
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -277,6 +278,15 @@ async def _control(
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
+        keeper = KeeperSupervisor(folder, app, reserved)
+        keeping: asyncio.Task[None] | None = None
+        if app.gateway.is_kept:
+            keeping = loop.create_task(keeper.run())
+        elif app.gateway.keeper:
+            logger.warning(
+                "gateways with gateway.tls_certificate have no stream keeper: streams "
+                "are lost with their gateway; give TLS to a proxy in front instead"
+            )
         try:
             await _serves(admin, serving)
             if await _is_prepared(controller, old, ended):
@@ -284,10 +294,13 @@ async def _control(
                 await _until_ended(controller, ended, on_up)
                 old = None
             await controller.shutdown(old)
+            await keeper.end()
         finally:
             admin.end()
-            minding.cancel()
-            await asyncio.gather(serving, minding, return_exceptions=True)
+            minders = [minding] if keeping is None else [minding, keeping]
+            for task in minders:
+                task.cancel()
+            await asyncio.gather(serving, *minders, return_exceptions=True)
             await controller.abandon()
             await launcher.close()
 
@@ -436,7 +449,7 @@ def _has_gateway(old: Record) -> bool:
     return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
 
 
-def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
+def _reserve(app: AppSpec, old: Record | None) -> socket.socket:
     """Bind the gateways' port, so that it stays reserved while no gateway runs."""
     port = app.gateway.port or (old.port if old else 0)
     try:
@@ -447,13 +460,12 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
                 if app.gateway.port:
                     raise
                 port = 0  # another service has taken the earlier port
-        reserved = listen(app.gateway, port)
+        return listen(app.gateway, port)
     except OSError as error:
         raise ServeError(
             f"cannot listen at {app.gateway.host}:{port}: {error.strerror}; give "
             "another gateway.host or gateway.port"
         ) from error
-    return reserved, reserved.getsockname()[1]
 
 
 def _check_free(host: str, port: int) -> None:

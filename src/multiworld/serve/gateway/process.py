@@ -13,8 +13,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import uvicorn
 
@@ -28,12 +29,15 @@ from multiworld.serve.gateway.http.cross_origin import with_origins
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
+from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.recorder import Recorder
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.routes import ROUTES
 from multiworld.serve.gateway.streams.streams import Streams
+from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.machines.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
@@ -58,6 +62,7 @@ HOLD_S = 60.0  # that a table waits at most for the models which it makes active
 POISON = 256  # poison requests waiting to be reported to a controller
 USAGE_S = 1.0  # between usage reports
 FLEET_S = 2.0  # for the state of the fleet; then the last one is shown
+LEAVE_S = 1.0  # for the keeper to say whether another gateway takes the connections
 LAST_S = 0.5  # for the controller to take the last report
 ASK_S = 0.2  # between two requests for replicas of a model that has none
 OTHER_FILES = 256  # besides its clients' connections
@@ -190,28 +195,39 @@ class GatewayProcess:
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
         app = make_app(self._gateway, ROUTES, schemas())
-        self._server = EmbeddedServer(
-            uvicorn.Config(
-                with_origins(app, spec.cors_origins),
-                http=_protocol_of(self._spec, connections),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_keep_alive=math.ceil(self._spec.keep_alive_s),
-                timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
-                server_header=False,
-                proxy_headers=False,
-            )
+        self._config = uvicorn.Config(
+            with_origins(app, spec.cors_origins),
+            http=_protocol_of(self._spec, connections),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=BACKLOG,
+            timeout_keep_alive=math.ceil(self._spec.keep_alive_s),
+            timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
+            server_header=False,
+            proxy_headers=False,
         )
+        self._server = EmbeddedServer(self._config)
+        self._link: KeeperLink | None = None  # None: this gateway accepts itself
+        self._taking: set[asyncio.Task[None]] = set()
+        self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Serve until stopped or orphaned; if cancelled, unconfirmed usage is lost."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        sock = listen(self._spec, self._args.port)
+        sockets = []
+        if self._args.keeper:
+            self._link = KeeperLink(
+                Path(self._args.keeper),
+                self._args.name,
+                self._args.silence_s,
+                self._take,
+            )
+        else:
+            sockets.append(listen(self._spec, self._args.port))
         tasks = [
             loop.create_task(body())
             for body in (
@@ -222,7 +238,9 @@ class GatewayProcess:
                 self._report_usage,
             )
         ]
-        serving = loop.create_task(self._serve(sock))
+        if self._link is not None:
+            tasks.append(loop.create_task(self._link.run()))
+        serving = loop.create_task(self._serve(sockets))
         announcing = loop.create_task(self._announce_when_up())
         try:
             done, _ = await asyncio.wait(
@@ -240,21 +258,59 @@ class GatewayProcess:
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
-    async def _serve(self, sock: socket.socket) -> None:
+    def _take(self, sock: socket.socket, record: ConnectionRecord) -> None:
+        """Serve a connection that the keeper gives to this gateway."""
+        assert self._link is not None
+        loop = asyncio.get_running_loop()
+        protocol: Any = self._config.http_protocol_class
+        make: Callable[[], asyncio.Protocol] = partial(
+            protocol,
+            config=self._config,
+            server_state=self._server.server_state,
+            app_state={},
+            _loop=loop,
+            recorder=Recorder(self._link, record),
+        )
+        task = loop.create_task(self._connected(make, sock))
+        self._taking.add(task)
+        task.add_done_callback(self._taking.discard)
+
+    async def _connected(
+        self, make: Callable[[], asyncio.Protocol], sock: socket.socket
+    ) -> None:
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(make, sock)
+        except OSError as error:
+            logger.warning("a connection cannot be served: %s", error)
+            sock.close()
+
+    async def _serve(self, sockets: list[socket.socket]) -> None:
         """Serve once there is a routing table, and all tokenizers are loaded."""
         # Until then the other gateways on the port serve alone.
         await self._is_routed.wait()
         if self._loading:
             await asyncio.wait(self._loading, timeout=LOADING_S)
-        await self._server.serve(sockets=[sock])
+        await self._server.serve(sockets=sockets)
+        if self._link is not None:
+            await self._link.flush(LAST_S)
 
     async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
+        if self._link is not None:
+            self._link.ready()
         self._agent.fact(messages.StageLoaded())
 
     def _end(self) -> None:
         self._gateway.is_ending = True
+        if self._leaving is None:
+            self._leaving = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """Hand over all connections, if there is another gateway, and stop serving."""
+        if self._link is not None and await self._link.leave(LEAVE_S):
+            logger.info("other gateways continue the connections of this one")
         self._server.end()
         self._is_routed.set()
 

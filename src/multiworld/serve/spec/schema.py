@@ -696,10 +696,22 @@ class GatewaySpec(_Strict):
     )
     """Origins whose pages may use the API from a browser, such as
     `https://chat.example.com`; `*`: any."""
+    keeper: bool = True
+    """`true`: a stream keeper holds the clients' connections, so that other gateways
+    continue them if a gateway is lost. Not with `tls_certificate`: give TLS to a proxy
+    in front."""
+    keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 256
+    """Maximum size of what the keeper holds of requests and answers, in MiB; streams
+    beyond it are not protected."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; turns on HTTPS. Needs `tls_key`."""
     tls_key: str | None = None
     """PEM file with the private key of the certificate."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a stream keeper holds the connections."""
+        return self.keeper and self.tls_certificate is None
 
     @model_validator(mode="after")
     def _both(self) -> GatewaySpec:

@@ -29,6 +29,7 @@ class ProcessArgs(BaseModel):
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
+    keeper: str = ""  # socket of the stream keeper; empty: a gateway accepts itself
     alive: str = ""  # file whose lock all processes of the service hold; empty: none
 
     @property

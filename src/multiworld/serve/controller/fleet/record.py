@@ -150,6 +150,7 @@ class StateFolder:
         self.logs = path / "logs"
         self.socket = path / "admin.sock"
         self.alive = path / "alive"
+        self.keeper = path / "keep.sock"  # of the stream keeper
         self._record = path / "record.json"
         self.versions = path / "versions"  # copies of the files of each version
 

@@ -83,13 +83,21 @@ class Authenticator:
         self._count_refusal("", "wrong key")
         raise errors.UnauthorizedError(BAD_KEY)
 
-    def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
-        """Admit a request within its tenant's limits; ``finish`` must follow."""
+    def admit(
+        self, headers: Mapping[str, str], *, is_resumed: bool = False
+    ) -> AdmittedRequest:
+        """Admit a request within its tenant's limits; ``finish`` must follow.
+
+        One that another gateway has admitted is not refused.
+        """
         tenant, now = self.identify(headers), self.clock()
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
             self.limiter.prune(now)
             self.quarantine.prune(now)
+        if is_resumed:
+            self.limiter.readmit(tenant, now)
+            return AdmittedRequest(tenant, now)
         refusal = self.budgets.check(tenant, time.time()) or self.limiter.admit(
             tenant, self.gateways, now
         )

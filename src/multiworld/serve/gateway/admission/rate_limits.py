@@ -81,6 +81,15 @@ class RateLimiter:
         with self.shared.use(tenant.name, now) as shared:
             return self._admit(tenant, used, gateways, now, shared)
 
+    def readmit(self, tenant: Tenant, now: float) -> None:
+        """Admit a request that another gateway has; ``release`` must follow."""
+        used = self._used.setdefault(tenant.name, RecentUse(at=now))
+        used.in_flight += 1
+        if self.shared is not None and tenant.max_parallel_requests is not None:
+            with self.shared.use(tenant.name, now) as shared:
+                if shared is not None:
+                    shared.set_in_flight(used.in_flight)
+
     def _admit(
         self,
         tenant: Tenant,

@@ -13,6 +13,7 @@ from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.http.body_budget import Reservation
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.request_body import (
     Body,
     model_named_in,
@@ -56,11 +57,13 @@ class AdmittedCall(Call):
     Attributes:
         admitted: What is counted of it.
         reservation: Memory that its body takes.
+        record: What another gateway needs to continue its answer.
         held: What is given back when the answer has ended, however it ends.
     """
 
     admitted: AdmittedRequest
     reservation: Reservation
+    record: AnswerRecord = field(default_factory=unrecorded)
     held: ExitStack = field(default_factory=ExitStack)
 
     async def read_body(self, *, may_be_binary: bool = False) -> Body:

@@ -168,13 +168,26 @@ class Gateway:
             raise refusals.unknown_model(name, self.names(tenant))
 
     def model(
-        self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
+        self,
+        name: str,
+        version: str | None = None,
+        tenant: Tenant = ANONYMOUS,
+        begun: str = "",
     ) -> tuple[str, Model]:
-        """Return the active version of a model, the only one served, and the model."""
+        """Return the active version of a model, the only one served, and the model.
+
+        A request that another gateway has ``begun`` keeps its version while there is
+        one, and may fail without.
+        """
         routes = self.dispatcher.table.routes
         self.check_known(name, tenant)
         name = self.route(name, tenant)
         route = routes[name]
+        if begun and begun != route.version:
+            model = self.models.get(name, {}).get(begun)
+            if model is None:
+                raise NoReplicaError(f"version {begun!r} of model {name!r} is gone")
+            return begun, model
         if version is not None and version != route.version:
             raise UnknownModelError(
                 f"active version of this model is {route.version!r}, not {version!r}; "

@@ -23,8 +23,11 @@ from uvicorn.server import ServerState
 from multiworld.serve.gateway.http.http_request import (
     CONNECTION,
     IS_COMPLETE,
+    RECORDER,
     Connection,
 )
+from multiworld.serve.gateway.http.recorder import RecordedTransport, Unrecorded
+from multiworld.serve.keeper.record import ConnectionRecord
 
 # What is used of uvicorn 0.54's ``HttpToolsProtocol`` besides asyncio's ``Protocol``:
 # callbacks of its parser that are extended here, what it does, and its state.
@@ -33,7 +36,8 @@ INTERNALS = {
     *("on_message_complete", "on_response_complete", "send_400_response"),
     "_unset_keepalive_if_required",
     *("connections", "cycle", "flow", "headers", "loop", "parser", "pipeline", "scope"),
-    *("timeout_keep_alive_task", "transport", "url"),
+    *("timeout_keep_alive", "timeout_keep_alive_handler", "timeout_keep_alive_task"),
+    *("transport", "url"),
 }
 
 # And of its ``RequestResponseCycle``.
@@ -99,15 +103,19 @@ class HeadKeeper:
         self._transport = transport
         self._head = b""
         self.is_over = False  # what follows is not sent
+        self.has_head = False  # another gateway has sent the next answer's head
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of an answer."""
         if self.is_over:
             return
         is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
-        if is_head and data != CONTINUE:
+        if data == CONTINUE:
+            _write_interim(self._transport, data)
+        elif is_head:
             self.flush()
-            self._head = data
+            self._head = b"" if self.has_head else data
+            self.has_head = False
         else:
             self._transport.write(self._head + data if self._head else data)
             self._head = b""
@@ -123,6 +131,11 @@ class HeadKeeper:
 
     def is_closing(self) -> bool:
         return self.is_over or self._transport.is_closing()
+
+
+def _write_interim(transport: Any, data: bytes) -> None:
+    """Write what is no part of an answer, which a recorder has to know."""
+    getattr(transport, "write_interim", transport.write)(data)
 
 
 def head_without_upgrade(
@@ -154,7 +167,12 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. ``lingering``: those of the server that were refused, and end."""
+    """One connection. ``lingering``: those of the server that were refused, and end.
+
+    A ``recorder`` with a record of another gateway's has it taken over: what that one
+    recorded goes out first, requests that it has not answered are read again from the
+    record, and an answer that it had begun goes on behind what is recorded of it.
+    """
 
     def __init__(
         self,
@@ -163,9 +181,14 @@ class BoundedProtocol(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         *args: Any,
+        recorder: Unrecorded | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, server_state, *args, **kwargs)
+        self._recorder = Unrecorded() if recorder is None else recorder
+        self._is_in_message = False
+        self._answered_before = 0  # requests of a record that are answered
+        self._is_answered_before = False  # that which is read now is one of them
         self._limits, self._lingering = limits, lingering
         # head, late, linger, stall
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -179,6 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = b""  # is sent once these have been answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport = self._recorder.begin(transport, self)
         super().connection_made(transport)
         # So that any byte which the client does not take starts the stall timer.
         # TLS has a time limit for closing, and would always count as paused.
@@ -189,13 +213,35 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) - len(self._lingering) > most:
             text = f"gateway has reached its limit of {most} connections; retry later"
             self._refuse("503 Service Unavailable", text)
+        elif (record := self._recorder.taken_over) is not None:
+            self._take_over(record)
         else:
             self._start_timer()
+
+    def _take_over(self, record: ConnectionRecord) -> None:
+        """Continue a connection where another gateway's record ends."""
+        transport = cast("RecordedTransport", self.transport)
+        if record.output:
+            transport.write_unrecorded(bytes(record.output))
+        if record.is_closing:
+            self.transport.close()
+            return
+        self._answered_before = record.answered
+        self._heads.has_head = record.has_begun
+        if record.input:
+            self._feed(bytes(record.input))
+        if not self._is_in_message and not self._cycles:
+            # As after an answer.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+            self._record_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for name in list(self._timers):
             self._stop_timer(name)
         self._lingering.discard(self)
+        self._recorder.closed()
         super().connection_lost(exc)
         for cycle in self._cycles:  # uvicorn tells the latest one only
             if not cycle.response_complete:
@@ -213,8 +259,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def on_message_begin(self) -> None:
+        self._is_in_message = True
+        self._is_answered_before = self._answered_before > 0
+        self._answered_before -= self._is_answered_before
         super().on_message_begin()
         self._scope()[CONNECTION] = self._connection
+        self._scope()[RECORDER] = self._recorder
         self._head_bytes = 0
         self._is_after_head = False
         self._credentials.clear()
@@ -241,6 +291,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # they come again
         self._stop_timer("head")
+        if self._is_answered_before:
+            return
         if len(self._cycles) >= PIPELINED:
             self.transport.close()
         if not self._refusal and not self.transport.is_closing():
@@ -271,6 +323,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heads.flush()  # a HEAD request has no body
         # Complete ones hold headers, and what was not read of their bodies.
         self._cycles = [c for c in self._cycles if not c.response_complete]
+        self._recorder.answered()
+        self._record_idle()
         if self._refusal and not self._cycles:
             self._send_refusal()
             return  # nothing that follows on this connection is served
@@ -279,6 +333,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
             return
+        self._recorder.received(data)
         self._has_progress = False
         self._unset_keepalive_if_required()
         self._feed(data)
@@ -287,6 +342,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_unused(len(data))
         self._limit_late_body()
         self._limit_idle()
+        self._record_idle()
+
+    def _record_idle(self) -> None:
+        if not (self._is_in_message or self._cycles or self._refusal):
+            self._recorder.idle()
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -308,11 +368,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_progress = True
-        if not self._refusal:
+        if not (self._refusal or self._is_answered_before):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._refusal or self.parser.should_upgrade():
+            return
+        self._is_in_message = False
+        if self._is_answered_before:
             return
         self._has_progress = True
         self._stop_timer("late")

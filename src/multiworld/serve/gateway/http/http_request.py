@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 CONNECTION = "multiworld.connection"  # scope key of the ``Connection`` of the request
 
+RECORDER = "multiworld.recorder"  # scope key of the ``Recorder`` of the connection
+
 # Scope key that is present if the whole request has arrived.
 IS_COMPLETE = "multiworld.is_complete"
 

@@ -6,7 +6,6 @@ import logging
 import math
 import re
 import reprlib
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -26,6 +25,7 @@ from multiworld.errors import (
     UnknownModelError,
 )
 from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -109,6 +109,9 @@ def openai_error(error: ServeError) -> dict[str, Any]:
     }
 
 
+COMMENT = b":"  # begins an event that says nothing, to keep a connection open
+
+
 class EventStream(StreamingResponse):
     """Server-sent events; a ``ServeError`` becomes the last one, before ``last``."""
 
@@ -120,6 +123,8 @@ class EventStream(StreamingResponse):
         self.on_end: Callable[[int], object] = lambda status: None
         # Called with the number of bytes of each event.
         self.on_bytes: Callable[[int], object] = lambda count: None
+        # Of the answer; events that it says the client has are not sent again.
+        self.record = unrecorded()
         super().__init__(
             self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
         )
@@ -134,19 +139,22 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(events):
                 async for event in events:
-                    self.on_bytes(len(event))
-                    yield event
+                    if event.startswith(COMMENT) or self.record.count_event():
+                        self.on_bytes(len(event))
+                        yield event
             status = 200
         except ServeError as error:
             status = error.status
-            yield event_of({"error": self.error_of(error)})
+            if self.record.count_event():
+                yield event_of({"error": self.error_of(error)})
         except Exception:
             status = 500
             logger.exception("a stream failed")
-            yield event_of({"error": self.error_of(ServeError(BUG))})
+            if self.record.count_event():
+                yield event_of({"error": self.error_of(ServeError(BUG))})
         finally:
             self._status = status
-        if self.last:
+        if self.last and self.record.count_event():
             yield self.last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,6 +165,15 @@ class EventStream(StreamingResponse):
             self.on_end(self._status)
 
 
+def failed_stream(error: bytes) -> EventStream:
+    """Return a stream whose only event is an error, which is JSON."""
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"data: %b\n\n" % error
+
+    return EventStream(events())
+
+
 # Headers that keep proxies from buffering a stream of events.
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -165,9 +182,9 @@ def event_of(content: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(content)
 
 
-def request_id_of(request: AnyRequest) -> str:
+def request_id_of(request: AnyRequest, record: AnswerRecord) -> str:
     given = request.headers.get(REQUEST_ID.lower(), "")
-    return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if GIVEN_ID.fullmatch(given) else record.token("request", 16)
 
 
 CLIENT_CLOSED = 499  # nginx's status of a request whose client disconnected

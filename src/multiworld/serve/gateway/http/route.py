@@ -18,7 +18,7 @@ from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http.body_budget import Reservation
 from multiworld.serve.gateway.http.calls import AdmittedCall, Call
 from multiworld.serve.gateway.http.gateway import Gateway
-from multiworld.serve.gateway.http.http_request import AnyRequest
+from multiworld.serve.gateway.http.http_request import RECORDER, AnyRequest
 from multiworld.serve.gateway.http.http_responses import (
     ASK_TIMING,
     BUG,
@@ -26,9 +26,11 @@ from multiworld.serve.gateway.http.http_responses import (
     REQUEST_ID,
     EventStream,
     error_response,
+    failed_stream,
     openai_error_response,
     request_id_of,
 )
+from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
 from multiworld.serve.gateway.http.request_body import while_connected
 from multiworld.serve.tenants.directory import ANONYMOUS
 
@@ -126,9 +128,13 @@ async def _respond_counted(
     """Admit a request, answer it, and count it, whatever its outcome."""
     # An ``EventStream`` is counted when it ends; a cancelled request as
     # ``CLIENT_CLOSED``.
-    number = request_id_of(request)
+    recorder: Unrecorded = request.scope.get(RECORDER) or Unrecorded()
+    record = recorder.answer()
+    number = request_id_of(request, record)
     try:
-        admitted = gateway.authenticator.admit(request.headers)
+        admitted = gateway.authenticator.admit(
+            request.headers, is_resumed=record.is_resumed
+        )
     except ServeError as error:
         refusal = route.refuse(error)
         refusal.headers[REQUEST_ID] = number
@@ -138,10 +144,12 @@ async def _respond_counted(
         gateway.counts.add(label, "", refusal.status_code, 0.0)
         if gateway.logs_access:
             _log_access(request, number, "-", refusal.status_code, 0.0)
-        return refusal
+        return _continued(refusal, record)
     admitted.id = number
     reservation = Reservation(gateway.bodies, admitted.tenant.name)
-    call = AdmittedCall(gateway, request, path, admitted.tenant, admitted, reservation)
+    call = AdmittedCall(
+        gateway, request, path, admitted.tenant, admitted, reservation, record
+    )
 
     def end(status: int) -> Phases | None:
         call.held.close()
@@ -165,12 +173,14 @@ async def _respond_counted(
         response = await _handled(
             lambda: while_connected(request, route.handler(call)), route
         )
+        response = _continued(response, record)
         status = response.status_code
         # It has none of that name, for which ``headers`` would look.
         response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     finally:
         if isinstance(response, EventStream):
             response.on_end = end
+            response.record = record
             response.on_bytes = partial(gateway.authenticator.count_sent, admitted)
         else:
             if response is not None:
@@ -179,6 +189,13 @@ async def _respond_counted(
     if phases is not None and ASK_TIMING in request.headers:
         response.headers["Server-Timing"] = phases.header
     return response
+
+
+def _continued(response: Response, record: AnswerRecord) -> Response:
+    """Return an answer that can go on behind the head that another gateway sent."""
+    if not record.has_begun or isinstance(response, EventStream):
+        return response
+    return failed_stream(bytes(response.body))
 
 
 async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +13,18 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
+from multiworld.serve.gateway.http.recorder import AnswerRecord
 from multiworld.serve.gateway.streams.actions import Cut
-from multiworld.serve.gateway.streams.streams import Places
+from multiworld.serve.gateway.streams.streams import Delivered, OpenStream, Places
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 
-# ``Streams.stream`` with all but the prompt and the sampling.
+# ``Streams.stream`` with all but the prompt, the sampling, and what another gateway has
+# delivered of it.
 Open = Callable[
-    [Sequence[int], Sampling],
-    AbstractAsyncContextManager[AsyncIterator[TokenItem | Cut]],
+    [Sequence[int], Sampling, Delivered],
+    AbstractAsyncContextManager[OpenStream],
 ]
 
 MAX_UNREAD = 400_000  # of a request's pieces that wait for its client; see ``_cost``
@@ -81,8 +83,11 @@ async def generate(
     samplings: Sequence[Sampling],
     places: Places,
     on_token: Callable[[], None],
+    record: AnswerRecord,
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; if one fails, the others end.
+
+    What another gateway has shown comes first, and each of them continues behind it.
 
     Raises:
         SlowClientError: More waits for the client than a gateway keeps for it.
@@ -93,9 +98,12 @@ async def generate(
     async def one(choice: Choice, sampling: Sampling) -> None:
         nonlocal unread
         places.take()
+        delivered = Delivered(
+            tuple(tokens.get(choice.index, ())), record.drawn.noise.get(choice.index)
+        )
         try:
-            async with stream(choice.prompt, sampling) as tokens:
-                async for item in tokens:
+            async with stream(choice.prompt, sampling, delivered) as opened:
+                async for item in opened:
                     await asyncio.sleep(0)  # let others run
                     if isinstance(item, Cut):
                         if not any(each.made for each in choices):
@@ -104,6 +112,10 @@ async def generate(
                         return
                     if not choice.is_prompt_only:
                         on_token()  # even if the client does not read it
+                    if opened.noise != record.drawn.noise.get(choice.index):
+                        assert opened.noise is not None
+                        record.drawn.noise[choice.index] = opened.noise
+                        record.keep()
                     piece = _piece(choice, item)
                     unread += _cost(piece)
                     if unread > MAX_UNREAD:
@@ -119,18 +131,25 @@ async def generate(
         except Exception as error:
             arrived.put_nowait(error)
 
+    tokens: dict[int, list[int]] = {}
+    for index, item in record.replayed():
+        tokens.setdefault(index, []).append(item.token)
+        yield _piece(choices[index], item)
     tasks = [
         asyncio.ensure_future(one(choice, sampling))
         for choice, sampling in zip(choices, samplings, strict=True)
+        if not choice.finish
     ]
     try:
-        open_choices = len(choices)
+        open_choices = len(tasks)
         while open_choices:
             piece = await arrived.get()
             if not isinstance(piece, Piece):
                 raise piece
             open_choices -= bool(piece.finish)
             unread -= _cost(piece)
+            if piece.item is not None:
+                record.add(piece.choice.index, piece.item)
             yield piece
     finally:
         for task in tasks:

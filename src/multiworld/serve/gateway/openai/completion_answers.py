@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -158,20 +157,15 @@ def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
         found["content"] = content if content.strip() else None
         found["tool_calls"] = [
             {
-                "id": _call_id(),
+                "id": ready.call_id(choice.index, number),
                 "type": "function",
                 "function": {"name": name, "arguments": "".join(arguments)},
             }
-            for name, arguments in said.calls.values()
+            for number, (name, arguments) in said.calls.items()
         ]
     elif (parser := ready.parsers[choice.index]) and not parser.may_be_text:
         found["content"] = None  # a truncated call is not text
     return found
-
-
-def _call_id() -> str:
-    """Return an identifier of a call: Mistral's templates take 9 letters and digits."""
-    return secrets.token_hex(5)[:9]
 
 
 # Streaming.
@@ -266,7 +260,8 @@ def _parsed_events(
         function = {"name": each.name} if each.name else {}
         call: dict[str, Any] = {"index": each.number}
         if each.name:
-            call |= {"id": _call_id(), "type": "function"}
+            call["id"] = ready.call_id(piece.choice.index, each.number)
+            call["type"] = "function"
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
     if parser.thought_tokens > thought_tokens and not ready.wanted.has_reasoning:

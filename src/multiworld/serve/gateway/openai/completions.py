@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +77,7 @@ class Wanted:
     session: str = ""  # a tenant's requests of one prefer the same replicas
     ignored: tuple[str, ...] = ()  # unknown fields of the request
     given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
+    has_seed: bool = False  # else one is drawn
 
 
 def chat_of(
@@ -185,7 +185,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         top_p=number("top_p", 1.0),
         top_k=max(0, number("top_k", 0)),
         min_p=number("min_p", 0.0),
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
+        seed=0 if asked.seed is None else asked.seed % 2**63,
         presence_penalty=number("presence_penalty", 0.0),
         frequency_penalty=number("frequency_penalty", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
@@ -224,6 +224,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         schema=schema_of(asked.response_format, asked.structured_outputs),
         session=session,
         given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
+        has_seed=asked.seed is not None,
     )
 
 

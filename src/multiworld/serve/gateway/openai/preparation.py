@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ import msgspec
 from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.http_responses import timeout_of
+from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 from multiworld.serve.gateway.openai.choices import Choice, digest_of
 from multiworld.serve.gateway.openai.completions import (
     Structure,
@@ -38,7 +37,7 @@ from multiworld.serve.gateway.openai.request_fields import (
 )
 from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.streams.stream import ENGINE_S, WAIT_S, TimeLimits
-from multiworld.serve.spec.stage import Generation
+from multiworld.serve.spec.stage import Generation, Model
 from multiworld.serve.text.grammar import (
     after_reasoning,
     arguments_of,
@@ -101,10 +100,15 @@ class Ready:
     made_at: int
     reasoning: Reasoning | None  # that the output may begin with
     parsers: tuple[AnswerParser | None, ...]  # of each choice; None: all is text
+    record: AnswerRecord = field(default_factory=unrecorded)
 
     @property
     def is_chat(self) -> bool:
         return self.kind is CHAT
+
+    def call_id(self, choice: int, number: int) -> str:
+        """Return the id of a call; Mistral's templates take 9 letters and digits."""
+        return self.record.token(f"call {choice} {number}", 5)[:9]
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
         return {
@@ -129,7 +133,7 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
         await gateway.check_poison(
             call.admitted, (name, served.version), partial(_digest, ready)
         )
-        version, _ = gateway.model(name, call.version, tenant)
+        version, _ = _version(call, name)
         if (version, gateway.route(name, tenant)) == (served.version, served.name):
             break
     if ready.wanted.structure is None:
@@ -141,13 +145,18 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
     return replace(ready, wanted=replace(ready.wanted, timeout_s=timeout_s))
 
 
+def _version(call: AdmittedCall, name: str) -> tuple[str, Model]:
+    begun = call.record.drawn.version
+    return call.gateway.model(name, call.version, call.tenant, begun)
+
+
 async def _digest(ready: Ready) -> str:
     return digest_of(ready.choices, ready.wanted.sampling)
 
 
 async def served_model(call: AdmittedCall, name: str) -> ServedModel:
     gateway = call.gateway
-    version, model = gateway.model(name, call.version, call.tenant)
+    version, model = _version(call, name)
     if model.generation is None:
         raise InvalidRequestError(
             f"model {name!r} generates no text; use /v1/embeddings or /v2",
@@ -385,8 +394,11 @@ async def _ready(
     given: Prompts,
     kind: Kind,
 ) -> Ready:
-    prompts, reasoning = given.tokens, given.reasoning
+    prompts, reasoning, record = given.tokens, given.reasoning, call.record
     wanted = _with_defaults(wanted, served.generation)
+    if not wanted.has_seed:
+        sampling = msgspec.structs.replace(wanted.sampling, seed=record.seed)
+        wanted = replace(wanted, sampling=sampling)
     if wanted.calling is not None and wanted.calling.is_free and served.family:
         wanted = replace(wanted, structure=_with_calls(wanted, served))
     if wanted.structure is not None:
@@ -453,10 +465,11 @@ async def _ready(
         choices,
         kind,
         tuple(echoes[index // wanted.n] for index in range(len(choices))),
-        kind.prefix + secrets.token_hex(12),
-        int(time.time()),
+        kind.prefix + record.token("answer"),
+        int(record.drawn.made_at),
         reasoning,
         tuple(_parser(wanted, served, reasoning) for _ in choices),
+        record,
     )
 
 

@@ -43,20 +43,27 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
     call.reservation.release()  # of the body; a stream may take long
-    limits = ready.served.limits
-    default_s = gateway.deadline_s(wanted.model, call.tenant)
-    if wanted.timeout_s is None and math.isinf(default_s):
+    limits, record = ready.served.limits, call.record
+    deadline_s = wanted.timeout_s
+    if deadline_s is None:
+        deadline_s = gateway.deadline_s(wanted.model, call.tenant)
+    if math.isinf(deadline_s):
         limits = for_no_deadline(limits, ready.served.wait_s)
     share, n = call.tenant.share, wanted.n
-    places = gateway.streams.reserve(ready.served.name, share, len(ready.choices))
+    reserve = gateway.streams.resume if record.is_resumed else gateway.streams.reserve
+    places = reserve(ready.served.name, share, len(ready.choices))
     call.held.enter_context(places)
-    prompts = ready.choices[::n]
-    size = sum(len(choice.prompt) for choice in prompts)
-    gateway.authenticator.count_prompt(admitted, size)
+    if record.drawn.deadline_at is None:  # no gateway has come so far with it
+        prompts = ready.choices[::n]
+        size = sum(len(choice.prompt) for choice in prompts)
+        gateway.authenticator.count_prompt(admitted, size)
+        record.drawn.deadline_at = gateway.authenticator.clock() + deadline_s
+        record.drawn.version = ready.served.version
+        record.keep()
     stream = partial(
         gateway.streams.stream,
         ready.served.name,
-        deadline_s=wanted.timeout_s,
+        deadline_s=record.drawn.deadline_at - gateway.authenticator.clock(),
         limits=limits,
         share=share,
         adapter=gateway.adapter(wanted.model),
@@ -69,7 +76,7 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         replace(wanted.sampling, choice=one.index % n) for one in ready.choices
     ]
     count_generated = partial(gateway.authenticator.count_generated, admitted)
-    pieces = generate(stream, ready.choices, samplings, places, count_generated)
+    pieces = generate(stream, ready.choices, samplings, places, count_generated, record)
     return _watched(call, ready, pieces)
 
 

@@ -102,6 +102,7 @@ async def _computed(
     timeout_s = timeout_of(call.request, given.timeout_s, given.timeout)
     if timeout_s is None:
         timeout_s = default_s
+    timeout_s = max(0.001, timeout_s - call.record.spent_s)
     session = _session(given.sequence_id)
     ends_at = clock() + timeout_s
     tokens, call.admitted.model = _tokens(asked.tensors), name

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
@@ -59,6 +60,39 @@ class Places:
             self.take()
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What another gateway has delivered of a stream.
+
+    Attributes:
+        tokens: Its tokens.
+        noise: That they were sampled by; None: any.
+    """
+
+    tokens: tuple[int, ...] = ()
+    noise: str | None = None
+
+
+NOTHING = Delivered()
+
+
+class OpenStream:
+    """A stream, and an iterator over what arrives of it."""
+
+    def __init__(
+        self, stream: Stream, items: AsyncGenerator[TokenItem | actions.Cut]
+    ) -> None:
+        self._stream, self._items = stream, items
+
+    def __aiter__(self) -> AsyncIterator[TokenItem | actions.Cut]:
+        return self._items
+
+    @property
+    def noise(self) -> str | None:
+        """That its tokens are sampled by, from its first token on."""
+        return self._stream.noise
+
+
 class Streams:
     """All streams of one gateway. An ``EdgeOwner``."""
 
@@ -90,6 +124,7 @@ class Streams:
         model: str,
         tokens: Sequence[int],  # the prompt; at least one
         sampling: Sampling,
+        delivered: Delivered = NOTHING,
         *,
         deadline_s: float | None = None,  # None: the model's default
         limits: TimeLimits = NO_LIMITS,
@@ -100,7 +135,7 @@ class Streams:
         via: dict[int, str] | None = None,  # of a probe: replicas by stage
         version: str | None = None,  # None: the active one
         has_place: bool = False,  # it was reserved
-    ) -> AsyncIterator[AsyncIterator[TokenItem | actions.Cut]]:
+    ) -> AsyncIterator[OpenStream]:
         """Generate tokens; the stream ends with the block; replicas are notified.
 
         At its deadline the stream ends with a ``Cut``.
@@ -117,7 +152,7 @@ class Streams:
             self._number,
             model,
             version or route.version,
-            list(tokens),
+            [*tokens, *delivered.tokens],
             len(tokens),
             sampling,
             now + (_deadline_of(route) if deadline_s is None else deadline_s),
@@ -127,6 +162,7 @@ class Streams:
             share=share,
             adapter=adapter,
             request=request,
+            noise=delivered.noise,
         )
         if via is None:
             whose = f"{model}\0{adapter}\0{share.tenant}"
@@ -139,7 +175,7 @@ class Streams:
         failed: BaseException | None = None
         try:
             async with aclosing(_items(client)) as found:
-                yield found
+                yield OpenStream(stream, found)
         except BaseException as error:
             failed = error
             raise
@@ -174,6 +210,10 @@ class Streams:
     def reserve(self, model: str, share: Share, count: int) -> Places:
         """Return places for streams to open; OverloadedError if there is no room."""
         self.check_room(model, share, count)
+        return Places(self.router.without_token[model], share, count)
+
+    def resume(self, model: str, share: Share, count: int) -> Places:
+        """Return places for streams that another gateway had; there always is room."""
         return Places(self.router.without_token[model], share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:

@@ -24,6 +24,7 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.http_responses import event_of
+from multiworld.serve.gateway.http.recorder import unrecorded
 from multiworld.serve.gateway.openai import (
     choices,
     completion_answers,
@@ -32,7 +33,13 @@ from multiworld.serve.gateway.openai import (
 )
 from multiworld.serve.gateway.openai.choices import Choice, generate
 from multiworld.serve.gateway.streams.actions import Cut
-from multiworld.serve.gateway.streams.streams import Places, Streams
+from multiworld.serve.gateway.streams.streams import (
+    NOTHING,
+    Delivered,
+    OpenStream,
+    Places,
+    Streams,
+)
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage
@@ -58,6 +65,18 @@ CHAT = "/v1/chat/completions"
 PROMPT = [{"role": "user", "content": "hi"}]
 
 
+class PlayedStream(OpenStream):
+    def __init__(self, items: AsyncIterator[TokenItem], noise: str | None) -> None:
+        self._played, self._noise = items, noise
+
+    def __aiter__(self) -> AsyncIterator[TokenItem | Cut]:
+        return self._played
+
+    @property
+    def noise(self) -> str | None:
+        return self._noise
+
+
 class PlayedStreams(Streams):
     """Streams that generate the tokens in ``text`` and record each request."""
 
@@ -74,6 +93,8 @@ class PlayedStreams(Streams):
         self.sessions: list[str] = []
         self.requests: list[str] = []
         self.versions: list[str] = []
+        self.delivered: list[Delivered] = []
+        self.noise: str | None = None
         self.quarantined: list[tuple[str, str]] = []
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
@@ -85,18 +106,25 @@ class PlayedStreams(Streams):
 
     @asynccontextmanager
     async def stream(
-        self, model: str, tokens: Sequence[int], sampling: Sampling, **more: Any
-    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
+        self,
+        model: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        delivered: Delivered = NOTHING,
+        **more: Any,
+    ) -> AsyncIterator[PlayedStream]:
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
         self.requests.append(more["request"])
         self.versions.append(more["version"])
-        yield self._items(sampling)
+        self.delivered.append(delivered)
+        found = self._items(sampling, len(delivered.tokens))
+        yield PlayedStream(found, self.noise)
 
-    async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
+    async def _items(self, sampling: Sampling, before: int) -> AsyncIterator[TokenItem]:
         await asyncio.sleep(0.0 if sampling.choice else self.first_s)
-        for index, token in enumerate(self.text):
+        for index, token in list(enumerate(self.text))[before:]:
             await asyncio.sleep(self.wait_s)
             is_open = self.error is not None or self.late is not None
             is_last = index + 1 == len(self.text) and not is_open
@@ -901,7 +929,8 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
     stream = functools.partial(streams.stream, "g", session="", request="", version="1")
-    pieces = generate(stream, [choice], [Sampling(max_tokens=20)], places, charge)
+    sampling, record = Sampling(max_tokens=20), unrecorded()
+    pieces = generate(stream, [choice], [sampling], places, charge, record)
     await anext(pieces)
     async with asyncio.timeout(20.0):
         while count < 20:  # noqa: ASYNC110 - it is the loop's turns that count
@@ -919,7 +948,9 @@ async def test_stream_that_nobody_reads_ends(
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
     stream = functools.partial(streams.stream, "g", session="", request="", version="1")
-    pieces = generate(stream, [choice], [Sampling(max_tokens=50)], places, lambda: None)
+    pieces = generate(
+        stream, [choice], [Sampling(max_tokens=50)], places, lambda: None, unrecorded()
+    )
     await anext(pieces)
     for _ in range(200):
         await asyncio.sleep(0)

@@ -1,0 +1,159 @@
+"""The stream keeper of a service: a process that the controller starts and watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+from collections import deque
+
+from multiworld.net.rare_log import RareLog
+from multiworld.serve.controller.fleet.record import StateFolder
+from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
+from multiworld.serve.keeper.process import READY, SUPERVISOR
+from multiworld.serve.spec.schema import AppSpec
+
+rare_log = RareLog(logging.getLogger("multiworld.serve"))
+
+START_S = 10.0  # for a keeper to start
+AGAIN_S = 0.5  # between attempts to start one
+BEAT_S = 0.2  # between beats to the keeper
+END_S = 2.0  # for its exit after SIGTERM
+
+
+class KeeperSupervisor:
+    """Starts a keeper, and the next one when it is lost or hangs.
+
+    A keeper of an earlier controller is adopted.
+
+    Args:
+        folder: Of the service.
+        app: The service.
+        listener: Bound socket of the gateways' address; stays open until the service
+            ends, so that no client is refused while there is no keeper.
+    """
+
+    def __init__(
+        self, folder: StateFolder, app: AppSpec, listener: socket.socket
+    ) -> None:
+        self._path = folder.keeper
+        self._alive, self._log = folder.alive, folder.logs / "keeper.log"
+        self._silence_s = app.silence_s
+        self._memory_mb = app.gateway.keeper_memory_mb
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._others: list[socket.socket] = []  # that the keeper listens on
+        self._lost = asyncio.Event()
+        self._heard_at = 0.0
+        self.pid = 0  # of the keeper; 0: there is none
+        self.restarts = 0
+
+    async def run(self) -> None:
+        """Watch the keeper until cancelled; it then runs on."""
+        is_first = True
+        while True:
+            channel = self._reach()
+            if channel is None:
+                try:
+                    await self._start()
+                    self.restarts += not is_first
+                except (OSError, TimeoutError) as error:
+                    rare_log.error("the stream keeper cannot be started", error)
+                    await asyncio.sleep(AGAIN_S)
+                is_first = False
+                continue
+            is_first = False
+            try:
+                await self._watch(channel)
+            finally:
+                channel.close()
+
+    def _reach(self) -> Channel | None:
+        """Return a channel to the keeper; None if there is none."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(str(self._path))
+        except OSError:
+            sock.close()
+            return None
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.pid, _, _ = struct.unpack("3i", credentials)
+        self._lost.clear()
+        self._heard_at = self._loop.time()
+        channel = Channel(sock, self._framed, self._lost.set)
+        channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
+        return channel
+
+    async def _watch(self, channel: Channel) -> None:
+        while not self._lost.is_set():
+            channel.send(frame([entry(Kind.BEAT)]))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._lost.wait()
+            if self._loop.time() - self._heard_at > self._silence_s:
+                rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
+                _signal(self.pid, signal.SIGKILL)
+        self.pid = 0
+
+    def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:
+        self._heard_at = self._loop.time()
+        for each in entries:
+            if each.kind is Kind.LISTENER:
+                self._keep(socket.socket(fileno=descriptors.popleft()))
+
+    def _keep(self, sock: socket.socket) -> None:
+        """Keep a socket that an earlier controller's keeper listens on."""
+        known = {_identity(each) for each in (self._listener, *self._others)}
+        if _identity(sock) in known:
+            sock.close()
+        else:
+            self._others.append(sock)
+
+    async def _start(self) -> None:
+        """Start a keeper, and wait until it listens."""
+        listeners = [each.fileno() for each in (self._listener, *self._others)]
+        command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
+        command += ["--socket", str(self._path), "--alive", str(self._alive)]
+        command += ["--silence", str(self._silence_s)]
+        command += ["--memory", str(self._memory_mb)]
+        for number in listeners:
+            command += ["--listener", str(number)]
+        with open(self._log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                pass_fds=listeners,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        async with asyncio.timeout(START_S):
+            line = await process.stdout.readline()
+        if line.strip() != READY:
+            raise OSError(f"it ended; see {self._log}")
+
+    async def end(self) -> None:
+        """End the keeper of a service that has ended."""
+        if self.pid:
+            _signal(self.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._lost.wait()
+        for each in self._others:
+            each.close()
+
+
+def _identity(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,279 @@
+"""A gateway's link to the stream keeper of its host.
+
+Nothing goes out to a client before the keeper has it, while there is a keeper. Without
+one, streams continue unprotected, and the next keeper gets all that this gateway has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
+from multiworld.serve.keeper.record import ConnectionRecord, record_of
+
+logger = logging.getLogger("multiworld.serve")
+
+BEAT_S = 0.1  # between beats to the keeper
+AGAIN_S = 0.02  # between attempts to reach a keeper
+LEAVE_S = 1.0  # besides ``silence_s``, without a beat of the keeper
+
+Serve = Callable[[socket.socket, ConnectionRecord], object]
+
+
+class Recorded(Protocol):
+    """A connection of this gateway, as the link sees it."""
+
+    record: ConnectionRecord
+
+    def fileno(self) -> int:
+        """Return the descriptor of its socket; negative if it is closed."""
+
+    def hold(self) -> None:
+        """Ask for no more output: the keeper does not take it."""
+
+    def resume(self) -> None:
+        """Ask for output again."""
+
+    def abandon(self) -> None:
+        """Let go of the socket, without closing the connection."""
+
+
+class KeeperLink:
+    """Sends what is recorded, a frame a turn of the loop, and gets connections.
+
+    Args:
+        path: The keeper's Unix socket.
+        name: Of this gateway.
+        silence_s: Seconds after which a keeper that hangs is left.
+        serve: Gets each connection that is given to this gateway.
+    """
+
+    def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
+        self._path, self._name = path, name
+        self._silence_s, self._serve = silence_s, serve
+        self._loop = asyncio.get_running_loop()
+        self._channel: Channel | None = None
+        self._lost = asyncio.Event()
+        self._heard_at = 0.0
+        self._is_ready = self._is_leaving = False
+        self._connections: dict[int, Recorded] = {}
+        self._given: dict[int, list[Entry]] = {}
+        self._listeners: list[socket.socket] = []
+        # Of this turn: entries, and what is done once the keeper has them.
+        self._entries: list[bytes] = []
+        self._writes: list[Callable[[], None]] = []
+        self._sent: deque[list[Callable[[], None]]] = deque()
+        self._held: set[Recorded] = set()
+        self._may_hand_over: asyncio.Future[bool] | None = None
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    # What is recorded.
+
+    def add(self, connection: Recorded) -> None:
+        self._connections[connection.record.number] = connection
+
+    def remove(self, connection: Recorded) -> None:
+        self._connections.pop(connection.record.number, None)
+        self._held.discard(connection)
+
+    def say(
+        self, connection: Recorded, kind: Kind, value: int = 0, payload: bytes = b""
+    ) -> None:
+        """Record something of a connection, here and at the keeper."""
+        record = connection.record
+        record.apply(Entry(kind, record.number, value, payload))
+        if self._channel is not None:
+            self._soon()
+            self._entries.append(entry(kind, record.number, value, payload))
+
+    def then(self, connection: Recorded, write: Callable[[], None]) -> None:
+        """Call ``write`` once the keeper has all that was said; at once without one."""
+        if self._channel is None:
+            write()
+            return
+        self._soon()
+        self._writes.append(write)
+        if self._channel.is_blocked and connection not in self._held:
+            self._held.add(connection)
+            connection.hold()
+
+    def _soon(self) -> None:
+        if not self._entries and not self._writes:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        entries, writes = self._entries, self._writes
+        self._entries, self._writes = [], []
+        if self._channel is None:
+            for write in writes:
+                write()
+            return
+        if entries or writes:
+            self._sent.append(writes)
+            self._channel.send(frame(entries), on_sent=self._on_sent)
+
+    def _on_sent(self) -> None:
+        for write in self._sent.popleft():
+            write()
+        if self._held and not self._sent:
+            self._release()
+
+    def _release(self) -> None:
+        held, self._held = self._held, set()
+        for connection in held:
+            connection.resume()
+
+    # The keeper.
+
+    async def run(self) -> None:
+        """Reach the keeper, and the next one when it is lost, until cancelled."""
+        try:
+            while True:
+                channel = await self._reached()
+                self._begin(channel)
+                await self._beat(channel)
+        finally:
+            self.close()
+
+    async def _reached(self) -> Channel:
+        self._lost.clear()
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(str(self._path))
+            except OSError:
+                sock.close()
+                await asyncio.sleep(AGAIN_S)
+                continue
+            return Channel(sock, self._framed, self._keeper_lost)
+
+    def _begin(self, channel: Channel) -> None:
+        """Greet a keeper, and give it what an earlier one had."""
+        self._heard_at = self._loop.time()
+        hello = entry(Kind.HELLO, 0, PROTOCOL, self._name.encode())
+        channel.send(frame([hello]))
+        for listener in self._listeners:
+            channel.send(frame([entry(Kind.LISTENER)]), [listener.fileno()])
+        for connection in self._connections.values():
+            number = connection.fileno()
+            if number >= 0:
+                channel.send(frame(connection.record.entries()), [number])
+        self._channel = channel
+        if self._is_ready and not self._is_leaving:
+            channel.send(frame([entry(Kind.READY)]))
+
+    async def _beat(self, channel: Channel) -> None:
+        while not self._lost.is_set():
+            channel.send(frame([entry(Kind.BEAT)]))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._lost.wait()
+            if self._loop.time() - self._heard_at > self._silence_s + LEAVE_S:
+                logger.error("the stream keeper hangs; streams continue without it")
+                channel.lose()
+
+    def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:
+        self._heard_at = self._loop.time()
+        for each in entries:
+            match each.kind:
+                case Kind.BEAT:
+                    pass
+                case Kind.LISTENER:
+                    self._keep_listener(descriptors.popleft())
+                case Kind.HAND_OVER:
+                    if self._may_hand_over and not self._may_hand_over.done():
+                        self._may_hand_over.set_result(bool(each.value))
+                case Kind.CONNECTION:
+                    self._given[each.connection] = [each]
+                case Kind.COMPLETE:
+                    parts = self._given.pop(each.connection)
+                    sock = socket.socket(fileno=descriptors.popleft())
+                    self._serve(sock, record_of([*parts, each]))
+                case _:
+                    self._given[each.connection].append(each)
+
+    def _keep_listener(self, number: int) -> None:
+        sock = socket.socket(fileno=number)
+        own = sock.fileno()
+        if any(os.path.sameopenfile(own, each.fileno()) for each in self._listeners):
+            sock.close()
+        else:
+            self._listeners.append(sock)
+
+    def _keeper_lost(self) -> None:
+        if not self._is_leaving:
+            logger.warning("the stream keeper is lost; waiting for the next one")
+        self._channel = None
+        self._lost.set()
+        for writes in (*self._sent, self._writes):
+            for write in writes:
+                write()
+        self._sent.clear()
+        self._writes, self._entries = [], []
+        self._release()
+
+    # This gateway.
+
+    def ready(self) -> None:
+        """Take connections from now on."""
+        self._is_ready = True
+        if self._channel is not None:
+            self._channel.send(frame([entry(Kind.READY)]))
+
+    async def leave(self, limit_s: float) -> bool:
+        """Take no more connections; return whether those there were handed over."""
+        self._is_leaving = True
+        if self._channel is None:
+            return False
+        self._may_hand_over = self._loop.create_future()
+        self._channel.send(frame([entry(Kind.LEAVING)]))
+        try:
+            async with asyncio.timeout(limit_s):
+                if not await self._may_hand_over:
+                    return False
+        except TimeoutError:
+            return False
+        channel = self._channel
+        while channel is not None:
+            self._flush()
+            if not channel.is_blocked:
+                break
+            await asyncio.sleep(AGAIN_S)
+            channel = self._channel
+        if channel is None:
+            return False
+        for connection in list(self._connections.values()):
+            connection.abandon()
+        self._channel = None
+        channel.close()
+        return True
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait until the keeper has all that was said, for at most ``limit_s``."""
+        ends_at = self._loop.time() + limit_s
+        while self._channel is not None and self._loop.time() < ends_at:
+            self._flush()
+            if not self._channel.is_blocked:
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    def close(self) -> None:
+        """Let go of the keeper and of the listening sockets."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()

@@ -1,0 +1,284 @@
+"""What a gateway records of a connection, so that another one can continue it.
+
+``Recorder`` is the seam between the HTTP protocol and the stream keeper: it sees what
+is read, what is written, and where requests and answers end. A recorder that was made
+from a record has the protocol take over the connection at the byte that it stands at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.keeper.frames import Kind
+from multiworld.serve.keeper.record import ConnectionRecord
+from multiworld.serve.wire.generation_messages import TokenItem
+
+ANSWER = "multiworld.answer"  # scope key of the ``AnswerRecord`` of the request
+
+KEY_BYTES = 16
+
+
+class Drawn(msgspec.Struct, array_like=True):
+    """What was drawn or chosen for a request; another gateway goes on with it."""
+
+    key: bytes  # all random numbers of the request are made of it
+    made_at: float  # wall clock
+    started_at: float  # monotonic clock, which all processes of a host share
+    deadline_at: float | None = None  # monotonic; None: not known yet
+    version: str = ""  # of the model
+    noise: dict[int, str] = {}  # by choice: by which its tokens were sampled
+
+
+_items = msgspec.msgpack.Decoder(tuple[int, TokenItem])
+_drawn = msgspec.msgpack.Decoder(Drawn)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class AnswerRecord:
+    """The record of one request's answer.
+
+    Attributes:
+        is_resumed: Another gateway has begun to answer it.
+        has_begun: Bytes of the answer went out there.
+    """
+
+    def __init__(
+        self,
+        record: ConnectionRecord,
+        say: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._clock = say, clock
+        self.is_resumed = bool(record.request)
+        self.has_begun = record.has_begun
+        self._events = 0  # of the answer so far
+        self._before = record.events  # of them, that went out at another gateway
+        self._items = list(record.items)
+        if self.is_resumed:
+            self.drawn = _drawn.decode(record.request)
+        else:
+            self.drawn = Drawn(secrets.token_bytes(KEY_BYTES), time.time(), clock())
+            self.keep()
+
+    def keep(self) -> None:
+        """Record ``drawn``, which has changed."""
+        self._say(Kind.REQUEST, 0, _encode(self.drawn))
+
+    def token(self, purpose: str, size: int = 12) -> str:
+        """Return a random hexadecimal number, the same at every gateway."""
+        found = hashlib.blake2b(purpose.encode(), key=self.drawn.key, digest_size=size)
+        return found.hexdigest()
+
+    @property
+    def seed(self) -> int:
+        """A random number of 63 bits, the same at every gateway."""
+        return int(self.token("seed", 8), 16) >> 1
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that other gateways have had the request."""
+        return self._clock() - self.drawn.started_at if self.is_resumed else 0.0
+
+    def replayed(self) -> Iterator[tuple[int, TokenItem]]:
+        """Yield the choices and tokens that another gateway has shown, in order."""
+        items, self._items = self._items, []
+        for item in items:
+            yield _items.decode(item)
+
+    def add(self, choice: int, item: TokenItem) -> None:
+        """Record a token before it is shown."""
+        self._say(Kind.ITEM, 0, _encode((choice, item)))
+
+    def count_event(self) -> bool:
+        """Count an event of the answer; return whether the client lacks it."""
+        self._events += 1
+        return self._events > self._before
+
+    @property
+    def events(self) -> int:
+        """Events that the client has, with those that go out now."""
+        return max(self._events, self._before)
+
+
+def unrecorded() -> AnswerRecord:
+    """Return the record of a request that nobody continues."""
+    return AnswerRecord(ConnectionRecord(0), lambda *said: None)
+
+
+class Unrecorded:
+    """The recorder of connections without a keeper."""
+
+    taken_over: ConnectionRecord | None = None
+
+    def begin(self, transport: Any, protocol: asyncio.Protocol) -> Any:
+        """Return the transport that the protocol uses."""
+        return transport
+
+    def received(self, data: bytes) -> None:
+        """Record what was read."""
+
+    def answer(self) -> AnswerRecord:
+        """Return the record of the request whose answer begins."""
+        return unrecorded()
+
+    def answered(self) -> None:
+        """Record that the answer has ended."""
+
+    def idle(self) -> None:
+        """Record that no request is open."""
+
+    def closed(self) -> None:
+        """Record that the connection is closed."""
+
+
+class Recorder(Unrecorded):
+    """Records a connection at the keeper of its host.
+
+    Args:
+        link: To the keeper.
+        record: As the keeper has it.
+    """
+
+    def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
+        self._link, self.record = link, record
+        is_new = not (record.input or record.output or record.output_at)
+        self.taken_over = None if is_new else record
+        self._answer: AnswerRecord | None = None
+        self._transport: RecordedTransport | None = None
+        self._protocol: asyncio.Protocol | None = None
+        self.is_abandoned = False
+
+    def begin(self, transport: Any, protocol: asyncio.Protocol) -> Any:
+        self._transport = RecordedTransport(transport, self)
+        self._protocol = protocol
+        self._link.add(self)
+        return self._transport
+
+    def say(self, kind: Kind, value: int = 0, payload: bytes = b"") -> None:
+        if not self.is_abandoned:
+            self._link.say(self, kind, value, payload)
+
+    def received(self, data: bytes) -> None:
+        self.say(Kind.INPUT, 0, bytes(data))
+
+    def answer(self) -> AnswerRecord:
+        self._answer = AnswerRecord(self.record, self.say)
+        return self._answer
+
+    def answered(self) -> None:
+        self._answer = None
+        self.say(Kind.ANSWERED)
+
+    def idle(self) -> None:
+        self.say(Kind.IDLE)
+
+    def closed(self) -> None:
+        if not self.is_abandoned:
+            self.say(Kind.CLOSED)
+        self._link.remove(self)
+
+    def output(
+        self, data: bytes, *, is_interim: bool, write: Callable[[], None]
+    ) -> None:
+        """Record what goes to the client, and then ``write`` it."""
+        if is_interim:
+            self.say(Kind.INTERIM, 0, data)
+        else:
+            events = 0 if self._answer is None else self._answer.events
+            self.say(Kind.OUTPUT, events, data)
+        self._link.then(self, write)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call something after all that was recorded has gone out."""
+        self._link.then(self, call)
+
+    def taken(self, waiting: int) -> None:
+        """Forget output that the kernel has; ``waiting`` bytes it has not."""
+        record = self.record
+        record.output_at += max(0, len(record.output) - waiting)
+        del record.output[: max(0, len(record.output) - waiting)]
+
+    # For the link.
+
+    def fileno(self) -> int:
+        sock = self._transport and self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
+    def hold(self) -> None:
+        assert self._protocol is not None
+        self._protocol.pause_writing()
+
+    def resume(self) -> None:
+        transport, protocol = self._transport, self._protocol
+        if transport and protocol and not transport.get_write_buffer_size():
+            protocol.resume_writing()
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        if self._transport is not None:
+            self._transport.abandon()
+
+
+class RecordedTransport:
+    """A transport whose output goes to the keeper before it goes to the client."""
+
+    def __init__(self, transport: Any, recorder: Recorder) -> None:
+        self._transport, self._recorder = transport, recorder
+        self._waiting = 0  # bytes that the keeper does not have yet
+        self._is_closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._write(data, is_interim=False)
+
+    def write_interim(self, data: bytes) -> None:
+        """Write what comes before an answer."""
+        self._write(data, is_interim=True)
+
+    def _write(self, data: bytes, *, is_interim: bool) -> None:
+        if not data or self._is_closing:
+            return
+        self._waiting += len(data)
+
+        def write() -> None:
+            self._waiting -= len(data)
+            if not self._transport.is_closing():
+                self._transport.write(data)
+                waiting = self._transport.get_write_buffer_size() + self._waiting
+                self._recorder.taken(waiting)
+
+        self._recorder.output(data, is_interim=is_interim, write=write)
+
+    def write_unrecorded(self, data: bytes) -> None:
+        """Write what another gateway has recorded."""
+        self._transport.write(data)
+
+    def write_eof(self) -> None:
+        self._recorder.then(self._transport.write_eof)
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._recorder.say(Kind.CLOSING)
+            self._recorder.then(self._transport.close)
+
+    def is_closing(self) -> bool:
+        return self._is_closing or bool(self._transport.is_closing())
+
+    def get_write_buffer_size(self) -> int:
+        return int(self._transport.get_write_buffer_size()) + self._waiting
+
+    def abandon(self) -> None:
+        """Let go of the socket; the keeper has another one of the connection."""
+        self._is_closing = True
+        self._transport.abort()

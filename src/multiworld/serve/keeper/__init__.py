@@ -1,0 +1,1 @@
+"""The stream keeper: a process that holds clients' connections for the gateways."""

@@ -1,0 +1,133 @@
+"""A connection between keeper and gateway: frames and descriptors, without waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from multiworld.serve.keeper.frames import Entry, FrameError, FrameReader
+
+READ_BYTES = 256 * 1024
+DESCRIPTORS = 16  # that one read may bring
+BUFFER_BYTES = 1024 * 1024  # asked of the kernel, which may allow less
+
+
+class Channel:
+    """One end of the connection.
+
+    Args:
+        sock: Connected Unix stream socket; the channel closes it.
+        on_frame: Gets each frame, and the descriptors that came until then, which it
+            takes from the front.
+        on_lost: Called once, when the peer is gone or speaks another protocol.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_frame: Callable[[list[Entry], deque[int]], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._sock, self._on_frame, self._on_lost = sock, on_frame, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._descriptors: deque[int] = deque()
+        # Bytes to send, with the descriptors that go with their first one, and what is
+        # called once they are sent.
+        self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
+        self._queue = deque()
+        self._is_open = True
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self._loop.add_reader(sock, self._readable)
+
+    @property
+    def is_blocked(self) -> bool:
+        """True while the peer does not take what was sent to it."""
+        return bool(self._queue)
+
+    def send(
+        self,
+        data: bytes,
+        descriptors: Sequence[int] = (),
+        on_sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a frame; ``on_sent`` is called when the kernel has all of it.
+
+        The descriptors are duplicated, and closed once they are sent. Nothing is called
+        if the channel is lost before.
+        """
+        if not self._is_open:
+            return
+        copies = tuple(os.dup(number) for number in descriptors)
+        self._queue.append((memoryview(data), copies, on_sent))
+        if len(self._queue) == 1:
+            self._write()
+
+    def _write(self) -> None:
+        while self._queue and self._is_open:
+            data, descriptors, on_sent = self._queue[0]
+            try:
+                if descriptors:
+                    count = socket.send_fds(self._sock, [data], list(descriptors))
+                else:
+                    count = self._sock.send(data)
+            except BlockingIOError:
+                self._loop.add_writer(self._sock, self._write)
+                return
+            except OSError:
+                self.lose()
+                return
+            for number in descriptors:
+                os.close(number)
+            if count < len(data):
+                self._queue[0] = data[count:], (), on_sent
+                continue
+            self._queue.popleft()
+            on_sent()
+        if self._is_open:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            data, found, _, _ = socket.recv_fds(self._sock, READ_BYTES, DESCRIPTORS)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, found = b"", []
+        self._descriptors.extend(found)
+        if not data:
+            self.lose()
+            return
+        try:
+            for entries in self._reader.feed(data):
+                self._on_frame(entries, self._descriptors)
+        except FrameError:
+            self.lose()
+
+    def lose(self) -> None:
+        """Close the channel, as if the peer were gone."""
+        if self._is_open:
+            self.close()
+            self._on_lost()
+
+    def close(self) -> None:
+        """Close the channel; nothing is called any more."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        for _, descriptors, _ in self._queue:
+            for number in descriptors:
+                os.close(number)
+        for number in self._descriptors:
+            os.close(number)
+        self._queue.clear()
+        self._descriptors.clear()
+        self._sock.close()

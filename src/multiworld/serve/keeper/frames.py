@@ -1,0 +1,112 @@
+"""Frames between the stream keeper and the gateways of its host. Pure.
+
+A frame is applied as a whole or, if its sender died while it was sent, not at all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+PROTOCOL = 1  # version; both ends name theirs in ``HELLO``
+
+_LENGTH = struct.Struct("<I")
+_ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
+
+MAX_FRAME = 256 * 2**20  # bytes; a longer one is not from a gateway
+
+
+class Kind(IntEnum):
+    """What an entry says; gateway → keeper unless both directions are named."""
+
+    # About the gateway.
+    HELLO = 1  # value: ``PROTOCOL``; payload: name of the gateway
+    READY = 2  # it takes connections
+    BEAT = 3  # its event loop runs; both directions, the keeper returns the value
+    LEAVING = 4  # it takes no more connections
+    HAND_OVER = 5  # keeper → gateway. value: 1 if another gateway takes what it has
+    # About a connection; ``CONNECTION`` in both directions, with a descriptor. What
+    # follows it, up to ``COMPLETE``, is the connection's record.
+    CONNECTION = 16  # payload: ``COUNTERS``
+    INPUT = 17  # bytes read from the client
+    REQUEST = 18  # what was drawn for the current request; replaces what was before
+    ITEM = 19  # a part of what the current answer shows: a token
+    OUTPUT = 20  # bytes of the answer; value: events of it that they complete
+    ANSWERED = 21  # the current answer has ended
+    IDLE = 22  # every request that was read is answered
+    CLOSED = 23  # the connection
+    COMPLETE = 24  # both directions: the record is whole
+    INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
+    CLOSING = 26  # the connection ends after what was recorded for the client
+    # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
+    LISTENER = 32  # with a descriptor
+
+
+class FrameError(Exception):
+    """The peer does not speak this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One statement of a frame."""
+
+    kind: Kind
+    connection: int = 0
+    value: int = 0
+    payload: bytes = b""
+
+
+def entry(
+    kind: Kind, connection: int = 0, value: int = 0, payload: bytes = b""
+) -> bytes:
+    """Return an entry's bytes."""
+    return _ENTRY.pack(kind, connection, value, len(payload)) + payload
+
+
+def frame(entries: Iterable[bytes]) -> bytes:
+    """Return a frame of packed entries."""
+    body = b"".join(entries)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[list[Entry]]:
+        """Yield the frames that ``data`` completes.
+
+        Raises:
+            FrameError: The bytes are not frames of this protocol.
+        """
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._bytes)
+            if size > MAX_FRAME:
+                raise FrameError(f"a frame of {size} bytes")
+            end = _LENGTH.size + size
+            if len(self._bytes) < end:
+                return
+            body = bytes(memoryview(self._bytes)[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield list(_entries(body))
+
+
+def _entries(body: bytes) -> Iterator[Entry]:
+    at = 0
+    while at < len(body):
+        try:
+            kind, connection, value, size = _ENTRY.unpack_from(body, at)
+            known = Kind(kind)
+        except (struct.error, ValueError) as error:
+            raise FrameError(str(error)) from error
+        at += _ENTRY.size
+        payload = body[at : at + size]
+        if len(payload) < size:
+            raise FrameError("an entry is cut off")
+        at += size
+        yield Entry(known, connection, value, payload)

@@ -1,0 +1,286 @@
+"""The keeper's decisions: which gateway serves which connection. Pure.
+
+A connection belongs to one gateway, or waits for one. When its gateway is lost, the
+record decides: another gateway goes on with it, or it is refused, or closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from multiworld.serve.keeper.frames import Entry, Kind, entry
+from multiworld.serve.keeper.record import TRIM_BYTES, ConnectionRecord, State
+
+WAIT_S = 30.0  # for a gateway, while there is none; then 503
+TICK_S = 0.1  # between checks of gateways and of waiting connections
+PAUSE_S = 5 * TICK_S  # between two ticks: the keeper itself was stopped meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The kernel's counts of a connection's bytes; see ``counters``."""
+
+    written: int
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Send a connection and its record to a gateway."""
+
+    connection: int
+    gateway: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer 503, and close the connection."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the connection."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Forget what the kernel has of a connection's output."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a gateway that hangs, so that never two write to a connection."""
+
+    gateway: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send an entry to a gateway."""
+
+    gateway: int
+    entry: bytes
+
+
+Action = Give | Refuse | Close | Trim | Kill | Say
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """A gateway that is connected to the keeper."""
+
+    number: int
+    heard_at: float
+    name: str = ""
+    is_ready: bool = False
+    is_leaving: bool = False
+    is_killed: bool = False
+    connections: set[int] = field(default_factory=set)
+    busy: int = 0  # connections with a request
+
+    @property
+    def takes_connections(self) -> bool:
+        return self.is_ready and not self.is_leaving and not self.is_killed
+
+
+class Keeper:
+    """State of all connections of one host.
+
+    Args:
+        silence_s: Seconds without a beat after which a gateway is killed.
+        max_bytes: Of all records; what exceeds it is not protected.
+    """
+
+    def __init__(self, silence_s: float, max_bytes: int) -> None:
+        self._silence_s, self._max_bytes = silence_s, max_bytes
+        self.gateways: dict[int, Gateway] = {}
+        self.records: dict[int, ConnectionRecord] = {}
+        self.size = 0  # bytes of all records
+        # Connections without a gateway, with the time since which they wait.
+        self.waiting: dict[int, float] = {}
+        self._owner: dict[int, Gateway] = {}
+        self._ticked_at: float | None = None
+        self.handed_over = self.unprotected = self.refused = self.closed = 0
+
+    # Connections.
+
+    def accepted(self, number: int, counters: Counters, now: float) -> list[Action]:
+        """Place a new connection."""
+        record = ConnectionRecord(number, counters.written, counters.read)
+        self.records[number] = record
+        return self._place(number, now)
+
+    def _place(self, number: int, now: float) -> list[Action]:
+        able = [each for each in self.gateways.values() if each.takes_connections]
+        if not able:
+            self.waiting.setdefault(number, now)
+            if self.gateways and all(g.is_leaving for g in self.gateways.values()):
+                return self._give_up(number)  # the service shuts down
+            return []
+        self.waiting.pop(number, None)
+        chosen = min(able, key=lambda each: (each.busy, len(each.connections)))
+        self._own(chosen, self.records[number])
+        return [Give(number, chosen.number)]
+
+    def _own(self, gateway: Gateway, record: ConnectionRecord) -> None:
+        gateway.connections.add(record.number)
+        gateway.busy += record.state is not State.IDLE
+        self._owner[record.number] = gateway
+
+    def _give_up(self, number: int) -> list[Action]:
+        """Refuse a connection, or close it if an answer has begun."""
+        record = self.records[number]
+        has_output = record.has_begun or bool(record.output)
+        self._forget(record)
+        if has_output or (record.state is State.IDLE and record.output_at):
+            self.closed += 1
+            return [Close(number)]
+        self.refused += 1
+        return [Refuse(number)]
+
+    def _forget(self, record: ConnectionRecord) -> None:
+        del self.records[record.number]
+        self.size -= record.size
+        self.waiting.pop(record.number, None)
+        owner = self._owner.pop(record.number, None)
+        if owner is not None:
+            owner.connections.discard(record.number)
+
+    def gone(self, number: int) -> None:
+        """Forget a connection that waits, and whose client has left."""
+        self._forget(self.records[number])
+
+    def trimmed(self, number: int, written: int) -> None:
+        """Forget the output that the kernel has, by its counter."""
+        record = self.records.get(number)
+        if record is not None:
+            before = record.size
+            record.trim(written)
+            self.size += record.size - before
+
+    # Gateways.
+
+    def joined(self, number: int, now: float) -> None:
+        """Add a gateway that has connected."""
+        self.gateways[number] = Gateway(number, now)
+
+    def said(self, number: int, entries: Iterable[Entry], now: float) -> list[Action]:
+        """Apply a frame of a gateway.
+
+        Raises:
+            FrameError: It is not possible in the state of a connection.
+        """
+        gateway = self.gateways[number]
+        gateway.heard_at = now
+        actions: list[Action] = []
+        for each in entries:
+            match each.kind:
+                case Kind.HELLO:
+                    gateway.name = each.payload.decode(errors="replace")
+                case Kind.BEAT:
+                    actions.append(Say(number, entry(Kind.BEAT, 0, each.value)))
+                case Kind.READY:
+                    gateway.is_ready = True
+                    actions += self._place_waiting(now)
+                case Kind.LEAVING:
+                    actions += self._leave(gateway)
+                case _:
+                    actions += self._recorded(gateway, each)
+        return actions
+
+    def _leave(self, gateway: Gateway) -> list[Action]:
+        gateway.is_leaving = True
+        has_heir = any(each.takes_connections for each in self.gateways.values())
+        actions: list[Action]
+        actions = [Say(gateway.number, entry(Kind.HAND_OVER, 0, int(has_heir)))]
+        if not has_heir and all(g.is_leaving for g in self.gateways.values()):
+            for waiting in list(self.waiting):
+                actions += self._give_up(waiting)
+        return actions
+
+    def _recorded(self, gateway: Gateway, said: Entry) -> list[Action]:
+        number = said.connection
+        record = self.records.get(number)
+        if record is None or self._owner.get(number) is not gateway:
+            return []  # it was closed meanwhile
+        before, was_idle = record.size, record.state is State.IDLE
+        record.apply(said)
+        gateway.busy += was_idle - (record.state is State.IDLE)
+        self.size += record.size - before
+        if record.state is State.CLOSED:
+            self._forget(record)
+            return [Close(number)]
+        if self.size > self._max_bytes and record.is_protected and record.size > before:
+            before = record.size
+            record.give_up()
+            self.size += record.size - before
+            self.unprotected += 1
+        needs_trim = said.kind is Kind.IDLE or (
+            said.kind is Kind.OUTPUT and len(record.output) > TRIM_BYTES
+        )
+        return [Trim(number)] if record.output and needs_trim else []
+
+    def restored(self, number: int, record: ConnectionRecord, now: float) -> None:
+        """Take over a connection of a gateway that was an earlier keeper's."""
+        gateway = self.gateways[number]
+        gateway.heard_at = now
+        self.records[record.number] = record
+        self.size += record.size
+        self._own(gateway, record)
+
+    def lost(
+        self, number: int, counters: Mapping[int, Counters], now: float
+    ) -> list[Action]:
+        """Give the connections of a gateway that has ended to others.
+
+        Args:
+            number: Of the gateway; nothing of it is unread.
+            counters: The kernel's, of each of its connections, after its end.
+            now: Monotonic time.
+        """
+        gateway = self.gateways.pop(number)
+        actions: list[Action] = []
+        for connection in sorted(gateway.connections):
+            record, found = self.records[connection], counters[connection]
+            del self._owner[connection]
+            is_whole = record.has_all(found.written, found.read)
+            self.trimmed(connection, found.written)
+            if is_whole and (record.is_protected or record.state is State.IDLE):
+                self.handed_over += 1
+                actions += self._place(connection, now)
+            else:
+                actions += self._give_up(connection)
+        return actions
+
+    def _place_waiting(self, now: float) -> list[Action]:
+        return [
+            action
+            for number in list(self.waiting)
+            for action in self._place(number, now)
+        ]
+
+    # Time.
+
+    def ticked(self, now: float) -> list[Action]:
+        """Kill gateways that hang; refuse connections that have waited too long."""
+        before, self._ticked_at = self._ticked_at, now
+        if before is not None and now - before > PAUSE_S:
+            for gateway in self.gateways.values():
+                gateway.heard_at = now  # what they sent meanwhile is not read yet
+        actions: list[Action] = []
+        for gateway in self.gateways.values():
+            is_hung = now - gateway.heard_at > self._silence_s
+            if gateway.is_ready and is_hung and not gateway.is_killed:
+                gateway.is_killed = True
+                actions.append(Kill(gateway.number))
+        for number, since in list(self.waiting.items()):
+            if now - since > WAIT_S:
+                actions += self._give_up(number)
+        return actions

@@ -1,0 +1,373 @@
+"""The process of the stream keeper: sockets, clocks and signals around ``Keeper``.
+
+It imports neither torch nor an HTTP parser, and is started by ``python -m``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from multiworld.serve.keeper import counters
+from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.frames import (
+    PROTOCOL,
+    Entry,
+    FrameError,
+    Kind,
+    entry,
+    frame,
+)
+from multiworld.serve.keeper.keeper import (
+    TICK_S,
+    Action,
+    Close,
+    Counters,
+    Give,
+    Keeper,
+    Kill,
+    Refuse,
+    Say,
+    Trim,
+)
+from multiworld.serve.keeper.record import record_of
+from multiworld.serve.machines.open_files import raise_limit
+
+MIB = 2**20
+BACKLOG = 2048  # connections that wait to be accepted
+ACCEPTS = 64  # in one turn of the loop
+FULL_S = 0.1  # until the next accept when there are no descriptors left
+END_S = 1.0  # for a killed gateway's end; in a driver it may take longer
+LOCK_S = 1.0  # between checks whether the service has ended
+LINGER_S = 0.5  # for a refused client to read its refusal
+
+READY = b"ready"  # line that a keeper prints once it listens
+ALONE = 3  # checks in a row that find no process of the service
+
+SUPERVISOR = b"supervisor"  # name in the ``HELLO`` of whoever watches the keeper
+
+LEFT = 72  # exit code of a keeper that was stopped for too long
+
+REFUSAL = b'{"error":"no gateway can answer now; retry later"}'
+REFUSED = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+    b"retry-after: 1\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+) % (len(REFUSAL), REFUSAL)
+
+
+class KeeperProcess:
+    """Carries out what ``Keeper`` decides."""
+
+    def __init__(
+        self, listeners: list[socket.socket], silence_s: float, max_bytes: int
+    ) -> None:
+        self.keeper = Keeper(silence_s, max_bytes)
+        self._listeners = listeners
+        self._loop = asyncio.get_running_loop()
+        # A successor numbers from the time, as its predecessor's connections live on.
+        self._connections = itertools.count(time.time_ns() >> 10)
+        self._numbers = itertools.count(1)
+        self._sockets: dict[int, socket.socket] = {}
+        self._channels: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._restoring: dict[int, list[Entry]] = {}
+        self._supervisors: set[int] = set()
+        self._silence_s = silence_s
+        self._ticked_at = self._loop.time()
+
+    # Listening.
+
+    def listen(self) -> None:
+        """Accept clients from now on."""
+        for sock in self._listeners:
+            self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._loop.add_reader(sock, self._accept, sock)
+
+    def add_listener(self, sock: socket.socket) -> None:
+        """Listen on a socket that a gateway has kept for a lost keeper."""
+        if any(_is_same(sock, each) for each in self._listeners):
+            sock.close()
+            return
+        self._listeners.append(sock)
+        self._start(sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptors, or the client is gone already
+                self._loop.remove_reader(listener)
+                self._loop.call_later(FULL_S, self._start, listener)
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            number = next(self._connections)
+            self._sockets[number] = sock
+            found = Counters(counters.written(sock), counters.read(sock))
+            self._carry_out(self.keeper.accepted(number, found, self._loop.time()))
+
+    # Gateways.
+
+    def joined(self, sock: socket.socket) -> None:
+        """Serve a process that has connected."""
+        number = next(self._numbers)
+        pid, _, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        self._pids[number] = pid
+
+        def framed(entries: list[Entry], descriptors: deque[int]) -> None:
+            self._framed(number, entries, descriptors)
+
+        self._channels[number] = Channel(sock, framed, lambda: self._lost(number))
+
+    def _framed(
+        self, number: int, entries: list[Entry], descriptors: deque[int]
+    ) -> None:
+        self._exit_if_left()
+        now = self._loop.time()
+        if number in self._supervisors:
+            self._send(number, [entry(Kind.BEAT)])
+            return
+        if number not in self.keeper.gateways:
+            first = entries[0]
+            if first.kind is not Kind.HELLO or first.value != PROTOCOL:
+                raise FrameError("no greeting")
+            self._send_listeners(number)
+            if first.payload == SUPERVISOR:
+                self._supervisors.add(number)
+                return
+            self.keeper.joined(number, now)
+        own = self._without_records(number, entries, descriptors, now)
+        self._carry_out(self.keeper.said(number, own, now))
+
+    def _without_records(
+        self, number: int, entries: list[Entry], descriptors: deque[int], now: float
+    ) -> Iterable[Entry]:
+        """Take what a new keeper is given out of a frame; yield the rest."""
+        for each in entries:
+            if each.kind is Kind.LISTENER:
+                self.add_listener(socket.socket(fileno=descriptors.popleft()))
+            elif each.kind is Kind.CONNECTION:
+                self._restoring[number] = [each]
+                self._sockets[each.connection] = socket.socket(
+                    fileno=descriptors.popleft()
+                )
+            elif number in self._restoring:
+                self._restoring[number].append(each)
+                if each.kind is Kind.COMPLETE:
+                    record = record_of(self._restoring.pop(number))
+                    self.keeper.restored(number, record, now)
+            else:
+                yield each
+
+    def _send_listeners(self, number: int) -> None:
+        # Whoever has them gives them to the next keeper.
+        for sock in self._listeners:
+            self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
+
+    def _send(
+        self, number: int, entries: Iterable[bytes], descriptors: Iterable[int] = ()
+    ) -> None:
+        channel = self._channels.get(number)
+        if channel is not None:
+            channel.send(frame(entries), list(descriptors))
+
+    def _lost(self, number: int) -> None:
+        """Hand over what a gateway had; its process has ended, or ends now."""
+        self._exit_if_left()
+        del self._channels[number]
+        self._supervisors.discard(number)
+        pid = self._pids.pop(number)
+        for each in self._restoring.pop(number, [])[:1]:
+            self._sockets.pop(each.connection).close()
+        gateway = self.keeper.gateways.get(number)
+        if gateway is None:
+            return
+        if gateway.connections and not gateway.is_leaving:
+            # It may have closed the channel by mistake: never two write.
+            _kill(pid)
+            _await_end(pid)
+        found = {
+            each: Counters(
+                counters.written(self._sockets[each]),
+                counters.read(self._sockets[each]),
+            )
+            for each in gateway.connections
+        }
+        self._carry_out(self.keeper.lost(number, found, self._loop.time()))
+
+    # Actions.
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Give(connection, gateway):
+                    self._give(connection, gateway)
+                case Refuse(connection):
+                    self._refuse(self._sockets.pop(connection))
+                case Close(connection):
+                    self._sockets.pop(connection).close()
+                case Trim(connection):
+                    written = counters.written(self._sockets[connection])
+                    self.keeper.trimmed(connection, written)
+                case Kill(gateway):
+                    _kill(self._pids[gateway])
+                case Say(gateway, what):
+                    self._send(gateway, [what])
+
+    def _give(self, connection: int, gateway: int) -> None:
+        sock, record = self._sockets[connection], self.keeper.records[connection]
+        self._send(gateway, record.entries(), [sock.fileno()])
+
+    def _refuse(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.send(REFUSED)
+            sock.shutdown(socket.SHUT_WR)
+        # Closed with unread bytes, it would be reset before the client has read.
+        self._loop.call_later(LINGER_S, sock.close)
+
+    def end(self) -> None:
+        """Refuse the clients that wait for a gateway."""
+        for number in list(self.keeper.waiting):
+            sock = self._sockets.pop(number)
+            with contextlib.suppress(OSError):
+                sock.send(REFUSED)
+            sock.close()
+
+    def _exit_if_left(self) -> None:
+        """Exit after a long pause: the gateways have left, and wait for the next one.
+
+        What is recorded here may be old.
+        """
+        if self._loop.time() - self._ticked_at > self._silence_s:
+            os._exit(LEFT)
+
+    def tick(self) -> None:
+        """Check gateways and waiting connections."""
+        self._exit_if_left()
+        self._ticked_at = self._loop.time()
+        for number in list(self.keeper.waiting):
+            if _has_gone(self._sockets[number]):
+                self.keeper.gone(number)
+                self._sockets.pop(number).close()
+        self._carry_out(self.keeper.ticked(self._loop.time()))
+
+
+def _is_same(one: socket.socket, other: socket.socket) -> bool:
+    return os.path.sameopenfile(one.fileno(), other.fileno())
+
+
+def _has_gone(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a killed process has given back its descriptors."""
+    try:
+        watched = os.pidfd_open(pid)
+    except OSError:  # it is gone
+        return
+    try:
+        select.select([watched], [], [], END_S)  # readable at its end
+    finally:
+        os.close(watched)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process of the service holds a shared lock of ``path``."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+async def run(args: argparse.Namespace, own: socket.socket) -> None:
+    """Keep connections until a signal, or until the service has ended.
+
+    Args:
+        args: Of the command line.
+        own: Bound socket that gateways connect to.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    listeners = [socket.socket(fileno=number) for number in args.listener]
+    process = KeeperProcess(listeners, args.silence, args.memory * MIB)
+
+    def joined() -> None:
+        with contextlib.suppress(BlockingIOError):
+            process.joined(own.accept()[0])
+
+    loop.add_reader(own, joined)
+    process.listen()
+    os.write(sys.stdout.fileno(), READY + b"\n")
+    alone = 0
+    looked_at = loop.time()
+    while not ended.is_set() and alone < ALONE:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await ended.wait()
+        process.tick()
+        if args.alive and loop.time() - looked_at > LOCK_S:
+            looked_at = loop.time()
+            alone = 0 if _is_locked(Path(args.alive)) else alone + 1
+    process.end()
+
+
+def main() -> None:
+    """Run the keeper of the command line."""
+    parser = argparse.ArgumentParser(prog="multiworld-keeper")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--listener", type=int, action="append", default=[])
+    parser.add_argument("--silence", type=float, required=True)
+    parser.add_argument("--memory", type=int, required=True)
+    parser.add_argument("--alive", default="")
+    args = parser.parse_args()
+    raise_limit()
+    path = Path(args.socket)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+        own.bind(str(path))
+        path.chmod(0o600)
+        own.listen(BACKLOG)
+        own.setblocking(False)
+        asyncio.run(run(args, own))
+
+
+if __name__ == "__main__":
+    main()

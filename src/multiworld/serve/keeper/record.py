@@ -1,0 +1,242 @@
+"""The record of one client's connection, from which another gateway continues it. Pure.
+
+The gateway that serves the connection and the keeper hold the same record: whichever of
+them is lost, the other can give it on. Bytes that were written to the client are those
+of the connection's first ``written`` bytes, as the kernel counts them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from multiworld.serve.keeper.frames import Entry, FrameError, Kind, entry
+
+# Of the kernel's counters when the connection was accepted, bytes of answers before
+# the recorded ones, bytes read before the recorded ones, requests in ``INPUT`` that
+# are answered, events of the current answer, and the record's three flags.
+COUNTERS = struct.Struct("<QQQQQQ???")
+
+TRIM_BYTES = 64 * 1024  # of output, from which on the kernel is asked what it has
+
+
+class State(StrEnum):
+    """State of a connection, as its record shows it."""
+
+    IDLE = "idle"  # no request
+    READING = "reading"  # a request has begun to arrive
+    RECORDED = "recorded"  # what another gateway needs to compute it is here
+    ANSWERING = "answering"  # a part of its answer was recorded
+    CLOSED = "closed"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.IDLE: frozenset({State.READING, State.CLOSED}),
+    # Idle: an empty line between requests. Answering: a refusal before the end of the
+    # request, and whoever is refused may go on sending.
+    State.READING: frozenset(
+        {State.RECORDED, State.ANSWERING, State.IDLE, State.CLOSED}
+    ),
+    State.RECORDED: frozenset({State.ANSWERING, State.CLOSED}),
+    # Reading: of several requests that were sent at once, one is answered.
+    State.ANSWERING: frozenset({State.READING, State.IDLE, State.CLOSED}),
+    State.CLOSED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class ConnectionRecord:
+    """What is recorded of a connection.
+
+    Attributes:
+        number: Unique among the connections of a keeper and its successors.
+        written_before: The kernel's count of bytes written, at the accept.
+        read_before: The same of bytes read.
+        input: Bytes that were read, from the first request without an answer on.
+        input_at: Number of bytes that were read before those.
+        answered: Requests in ``input`` that are answered all the same.
+        request: What was drawn for the current request; empty: nothing yet.
+        items: Parts of what the current answer shows, in their order.
+        events: Events of the current answer that are recorded.
+        has_begun: Whether bytes of the current answer are recorded.
+        output: The last bytes that were recorded for the client, of all answers.
+        output_at: Number of bytes that were recorded before those.
+        is_closing: Whether the connection ends after ``output``.
+        is_protected: Whether there was room for the record; without it, a request of
+            the connection is lost with its gateway.
+    """
+
+    number: int
+    written_before: int = 0
+    read_before: int = 0
+    input: bytearray = field(default_factory=bytearray)
+    input_at: int = 0
+    answered: int = 0
+    request: bytes = b""
+    items: list[bytes] = field(default_factory=list)
+    events: int = 0
+    has_begun: bool = False
+    output: bytearray = field(default_factory=bytearray)
+    output_at: int = 0
+    is_closing: bool = False
+    is_protected: bool = True
+    item_bytes: int = 0
+    state: State = State.IDLE
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it takes, without those of Python's objects."""
+        held = len(self.input) + len(self.output) + len(self.request)
+        return held + self.item_bytes + 64 * len(self.items)
+
+    def become(self, state: State) -> None:
+        if state is not self.state and state not in TRANSITIONS[self.state]:
+            raise FrameError(f"a connection cannot go from {self.state} to {state}")
+        self.state = state
+
+    def apply(self, said: Entry) -> None:
+        """Record what the gateway says of it.
+
+        Raises:
+            FrameError: It is not possible in the connection's state.
+        """
+        match said.kind:
+            case Kind.INPUT:
+                if self.state is State.IDLE:
+                    self.become(State.READING)
+                self._read(said.payload)
+            case Kind.REQUEST:
+                if self.state is State.READING:
+                    self.become(State.RECORDED)
+                self.request = said.payload
+            case Kind.ITEM:
+                if self.is_protected:
+                    self.items.append(said.payload)
+                    self.item_bytes += len(said.payload)
+            case Kind.OUTPUT:
+                if self.state is not State.IDLE:
+                    self.become(State.ANSWERING)
+                    self.has_begun = True
+                    self.events = said.value
+                self.output += said.payload
+            case Kind.INTERIM:
+                self.output += said.payload
+            case Kind.ANSWERED:
+                self.become(State.ANSWERING)
+                self.become(State.READING)
+                self.answered += 1
+                self._end_answer()
+            case Kind.CLOSING:
+                self.is_closing = True
+            case Kind.IDLE:
+                self.become(State.IDLE)
+                self._end_answer()
+                self.input_at += len(self.input)
+                self.input.clear()
+                self.answered = 0
+                self.is_protected = True
+            case Kind.CLOSED:
+                self.become(State.CLOSED)
+            case _:
+                raise FrameError(f"{said.kind.name} is not about a connection")
+
+    def _read(self, data: bytes) -> None:
+        if self.is_protected:
+            self.input += data
+        else:
+            self.input_at += len(data)
+
+    def _end_answer(self) -> None:
+        self.request, self.events, self.has_begun = b"", 0, False
+        self.items.clear()
+        self.item_bytes = 0
+
+    def give_up(self) -> None:
+        """Keep no more of the current requests: there is no room."""
+        self.is_protected = False
+        self.input_at += len(self.input)
+        self.input.clear()
+        self.items.clear()
+        self.item_bytes = 0
+
+    def trim(self, written: int) -> None:
+        """Forget output that the kernel has; ``written`` is its count."""
+        done = written - self.written_before - self.output_at
+        if done > 0:
+            done = min(done, len(self.output))
+            del self.output[:done]
+            self.output_at += done
+
+    def has_all(self, written: int, read: int) -> bool:
+        """Return whether all is recorded that was written and read, by the kernel."""
+        has_read = self.input_at + len(self.input) == read - self.read_before
+        end = self.output_at + len(self.output)
+        return has_read and written - self.written_before <= end
+
+    def entries(self) -> Iterator[bytes]:
+        """Yield the record, from ``CONNECTION``, which needs a descriptor."""
+        yield entry(Kind.CONNECTION, self.number, 0, self._counters())
+        if self.input:
+            yield entry(Kind.INPUT, self.number, 0, bytes(self.input))
+        if self.request:
+            yield entry(Kind.REQUEST, self.number, 0, self.request)
+        for item in self.items:
+            yield entry(Kind.ITEM, self.number, 0, item)
+        if self.output:
+            yield entry(Kind.OUTPUT, self.number, self.events, bytes(self.output))
+        yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
+
+    def _counters(self) -> bytes:
+        return COUNTERS.pack(
+            self.written_before,
+            self.read_before,
+            self.output_at,
+            self.input_at,
+            self.answered,
+            self.events,
+            self.has_begun,
+            self.is_closing,
+            self.is_protected,
+        )
+
+
+def record_of(entries: list[Entry]) -> ConnectionRecord:
+    """Return the record that entries from ``CONNECTION`` to ``COMPLETE`` make.
+
+    Raises:
+        FrameError: They are not of a connection.
+    """
+    first, *rest, last = entries
+    record = ConnectionRecord(first.connection)
+    try:
+        (
+            record.written_before,
+            record.read_before,
+            record.output_at,
+            record.input_at,
+            record.answered,
+            record.events,
+            record.has_begun,
+            record.is_closing,
+            record.is_protected,
+        ) = COUNTERS.unpack(first.payload)
+        state = list(State)[last.value]
+    except (struct.error, IndexError) as error:
+        raise FrameError(str(error)) from error
+    for said in rest:
+        match said.kind:
+            case Kind.INPUT:
+                record.input += said.payload
+            case Kind.REQUEST:
+                record.request = said.payload
+            case Kind.ITEM:
+                record.items.append(said.payload)
+                record.item_bytes += len(said.payload)
+            case Kind.OUTPUT:
+                record.output += said.payload
+            case _:
+                raise FrameError(f"{said.kind.name} is not of a record")
+    record.state = state
+    return record
