@@ -1,1 +1,1 @@
-"""HTTP gateway: Open Inference Protocol, OpenAI embeddings, health and metrics."""
+"""HTTP gateway: OpenAI's API, the Open Inference Protocol, health and metrics."""

@@ -1,4 +1,4 @@
-"""Builds of models in a gateway: calls of users' factories, which may do anything."""
+"""Builds of models at a gateway by users' factories, which may hang or raise."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from multiworld.serve.spec.stage import Model
 
 logger = logging.getLogger("multiworld.serve")
 
-TURN_S = 5.0  # that a factory has the others wait; it then continues beside them
+TURN_S = 5.0  # seconds that the next build waits for a factory; then both run
 
 
 class ModelBuilds:
-    """Builds each version of a model once, in a thread; one that hangs holds up no
-    other."""
+    """Builds each version of a model once, in a thread; a hang blocks no other."""
 
     def __init__(
         self,
         built: Callable[[str, ModelSpec, Model], None],
-        ended: Callable[[], None],  # of each build, also if it failed
+        ended: Callable[[], None],  # called after each build, even if it failed
     ) -> None:
         self._built, self._ended = built, ended
         self._tasks: dict[ModelVersion, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
 
     def __contains__(self, version: ModelVersion) -> bool:
-        """Tell whether a version is being built."""
+        """Return whether a version is being built."""
         return version in self._tasks
 
     def begin(self, name: str, version: str, text: str) -> None:
@@ -42,7 +41,7 @@ class ModelBuilds:
             self._tasks[key] = asyncio.ensure_future(self._build(key, text))
 
     async def wait(self, limit_s: float, version: ModelVersion | None = None) -> None:
-        """Wait at most ``limit_s`` until a version, or all, are built or cannot be."""
+        """Wait at most ``limit_s`` for the build of a version, or for all builds."""
         awaited = [t for v, t in self._tasks.items() if version in (None, v)]
         if awaited:
             await asyncio.wait(awaited, timeout=limit_s)

@@ -1,4 +1,4 @@
-"""Process of a gateway: HTTP server, dispatcher and controller connection."""
+"""Process of a gateway: HTTP server, dispatcher, streams and controller connection."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ class GatewayProcess:
         self._keeper = EdgeKeeper(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        # Other orders do not wait for factories, but a table for versions of its own.
+        # Orders do not wait for factories. Only a routing table waits, for the versions
+        # that it makes active.
         self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
         self._held_until = 0.0
@@ -479,7 +480,7 @@ class GatewayProcess:
         error: str | None = None
         try:
             known = self._dispatcher.table.replicas.get(replica)
-            if self._held_table is not None:  # it may be what has the replica
+            if self._held_table is not None:  # that table may have the replica
                 await self._builds.wait(min(limit_s, LOADING_S))
             elif known is not None:
                 await self._builds.wait(limit_s, (known.model, known.version))

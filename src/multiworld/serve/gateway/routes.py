@@ -45,7 +45,7 @@ ROUTES = (
     Route("GET", MODEL, models.metadata, TENANT, INFERENCE),
     Route("GET", f"{MODEL}/ready", models.ready, TENANT, INFERENCE),
     Route("POST", f"{MODEL}/infer", infer, BODY, INFERENCE, INFER),
-    # Triton's extensions of it.
+    # Triton's extensions of the protocol.
     Route("GET", f"{MODEL}/config", models.config, TENANT, INFERENCE),
     Route("POST", f"{MODEL}/generate", generate, BODY, INFERENCE, schemas.GENERATE),
     Route(

@@ -1,1 +1,1 @@
-"""Open-loop load generator: requests leave on time, answered or not."""
+"""Open-loop load generator: sends requests on time, answered or not."""

@@ -24,7 +24,7 @@ class PhaseSummary:
 
 
 def phases_of(header: str | None) -> dict[str, float] | None:
-    """Return the seconds in a ``Server-Timing`` header by name; None if it has none."""
+    """Return the seconds of each phase in a ``Server-Timing`` header, or None."""
     found: dict[str, float] = {}
     for part in (header or "").split(","):
         name, _, duration = part.strip().partition(";dur=")
@@ -36,7 +36,7 @@ def phases_of(header: str | None) -> dict[str, float] | None:
 
 
 def phases_in(samples: Iterable[Sample]) -> list[PhaseSummary]:
-    """Return each phase of the answered requests that reported phases."""
+    """Summarise each phase over the answered requests that reported phases."""
     columns: dict[str, list[float]] = {}
     for sample in samples:
         if sample.is_answered and sample.phases:

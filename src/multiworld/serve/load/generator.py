@@ -1,4 +1,4 @@
-"""Open-loop load generator: it sends HTTP requests when they are due."""
+"""Open-loop load generator, which sends HTTP requests when they are due."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from multiworld.serve.machines.open_files import raise_limit
 # A request fails after this long without an answer, or without a further part of it.
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=60.0, sock_read=60.0)
 
-# Returns whether the answer (parsed JSON) to the request with this number is right.
+# Function that returns whether the answer (parsed JSON) to a request, given its number,
+# is right.
 Check = Callable[[int, Any], bool]
 
 
@@ -31,7 +32,7 @@ class Target:
     bodies: list[bytes]
     headers: dict[str, str]
     tls: ssl.SSLContext | bool = True  # certificates to trust; True for the system's
-    is_stream: bool = False  # answers are server-sent events, as OpenAI's
+    is_stream: bool = False  # answers are server-sent events, like OpenAI's
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
@@ -90,7 +91,7 @@ class Load:
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
-        raise_limit()  # on open files: each request has a connection
+        raise_limit()  # of open files, because each request has a connection
         connector = aiohttp.TCPConnector(limit=0, ssl=self._target.tls)
         tasks: set[asyncio.Task[None]] = set()
         async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:
@@ -167,7 +168,7 @@ class Load:
 async def _streamed(
     response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
 ) -> str:
-    """Append the ``times`` of a stream's parts; return why it is incomplete."""
+    """Add the time of each part to ``times``; return why the stream is incomplete."""
     is_finished = False
     async for line in response.content:
         if not line.startswith(b"data: {"):

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Sample:
     due_s: float  # since the run started
-    latency_s: float  # since it was *due*, so that a late generator hides no wait
+    latency_s: float  # since it was *due*, to include delays of the generator
     status: int  # HTTP status; 0 if there was no answer (see ``error``)
     is_right: bool | None = None  # result of the check; None if not checked
     error: str = ""
     # Seconds by phase, if the service reported them.
     phases: Mapping[str, float] | None = None
-    times: tuple[float, ...] = ()  # from when it was due to each part of a stream
+    times: tuple[float, ...] = ()  # seconds from its due time to each part of a stream
     is_cut: bool = False  # a stream ended prematurely
 
     @property

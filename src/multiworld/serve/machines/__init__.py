@@ -1,2 +1,4 @@
-"""Resources: capacities of machines, needs of replicas, and free resources.
-``inventory`` and ``usage`` read the machine; the rest is pure."""
+"""Resources of machines: capacities, needs of replicas, bookings and usage.
+
+``amounts``, ``assignment`` and ``bookings`` are pure.
+"""

@@ -26,7 +26,7 @@ class Node:
     cpus: float
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    address: str = ""  # shown to people
+    address: str = ""  # for display
     key: str = ""  # the launcher's name for it
     price: float = 0.0  # per hour while any of it is used; 0 if it is paid for anyway
     bandwidth: float | None = None  # bytes per second sent to others; None: no limit
@@ -78,7 +78,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
                 gpus=model.engine_gpus if on_gpu else 0,
                 gpu=int(index) if index else None,
                 gpu_memory_bytes=round(gpu_memory_mb * MIB) * stage.ranks,
-                # An engine takes nearly all GPU memory unless told a limit.
+                # An engine takes nearly all GPU memory unless the spec limits it.
                 whole_gpus=on_gpu and model.engine is not None and not gpu_memory_mb,
                 nodes=frozenset(stage.nodes),
                 ranks=stage.ranks,

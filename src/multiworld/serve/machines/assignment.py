@@ -1,7 +1,7 @@
-"""Assignment: chooses the machine of the next replica. Pure.
+"""Choice of the machine for the next replica. Pure.
 
-The criteria, in this order: the plan of the solvers; fewest replicas of the same post,
-so that the loss of a machine affects few; most free resources.
+Criteria, in this order: the solvers' plan; the fewest replicas of the same post, so
+that losing a machine affects few of them; the most free resources; the fewest replicas.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ Plan = Mapping[tuple[Any, str], int]  # planned replicas of each post on each ma
 
 
 class Policy(Protocol):
-    """Function that chooses a location; another one may replace ``assign``."""
+    """A function that chooses a location, such as ``assign``."""
 
     def __call__(
         self, ledger: Bookings, post: object, need: Need, plan: Plan
     ) -> Location:
         """Return the location of one more replica of ``post``.
-
-        Args:
-            ledger: Bookings of the machines.
-            post: Post of the replica.
-            need: Resources that it takes.
-            plan: Planned number of replicas for each post and machine.
 
         Raises:
             PlacementError: No machine fits; ``short`` says why, by machine.

@@ -1,5 +1,7 @@
-"""Bookings: which replica has booked which resources of which machine. Pure. They never
-exceed a machine's resources, except by ``restore``."""
+"""Bookings of machines' resources by replicas. Pure.
+
+They exceed a machine's resources only through ``restore`` and ``set_nodes``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Bookings:
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.bookings: dict[str, Booking] = {}
         self._on: dict[str, dict[str, Booking]] = {}  # by node
-        self._free: dict[str, Free] = {}  # of nodes with no change since
+        self._free: dict[str, Free] = {}  # cache, by node
 
     def copy(self) -> Bookings:
         other = Bookings(self.nodes.values())
@@ -55,7 +57,7 @@ class Bookings:
         return other
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
-        """Replace the machines; bookings on a lost one stay until released."""
+        """Replace the machines; bookings on a removed one stay until released."""
         self.nodes = {node.name: node for node in nodes}
         self._free.clear()
 
@@ -69,7 +71,7 @@ class Bookings:
         self.restore(name, post, spot, need)
 
     def restore(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Enter a replica that already runs, whether or not it fits."""
+        """Book resources for a replica that already runs, whether or not it fits."""
         self.release(name)
         booking = Booking(name, post, spot, need)
         self.bookings[name] = booking

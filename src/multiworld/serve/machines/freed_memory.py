@@ -1,4 +1,4 @@
-"""Freed memory that the allocator has kept."""
+"""Freed memory that the allocator keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 def give_back() -> None:
-    """Return freed memory to the system; takes some milliseconds, without the GIL.
+    """Return freed memory to the system, in some milliseconds and without the GIL.
 
     glibc keeps freed memory for the thread that freed it. Without this, loading
     tokenizers in several threads in turn would take the memory once per thread.

@@ -34,7 +34,7 @@ def this_node(
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs that CUDA uses here, as the environment names them; None: all."""
+    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, as named there; None: all."""
     # A GPU's index, in torch and in ``Gpu``, is its position in this list.
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else [n.strip() for n in names.split(",") if n.strip()]

@@ -1,10 +1,10 @@
 """A leash: the kernel kills a process as soon as no process holds its leash.
 
 The leash is a pipe: its wearer has the read end, its holders have the write end. When
-the last holder exits, for whatever reason, the kernel sends the wearer the signal of
-its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), even if it is stopped or hangs. This
-ties a process to one that is not its parent. ``python leash.py FD COMMAND …`` puts its
-process group on the leash whose read end is FD, and becomes the command.
+the last holder exits, for whatever reason, the kernel sends SIGKILL to the wearer
+(``F_SETSIG`` in fcntl(2)), even if the wearer is stopped or hangs. This ties a process
+to one that is not its parent. ``python leash.py FD COMMAND …`` puts its process group
+on the leash whose read end is FD, and then executes the command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Leash:
     def __init__(self) -> None:
         self._ends: tuple[int, ...] = os.pipe()
         folder = f"/proc/{os.getpid()}/fd"
-        # Another process of this user can open these to wear or hold the leash.
+        # Paths that another process of this user can open to wear or hold the leash.
         self.worn_at, self.held_at = (f"{folder}/{end}" for end in self._ends)
 
     def let_go(self) -> None:
@@ -33,18 +33,20 @@ class Leash:
 
 
 def hold_leash(path: str) -> int:
-    """Hold the leash at a ``held_at`` until the returned descriptor is closed."""
+    """Hold the leash at ``Leash.held_at`` until the returned descriptor is closed."""
     return os.open(path, os.O_WRONLY)
 
 
 def open_leash(path: str) -> int:
-    """Open a leash at its ``worn_at``; return a descriptor for ``wear_leash``."""
+    """Open the leash at ``Leash.worn_at``; return a descriptor for ``wear_leash``."""
     return os.open(path, os.O_RDONLY)
 
 
 def wear_leash(reader: int, wearer: int | None = None) -> None:
-    """Make the kernel kill ``wearer`` (a process ID, or a negated process group ID; by
-    default this process) once no process holds the leash."""
+    """Make the kernel kill ``wearer`` once no process holds the leash.
+
+    ``wearer`` is a process ID or a negated process group ID; default: this process.
+    """
     wearer = os.getpid() if wearer is None else wearer
     fcntl.fcntl(reader, fcntl.F_SETOWN, wearer)
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

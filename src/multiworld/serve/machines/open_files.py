@@ -1,4 +1,4 @@
-"""The limit of a process's open files."""
+"""The limit on a process's open files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 
 
 def raise_limit() -> int:
-    """Let this process and its children open as many files as the machine allows."""
+    """Raise this process's and its children's limit to the hard limit; return that."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -13,7 +13,7 @@ TICKS = os.sysconf("SC_CLK_TCK")  # per second, the unit of CPU times in ``/proc
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds since the process started, and memory as in ``memory_of``."""
+    """CPU seconds since the processes started, and memory as in ``memory_of``."""
 
     cpu_s: float
     memory_bytes: int
@@ -33,7 +33,7 @@ def memory_of(pid: int) -> int:
 
 
 def outgrows(pid: int, limit: int) -> int | None:
-    """Return the bytes of a process and its descendants if above ``limit``."""
+    """Return the memory of a process and its descendants if it exceeds ``limit``."""
     family = family_of(pid)
     if sum(map(_resident, family)) <= limit:
         return None
@@ -86,8 +86,10 @@ def _cpu_s(pid: int) -> float:
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed for lack of memory anywhere on
-    this host, because the exceeded limit may be a container's."""
+    """Detects kills by the kernel for lack of memory.
+
+    It counts them on the whole host, because the exceeded limit may be a container's.
+    """
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         self._count = count or _memory_kills

@@ -22,7 +22,7 @@ class FairPool:
         self._numbers = itertools.count()
 
     def submit(self, share: Share, cost: float, call: Callable[[], T]) -> Future[T]:
-        """Run a call when the fair order selects it, unless its future is cancelled."""
+        """Run a call in fair order, unless its future is cancelled before."""
         made: Future[T] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -33,7 +33,7 @@ class FairPool:
         return made
 
     def _forget(self, number: int) -> None:
-        """Drop a call that was cancelled while it waited."""
+        """Drop a call if it was cancelled while it waited."""
         with self._lock:
             if self._calls.pop(number, None) is not None:
                 self._queue.drop(number)

@@ -24,7 +24,7 @@ import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
-# Number of finish tags at which those not after the virtual time are dropped.
+# Number of finish tags above which those not after the virtual time are dropped.
 PRUNE_AT = 1024
 MIN_COST = 1.0  # otherwise work without rows would be free
 SPARE = 64  # outdated heap entries to allow beyond the number of tenants
@@ -54,7 +54,7 @@ class _Head(NamedTuple):
     rank: int  # the tenant's priority, negated
     finish: float  # finish tag of the tenant
     number: int  # of the piece
-    since: int  # how many tenants began to wait before this one
+    since: int  # number of the tenant, in the order in which tenants began to wait
     tenant: str
 
 
@@ -78,7 +78,6 @@ class _Schedule:
         self._arrived = 0
 
     def copy(self) -> _Schedule:
-        """Return an independent copy."""
         made = copy.copy(self)
         made._finish_tags, made._heads = self._finish_tags.copy(), self._heads.copy()
         made._virtual_times = self._virtual_times.copy()
@@ -163,7 +162,7 @@ class FairQueue(Generic[K]):
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
         queue = self._queues.setdefault(share.tenant, [])
-        # The unique numbers order a tenant's work.
+        # ``number`` is unique and orders a tenant's work.
         bisect.insort(queue, (number, key))
         if queue[0][0] == number:
             self._put_head(self._schedule, share.tenant, queue[0][1])
@@ -202,7 +201,7 @@ class FairQueue(Generic[K]):
         self.drop(key)
 
     def charge(self, share: Share, cost: float) -> None:
-        """Charge a tenant more for work that was taken."""
+        """Charge a tenant an additional cost for work that was taken."""
         tenant = share.tenant
         self._schedule.charge(tenant, share.priority, cost / share.weight)
         if queue := self._queues.get(tenant):

@@ -8,8 +8,11 @@ from multiworld.serve.queueing.fair_queue import Share
 
 
 class WaitingTenants:
-    """Numbers of waiting requests. One tenant may fill a queue up to its limit; the
-    others then share as much room again by weight, at least one request each."""
+    """Number of waiting requests of each tenant.
+
+    One tenant alone may fill a queue up to its limit. The others then share as much
+    room again by weight, with at least one request each.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -35,7 +38,7 @@ class WaitingTenants:
         if self.count + count <= limit:
             return False
         own = self._by_tenant[share.tenant]
-        is_more = own + count > 1  # than the one request that every tenant may have
+        is_more = own + count > 1  # more than the one request that each tenant may have
         if own == self.count or (is_more and self.count + count > 2 * limit):
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())

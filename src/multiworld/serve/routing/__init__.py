@@ -1,1 +1,1 @@
-"""Which replica gets work, and what follows from losses: for gateways and replicas."""
+"""Load balancing, loss accounting and refusals, for gateways and replicas."""

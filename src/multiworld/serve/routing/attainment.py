@@ -17,14 +17,14 @@ class Attainment:
         self.arrived: Counter[str] = Counter()  # refused ones included
         # Answered within the model's objective; without one, all answered.
         self.attained: Counter[str] = Counter()
-        # More replicas would have helped: answered late, given up after the objective,
-        # or refused by a full queue. Invalid requests and failures of the model are
-        # neither attained nor missed.
+        # Requests that more replicas would have helped: answered late, given up after
+        # the objective, or refused by a full queue. Invalid requests and failures of
+        # the model are neither attained nor missed.
         self.missed: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()  # by a full queue
 
     def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
-        """Count a finished request; no ``ServeError`` means that the caller gave up."""
+        """Count a finished request; if it was abandoned, ``error`` is no ServeError."""
         if error is None:
             (self.missed if is_late else self.attained)[model] += 1
         elif isinstance(error, OverloadedError):

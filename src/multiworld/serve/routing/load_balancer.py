@@ -17,7 +17,7 @@ from typing import TypeVar
 Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
-PROBES = 21  # of a session; the fullest replica gets 1.05 times its share
+PROBES = 21  # per session, so that the fullest replica gets 1.05 times its share
 BYTES = 8  # of a point
 CIRCLE = 256**BYTES
 
@@ -38,8 +38,8 @@ def choose(
 class HashRing:
     """The homes of sessions: one point per replica, several probes per session.
 
-    The replica wins whose point follows a probe most closely (Appleton and O'Reilly,
-    "Multi-probe consistent hashing", 2015).
+    A session's home is the replica whose point follows one of its probes most closely
+    (Appleton and O'Reilly, "Multi-probe consistent hashing", 2015).
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -47,7 +47,7 @@ class HashRing:
         self._points = [point for point, _ in self._ring]
 
     def home(self, session: str) -> str:
-        """Return the replica of a session; empty without replicas."""
+        """Return the home of a session; empty if there are no replicas."""
         best, home = CIRCLE, ""
         for probe in _points(session, PROBES) if self._ring else ():
             point, name = self._ring[bisect(self._points, probe) % len(self._ring)]

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from multiworld import errors
 
-RETRY_AFTER_S = 1.0  # for the client
+RETRY_AFTER_S = 1.0  # seconds after which the client may retry
 
 
 class OutdatedError(errors.ServeError):
-    """A request was checked against a version that is no longer active: check again."""
+    """A request's version is no longer active; check it against the active one."""
 
 
 def unknown_model(
     model: str, known: Iterable[str] | None = None
 ) -> errors.UnknownModelError:
-    """Refuse a request; ``known`` are the models that its tenant may use."""
+    """Return the error; ``known`` are the models that the tenant may use."""
     text = f"no model {model!r} is served here"
     if known is not None:
         text += f"; there are: {', '.join(known) or 'none'}"
@@ -24,7 +24,7 @@ def unknown_model(
 
 
 def overloaded(model: str, own: int) -> errors.OverloadedError:
-    """Refuse a request, shed while ``own`` others of its tenant wait."""
+    """Return the error of a shed request; ``own`` others of its tenant wait."""
     return errors.OverloadedError(
         f"queue of model {model!r} is full: {own} of your requests wait, which is "
         "max_queued_requests or your fair share of it; retry later",
@@ -42,7 +42,7 @@ def poisoned(number: int, model: str, losses: int) -> errors.RequestPoisonedErro
 def without_replica(
     model: str, stage: int, *, is_refused: bool = False
 ) -> errors.NoReplicaError:
-    """Refuse a request; ``is_refused``: files of the version have changed."""
+    """Return the error; ``is_refused``: files of the version have changed."""
     why = "retry later, a replacement is starting"
     if is_refused:
         why = (
@@ -57,7 +57,7 @@ def without_replica(
 
 
 def too_late(model: str, at: str) -> errors.DeadlineExceededError:
-    """Refuse a request that was ``at`` there (in words) at its deadline."""
+    """Return the error; ``at`` describes where the request was at its deadline."""
     return errors.DeadlineExceededError(
         f"request to model {model!r} missed its deadline (it was at "
         f"{at}); allow more time, or scale up the model"
@@ -65,7 +65,7 @@ def too_late(model: str, at: str) -> errors.DeadlineExceededError:
 
 
 def quarantined(model: str) -> errors.QuarantinedError:
-    """Refuse a request that waited when its tenant was quarantined."""
+    """Return the error of a request that waited when its tenant was quarantined."""
     return errors.QuarantinedError(
         f"your requests to model {model!r} are quarantined: several of them killed "
         "the replicas that computed them; retry later, without those requests",

@@ -1,4 +1,4 @@
-"""The replicas as one process sees them. Pure."""
+"""Replicas as one process sees them. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from multiworld.serve.routing.load_balancer import HashRing
 from multiworld.serve.wire.routing_table import Replica, ReplicaState, RoutingTable
 
-KNOWN_SESSIONS = 4096  # whose replicas are cached: queued work asks repeatedly
+KNOWN_SESSIONS = 4096  # maximum sessions whose home is cached, for repeated look-ups
 
 
 class ReplicaView:
@@ -16,9 +16,9 @@ class ReplicaView:
     def __init__(self) -> None:
         self.table = RoutingTable()
         self.connected: set[str] = set()  # replicas with an edge to this process
-        # Replicas that have not been heard of.
+        # Connected replicas that sent nothing for ``SILENT_S``.
         self.silent: frozenset[str] = frozenset()
-        # Those that were seen to drain, though the table may lack them by now.
+        # Replicas that were seen to drain, though the table may no longer have them.
         self._drained: set[str] = set()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
         self._rings: dict[tuple[str, str, int], HashRing] = {}
@@ -55,11 +55,11 @@ class ReplicaView:
         return None if known is None else known.state
 
     def is_leaving(self, name: str) -> bool:
-        """Return whether a connected replica drains: the service may end it."""
+        """Return whether a replica drains, so that the service may shut it down."""
         return name in self._drained
 
     def is_usable(self, name: str) -> bool:
-        """Return whether new work may go to it: ready, connected and not silent."""
+        """Return whether a replica may get new work: ready, connected, not silent."""
         is_ready = self.state(name) is ReplicaState.READY
         return is_ready and name in self.connected and name not in self.silent
 
@@ -73,7 +73,7 @@ class ReplicaView:
         return found
 
     def home(self, model: str, version: str, stage: int, session: str) -> str:
-        """Return the usable replica that a session prefers; empty: none is usable."""
+        """Return the usable replica that a session prefers; empty if none is usable."""
         key = model, version, stage
         found = self._homes.get((*key, session))
         if found is None:

@@ -1,1 +1,1 @@
-"""Tenants: API keys, limits, fair queueing, quarantine and usage."""
+"""Tenants: API keys, limits, usage, and the registry that stores them."""

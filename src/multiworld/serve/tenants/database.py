@@ -19,7 +19,7 @@ from multiworld.serve.tenants.usage_rows import FIELDS, MAX_UNCONFIRMED, UsageRo
 
 logger = logging.getLogger("multiworld.serve")
 
-FORMAT = 2  # SQLite's user_version; formats 0 and 1 have no tokens
+FORMAT = 2  # SQLite's ``user_version``; formats 0 and 1 have no token totals
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MAX_UNCONFIRMED  # batch numbers kept by gateway, which resends fewer
+KEPT = 4 * MAX_UNCONFIRMED  # batch numbers to keep per gateway, which resends fewer
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -50,8 +50,6 @@ ADD = (
 
 
 class TenantDatabase:
-    """The database of one service."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
@@ -62,7 +60,7 @@ class TenantDatabase:
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA busy_timeout = 5000")
-            if self._check_format() < FORMAT:  # a full disk must not stop a start
+            if self._check_format() < FORMAT:  # else write nothing: a disk may be full
                 self._db.executescript(SCHEMA)
                 self._add_totals()
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
@@ -82,7 +80,7 @@ class TenantDatabase:
         return found
 
     def _add_totals(self) -> None:
-        """Add the totals that an earlier format lacks."""
+        """Add the columns of totals that an earlier format lacks."""
         known = {row[1] for row in self._db.execute("PRAGMA table_info(usage)")}
         for name in FIELDS:
             if name not in known:
@@ -238,5 +236,5 @@ def _unusable(path: Path, error: sqlite3.Error) -> ServeError:
 
 
 def _sum(name: str) -> str:
-    """Return the SQL for the sum of a total; counts are stored as real numbers."""
+    """Return the SQL for the sum of a total; counts become integers again."""
     return f"sum({name})" if name == "seconds" else f"CAST(sum({name}) AS INTEGER)"

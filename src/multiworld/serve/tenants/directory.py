@@ -15,7 +15,7 @@ from multiworld.serve.queueing.fair_queue import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Record of an API key, without the key itself. Times are since the epoch."""
+    """Record of an API key, without the key itself. Times are epoch seconds."""
 
     id: str  # not secret
     digest: str  # SHA-256 of the whole key in hexadecimal
@@ -95,8 +95,8 @@ class TenantDirectory:
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
         """Return the tenant of a key; None if the key is unknown or not valid."""
-        # The time that this takes reveals neither whether the id exists nor how much of
-        # the digest matches.
+        # The duration of this check reveals neither whether the id exists nor how much
+        # of the digest matches.
         key, name = self._keys.get(key_id, (None, ""))
         is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
         if key is None or not is_valid:

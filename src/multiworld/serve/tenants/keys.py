@@ -1,6 +1,8 @@
-"""API keys and their digests. Only digests are stored. A plain SHA-256 suffices: slow
-hashes protect passwords that can be guessed, and a key has 256 random bits, unless an
-operator chooses it."""
+"""API keys and their digests.
+
+Only digests are stored. A plain SHA-256 suffices: slow hashes protect passwords that
+can be guessed, but a key has 256 random bits, unless an operator chooses it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import re
 import secrets
 
 PREFIX = "mw"
-GIVEN = "given-"  # begins the ids of keys that an operator chooses
-MIN_GIVEN = 16  # characters of a key that an operator chooses
+GIVEN = "given-"  # prefix of the ids of keys that an operator chooses
+MIN_GIVEN = 16  # minimum characters of a key that an operator chooses
 ID_BYTES, SECRET_BYTES = 6, 32
 KEY_PATTERN = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
 
@@ -41,12 +43,12 @@ def given_id(digest: str) -> str:
 
 
 def known_as(text: str) -> tuple[str, str]:
-    """Return the id under which a key of any form may be known, and its digest."""
+    """Return the id and the digest of a key, also of one that an operator chose."""
     key_id, digest = parse_key(text)
     return key_id or given_id(digest), digest
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return id and digest of a key; the id is empty if it is malformed."""
+    """Return the id and the digest of a key; the id is empty unless we made the key."""
     found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

@@ -8,7 +8,7 @@ import msgspec
 
 
 class UsageSum(msgspec.Struct, frozen=True):
-    """Usage of one tenant and model over a range of minutes (since the epoch)."""
+    """Usage of one tenant and model over a range of minutes (epoch seconds)."""
 
     first_minute: int
     last_minute: int
@@ -27,7 +27,7 @@ class UsageSum(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """One administrative action; ``at`` is its start, since the epoch."""
+    """One administrative action; ``at`` is its start, in epoch seconds."""
 
     number: int
     at: float

@@ -1,6 +1,6 @@
 """The registry of a service: its tenants, their usage, and the audit log.
 
-All that opens it does so here. A registry remains when the service is shut down.
+It is opened only through this module, and it outlives the service.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FILE = "registry.db"  # in the folder of a service
 
 
 class TenantRegistry(Protocol):
-    """What a database of tenants does.
+    """A database of tenants, their usage, and the audit log.
 
     Methods block, may be called from any thread, and raise ServeError if the database
-    cannot be used. Times are epoch times; minutes are, too, in whole minutes.
+    cannot be used. Times are epoch seconds; a minute is given by its start.
     """
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ class TenantRegistry(Protocol):
         """Return all tenants by name; log and skip those that cannot be read."""
 
     def save(self, tenant: Tenant) -> None:
-        """Add a tenant, or replace the one of its name."""
+        """Add a tenant, or replace the one with its name."""
 
     def delete(self, name: str) -> None:
         """Remove a tenant, but not its usage."""
@@ -40,7 +40,7 @@ class TenantRegistry(Protocol):
         """Add a batch of usage, in any order; return False if it was added before."""
 
     def tokens_since(self, minute: int) -> dict[str, int]:
-        """Return each tenant's number of tokens since a minute."""
+        """Return the number of tokens that each tenant used since a minute."""
 
     def forget_meters(self) -> None:
         """Remove the batch numbers of all meters; no gateway may be running."""
@@ -48,7 +48,7 @@ class TenantRegistry(Protocol):
     def usage(
         self, tenant: str | None, since: float, *, by_minute: bool
     ) -> list[UsageSum]:
-        """Return the usage since a time; ``tenant`` None: of all tenants."""
+        """Return usage since a time; ``tenant`` None: usage of all tenants."""
 
     def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
         """Record an administrative action before it is done; return its number."""
@@ -61,14 +61,14 @@ class TenantRegistry(Protocol):
 
 
 def open_registry(folder: Path) -> TenantRegistry:
-    """Open the registry of the service in a folder; create it if there is none.
+    """Open the registry in a service's folder; create it if there is none.
 
     Raises:
-        ServeError: It cannot be used, or is of a later release.
+        ServeError: The registry cannot be used, or a later release wrote it.
     """
     return TenantDatabase(folder / FILE)
 
 
 def has_registry(folder: Path) -> bool:
-    """Return whether a folder, which may be on another host, has a registry here."""
+    """Return whether this host has the registry of a service's folder."""
     return (folder / FILE).exists()

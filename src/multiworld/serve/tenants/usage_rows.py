@@ -6,14 +6,14 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 MINUTE_S = 60  # seconds that one row covers
-MAX_UNCONFIRMED = 16  # unconfirmed batches at which a gateway makes no new one
+MAX_UNCONFIRMED = 16  # maximum unconfirmed batches of a gateway
 
 
 @dataclass(slots=True)
 class UsageTotals:
     """Usage of one tenant and model in one minute."""
 
-    requests: int = 0  # admitted, and ended
+    requests: int = 0  # admitted and finished
     answered: int = 0  # with status 200
     failed: int = 0
     refused: int = 0  # by a limit, a quarantine or missing permission
@@ -30,7 +30,7 @@ FIELDS = tuple(field.name for field in fields(UsageTotals))
 
 
 class UsageRow(NamedTuple):
-    """``UsageTotals`` of one tenant and model; ``minute`` is since the epoch."""
+    """``UsageTotals`` of a tenant and model; ``minute``: its start in epoch seconds."""
 
     minute: int
     tenant: str
@@ -48,7 +48,7 @@ class UsageRow(NamedTuple):
 
 
 class TokensUsed(NamedTuple):
-    """Tokens used in a ``day`` and a ``month`` (their starts, in epoch seconds)."""
+    """Tokens that a tenant used in a day and a month (their starts, epoch seconds)."""
 
     tenant: str
     day: int

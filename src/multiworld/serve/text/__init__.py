@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, grammars, and names of prefixes."""
+"""Tokenizers, chat templates, grammars, and prefix digests."""

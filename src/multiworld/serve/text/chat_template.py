@@ -1,5 +1,8 @@
-"""The chat template of a Hugging Face folder: the text that a model sees of a chat, and
-the control tokens that only the template may write."""
+"""The chat template of a Hugging Face folder, and its control tokens.
+
+The template turns a chat into the text that the model sees. Only the template may write
+control tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Controls(NamedTuple):
     """The control tokens of a chat."""
 
     tokens: ControlTokens
-    # Without those that the chat template looks for in an assistant's message.
+    # Without those that the chat template searches for in an assistant's message.
     in_answers: ControlTokens
     ids: frozenset[int]
 
@@ -30,7 +33,7 @@ class ChatTemplate:
     """The templates of transformers' tokenizer, which renders them."""
 
     def __init__(self, folder: Path, theirs: Any, added: Mapping[str, int]) -> None:
-        # ``added``: tokens that are found in any text as a whole, and their numbers.
+        # ``added``: tokens that any text may contain as a whole, and their ids.
         self._folder, self._theirs, self._added = folder, theirs, added
 
     @property
@@ -45,10 +48,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def controls(self) -> Controls:
-        """Return what a template can write, and what ends a completion.
+        """Tokens that a template can write, special tokens, and end tokens.
 
-        Whether the folder calls a token special says only whether it is shown: the
-        marks of turns are not special in some folders.
+        Special tokens alone do not suffice: the folder's flag determines only whether a
+        token is shown, and some folders do not set it for the marks of turns.
         """
         theirs = self._theirs
         written = inspected = frozenset[str]()
@@ -99,13 +102,13 @@ class ChatTemplate:
         """Return the text of a chat.
 
         Args:
-            messages: As in OpenAI's API, with parsed arguments.
+            messages: As in OpenAI's API, with parsed arguments of tool calls.
             begins_answer: Whether the assistant's answer follows.
             tools: Tools that the model may call.
             options: Variables of the template.
             effort: Used if the template reads ``reasoning_effort``.
-            marks: What stands for control tokens in messages, and in the assistant's;
-                None: these remain control tokens.
+            marks: Marks to put around control tokens in messages, and in those of the
+                assistant; None: messages may have control tokens.
 
         Raises:
             InvalidRequestError: There is no template, or it refuses this chat.
@@ -147,7 +150,7 @@ class ChatTemplate:
     def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "developer" in str(self._theirs.chat_template):
             return messages
-        # Older templates know no ``developer``.
+        # Older templates have no role ``developer``.
         return [
             {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
         ]

@@ -1,9 +1,9 @@
-"""Control tokens in a chat: from the template only, not from what users write.
+"""Protection against control tokens that users write in a chat.
 
 In a message, the characters of a control token (``<|im_end|>``) must become ordinary
-tokens, or the message could end its turn and begin a system turn. So they are marked
-before the template is rendered, and encoded in two pieces afterwards, which no control
-token matches.
+tokens, or the message could end its turn and begin a system turn. These characters are
+marked before the template is rendered. Afterwards they are encoded in two pieces,
+neither of which matches a control token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from multiworld.errors import InvalidRequestError
 
 PART = 2**16  # characters that are searched at once
-DIGITS = 18  # of a mark. Templates leave digits as they are, also in JSON
+DIGITS = 18  # of a mark, as templates leave digits unchanged, even in JSON
 REFUSED = "the messages have a control token of this model; write it in another way"
 
 
 class ControlTokens:
-    """Finds and marks the texts of control tokens in what users write."""
+    """Finds and marks the characters of control tokens in users' messages."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # Also match names without brackets, where a template may add those.
+        # Also match names without brackets, which a template may add.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
         whole, inner = _either({*filter(None, tokens)}), _either(cores)
         self._finder = _Finder(whole, inner, max(map(len, tokens), default=0))
@@ -32,12 +32,12 @@ class ControlTokens:
         self._tokens = re.compile(whole)
 
     def check(self, text: str, made: int) -> None:
-        """Raise InvalidRequestError if ``made`` exceeds the text's control tokens."""
+        """Raise InvalidRequestError if ``text`` has under ``made`` control tokens."""
         if made > len(self._tokens.findall(text)):
             raise InvalidRequestError(REFUSED, param="messages", code="invalid_value")
 
     def marks(self) -> Marks:
-        """Return unguessable marks for one chat."""
+        """Return marks for one chat, which its sender cannot guess."""
         begin, end = (
             str(secrets.randbelow(9 * 10 ** (DIGITS - 1)) + 10 ** (DIGITS - 1))
             for _ in range(2)
@@ -45,21 +45,20 @@ class ControlTokens:
         return Marks(self._finder, self._inside, begin, end)
 
     def marks_like(self, other: Marks) -> Marks:
-        """Return marks for another part of the same chat."""
+        """Return the same marks for another part of the same chat."""
         return Marks(self._finder, self._inside, other.begin, other.end)
 
 
 def _either(strings: Collection[str]) -> str:
-    """Return an expression of any of some strings, of the longest that fits."""
+    """Return a regular expression for any of ``strings``, the longest first."""
     found = map(re.escape, sorted(strings, key=len, reverse=True))
     return f"(?:{'|'.join(found) or '(?!)'})"
 
 
 class _Finder:
-    """Finds control tokens in a text, and at its ends those without brackets.
+    """Finds control tokens in a text; at its start and end, even without brackets.
 
-    The search for one expression holds the GIL to its end, so long texts are searched
-    in parts.
+    A search holds the GIL until it ends, so long texts are searched in parts.
     """
 
     def __init__(self, whole: str, inner: str, longest: int) -> None:
@@ -103,16 +102,16 @@ class _Finder:
 
 
 class Marks:
-    """The marks of one chat, put before and after each control token."""
+    """The marks of one chat, which are put before and after each control token."""
 
     def __init__(self, finder: _Finder, inside: str, begin: str, end: str) -> None:
-        # ``inside``: an expression of what stands between marks.
+        # ``inside``: regular expression of the characters between two marks.
         self._finder, self.begin, self.end = finder, begin, end
         self._split = re.compile(f"{begin}({inside}){end}|{begin}|{end}", re.IGNORECASE)
         self.is_used = False
 
     def put(self, value: Any) -> Any:
-        """Return plain data with marks in all of its strings."""
+        """Return plain data with marks in all its strings."""
         if isinstance(value, str):
             parts, at = list[str](), 0
             for found in self._finder.find(value):
@@ -128,7 +127,7 @@ class Marks:
     def _marked(self, found: re.Match[str]) -> str:
         self.is_used = True
         text, inner = found[0], found[0].strip()
-        if not inner:  # a control token of spaces
+        if not inner:  # a control token that consists of spaces
             return self.begin + text + self.end
         lead, _, trail = text.partition(inner)
         return f"{lead}{self.begin}{inner}{self.end}{trail}"
@@ -138,15 +137,15 @@ class Marks:
         text: str,
         encode: Callable[[list[str]], list[list[int]]],
         controls: Any,
-        check: Callable[[str, int], None] | None,  # of the other parts; None: trusted
+        check: Callable[[str, int], None] | None,  # of the unmarked parts; None: skip
     ) -> list[int]:
-        """Return the tokens of a rendered text: ordinary ones for marked parts."""
+        """Return the tokens of a rendered text, with ordinary ones for marked parts."""
         pieces: list[str] = []
         are_marked: list[bool] = []
         for number, part in enumerate(self._split.split(text)):
             if not part:
                 continue
-            # A control token is longer than a character, so neither piece is one.
+            # A control token has more than one character, so neither piece is one.
             both = (part[:1], part[1:]) if number % 2 else (part,)
             pieces += filter(None, both)
             are_marked += [bool(number % 2)] * (len(pieces) - len(are_marked))

@@ -10,9 +10,7 @@ GROWTH = 1.25  # ratio of two successive sizes of a growing sequence's memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of one replica of stage 0."""
-
-    max_num_seqs: int = 64  # running ones
+    max_num_seqs: int = 64  # running at once
     max_num_batched_tokens: int = 512  # of a step
     block_size: int = 16
     blocks: int = 1024
@@ -20,11 +18,11 @@ class EngineLimits:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that there is memory for."""
+        """Tokens of the longest sequence that fits into memory."""
         return (self.blocks - 1) * self.block_size
 
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
-        """Return the blocks for some tokens, in multiples of ``granule`` tokens."""
+        """Return the blocks for ``tokens``, rounded up to multiples of ``granule``."""
         needed = math.ceil(tokens / self.block_size)
         whole = math.ceil(tokens / granule) * granule
         return max(needed, min(self.blocks, math.ceil(whole / self.block_size)))

@@ -1,7 +1,8 @@
-"""Structured output: which tokens may come next.
+"""Structured output: grammars, and the tokens that they allow next.
 
 llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher.
-The last stage keeps it; a replica that takes over feeds it the tokens so far.
+The last stage keeps the matcher. A replica that takes over makes another one, and feeds
+it the tokens so far.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ logger = logging.getLogger("multiworld.serve")
 MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
 MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
-# points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
-# three minutes, whatever its limits.
+# points. llguidance builds an automaton with that many states, whatever its limits:
+# 10^6 take 6 s, 10^7 three minutes.
 MAX_MULTIPLES = 5_000
-# Compiled ones: each choice of a request, and each request of an agent, has the same
-# one. Copying takes 10 µs, compiling 50 ms and more.
+# Compiled grammars to keep: all choices of a request, and often all requests of an
+# agent, have the same one. Copying it takes 10 µs, compiling it 50 ms or more.
 KEPT_GRAMMARS = 32
-KEPT_FAILURES = 256  # too complex grammars that are not tried again
-REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # of a regular expression
+KEPT_FAILURES = 256  # too complex grammars to remember, so as not to try them again
+REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # for a refused regular expression
 PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
 
@@ -59,12 +60,13 @@ NO_RULES: list[tuple[str, Any]] = [
     ("uniqueItems", False),
     ("propertyNames", {"type": "string"}),
 ]
-# Whitespace in JSON, as Python writes it: small models fill any free space forever.
+# Whitespace in JSON, as Python writes it. If it were free, small models would write
+# whitespace forever.
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # Not ``\\u``: a key could be written in a way that its schema does not see.
+    # Not ``\\u``: a key could be written in a form that its schema does not match.
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
@@ -76,9 +78,9 @@ MISSING = (
     "this server has no structured output: llguidance or jsonschema-rs is not installed"
 )
 
+NO_FORCING = '%llguidance {"no_forcing": true}'  # see ``_unforced``
 # Part of llguidance's error about a token that a structure does not allow; all other
 # errors are about the structure.
-NO_FORCING = '%llguidance {"no_forcing": true}'
 NO_SUCH_TOKEN = "doesn't satisfy the grammar"
 
 
@@ -93,7 +95,7 @@ class NoStructureError(ServeError):
 
 
 def import_grammars() -> None:
-    """Import optional dependencies, so that the first structure does not wait."""
+    """Import optional dependencies, so that no request waits for them."""
     for name in ("llguidance", "jsonschema_rs"):
         try:
             importlib.import_module(name)
@@ -102,7 +104,7 @@ def import_grammars() -> None:
 
 
 def arguments_of(tokenizer: Any, model: Generation) -> MadeOf:
-    """Return what llguidance makes its form of a tokenizer of."""
+    """Return the data from which llguidance builds its tokenizer."""
     text = text_of_tokenizer(tokenizer, model.vocabulary)
     return MadeOf(text, model.vocabulary, list(model.end_tokens))
 
@@ -118,11 +120,11 @@ def text_of_tokenizer(tokenizer: Any, vocabulary: int) -> str:
     return json.dumps(found)
 
 
-# ``trial`` of the following ones: clients' grammars need one in another process.
+# Clients' grammars need a ``trial`` in another process (``GrammarTrials.why_not``).
 
 
 def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar of a schema's JSON texts; ``param`` is the request's field."""
+    """Return a grammar of a schema's JSON; ``param`` is the request's field."""
     schema = _checked_schema(schema, param)
     try:
         grammar = _matcher().grammar_from_json_schema(
@@ -134,7 +136,7 @@ def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> st
 
 
 def _checked_schema(schema: Any, param: str) -> Any:
-    """Check all that needs no compiling; return what is to be enforced."""
+    """Check a schema without compiling it; return the schema to enforce."""
     if not isinstance(schema, dict):
         raise wrong_field(param, "is not an object")
     _matcher()
@@ -187,14 +189,14 @@ def _enforced(schema: Any) -> Any:
 
 
 def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar of the texts that match an expression without look-around."""
+    """Return a grammar of a regular expression, which may not have look-around."""
     matcher = _matcher()
     _check_length(regex, param)
     return _checked(matcher.grammar_from_regex(regex), param, trial)
 
 
 def grammar_of_lark(grammar: str, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar that is written in Lark's form, without embedded schemas."""
+    """Return a grammar given in Lark's syntax, without embedded JSON schemas."""
     matcher = _matcher()
     _check_length(grammar, param)
     if "%json" in grammar or grammar.lstrip().startswith("{"):
@@ -215,9 +217,9 @@ def grammar_of_choice(
 def grammar_of_calls(
     tools: Sequence[tuple[str, Any]], *, is_single: bool, trial: Trial | None = None
 ) -> str:
-    """Return a grammar of a list of tool calls, as JSON."""
+    """Return a grammar of a JSON list of tool calls."""
     more = "" if is_single else '(", " call)* '
-    # It may end after each call, so that a small model need not invent more.
+    # The output may end after each call, so that a small model need not invent more.
     forms = _forms_of(tools, "parameters")
     text = f'start: "[" call {more}"]"?\ncall: {forms}\n'
     return _checked(_matcher().grammar_from_lark(text), "tools", trial)
@@ -230,7 +232,7 @@ def grammar_of_marked_calls(
     ends: Sequence[int],
     trial: Trial | None = None,
 ) -> str:
-    """Return a grammar of free text with tool calls between two tokens."""
+    """Return a grammar of free text with tool calls, each between two tokens."""
     others = ",".join(map(str, sorted({begin, *ends})))
     forms = _forms_of(tools, "arguments")
     text = (
@@ -248,9 +250,9 @@ def grammar_of_answer_or_calls(
     is_single: bool,
     trial: Trial | None = None,
 ) -> str:
-    """Return a grammar of the JSON of a schema, or of calls between two marks.
+    """Return a grammar of either a schema's JSON, or tool calls between two marks.
 
-    ``marks``: before and after a call; tokens, or texts.
+    ``marks`` are put before and after each call; each is a token or a string.
     """
     schema = _checked_schema(schema, "response_format")
     _check_multiples([schema, *(each for _, each in tools)], "tools")
@@ -272,10 +274,10 @@ def after_reasoning(
     *,
     is_begun: bool,
 ) -> str:
-    """Return a grammar of free text between two marks, then of what a grammar allows.
+    """Return a grammar of reasoning between two marks, followed by ``grammar``.
 
-    ``marks``: tokens, or text. ``ends``: tokens that end the output. ``is_begun``: the
-    prompt has the first mark; else the output may leave the reasoning out.
+    Each of ``marks`` is a token or a string. ``ends`` are tokens that end the output.
+    ``is_begun``: the prompt has the first mark; otherwise, the reasoning is optional.
     """
     begin, end = map(_mark, marks)
     if isinstance(marks[1], str):
@@ -288,7 +290,7 @@ def after_reasoning(
         "start: whole" if is_begun else f"start: @answer | {begin} whole",
         "whole: thought SPACE @answer",
         free,
-        r"SPACE: /\s{0,4}/",  # more could be filled forever
+        r"SPACE: /\s{0,4}/",  # bounded, as a model might write space forever
     )
     parts = [
         {"lark_grammar": "\n".join(lines)},
@@ -300,13 +302,13 @@ def after_reasoning(
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     """Return the right side of a rule: a call of any tool, as a JSON object.
 
-    Each schema stands alone: its references (``#/$defs/…``) count from its root.
+    Each schema stands alone: its references (``#/$defs/…``) start at its own root.
     """
-    # Together, too: one grammar has all of them.
+    # Limits also apply to all schemas together, because one grammar has all of them.
     schemas = [parameters for _, parameters in tools]
     _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
     _check_multiples(schemas, "tools")
-    # Compiled once, all together.
+    # These checks do not compile; ``_checked`` compiles all schemas together.
     enforced = [(name, _checked_schema(each, "tools")) for name, each in tools]
     return "\n    | ".join(
         f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
@@ -317,7 +319,7 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
 
 
 def _mark(mark: int | str) -> str:
-    """Return a token, or text, as a grammar has it."""
+    """Return a token or a string in the syntax of a grammar."""
     return json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>"
 
 
@@ -386,8 +388,8 @@ def _checked(grammar: str, param: str, trial: Trial | None) -> str:
 def _unforced(grammar: str) -> str:
     """Return a grammar that allows every token that fits.
 
-    By default, where only one text may follow, llguidance allows the first token of its
-    encoding alone: a control token, if the text is that of one.
+    By default, if only one string may follow, llguidance allows only the first token of
+    its encoding, which is a control token if the string has the same characters.
     """
     if grammar.startswith("{"):
         (part,) = json.loads(grammar)["grammars"]
@@ -399,7 +401,7 @@ def _unforced(grammar: str) -> str:
 
 
 def _short(why: object) -> str:
-    # Drop llguidance's own form of the grammar, and positions in it.
+    # Drop llguidance's rendering of the grammar, and positions in it.
     whole = str(why).partition("<non-verbose/>")[0]
     text = PLACE.sub("", whole.partition("\n")[0]).strip()
     if reason := REASON.search(whole):
@@ -441,9 +443,9 @@ class Matchers:
         return Matcher(made, failed)
 
     def _failed(self, grammar: str, why: str) -> None:
-        """Do not try a grammar again: each attempt delays all sequences."""
+        """Record a failure: another try of the grammar would delay all sequences."""
         self._failures[grammar] = why
-        self._compiled.pop(grammar, None)  # with all states that it has taken
+        self._compiled.pop(grammar, None)  # frees all its states
         while len(self._failures) > KEPT_FAILURES:
             self._failures.popitem(last=False)
 
@@ -479,7 +481,7 @@ class Matcher:
     def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
         """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
         matcher = self.made.result()
-        # Others of ``tokens`` are not read.
+        # Other elements of ``tokens`` are not read.
         for place in range(prompt + self._consumed, len(tokens)):
             if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():

@@ -1,12 +1,12 @@
 """Process that compiles grammars on trial: ``python grammar_trial_process.py CPU_S``.
 
-llguidance overflows its stack on some grammars, and on others it computes without an
-end. Here that ends this process alone: it may use ``CPU_S`` seconds for a grammar, a
-stack of ``STACK_BYTES`` and ``MEMORY_BYTES``. What passes needs less of a stack than
-threads have elsewhere.
+llguidance overflows its stack on some grammars, and never finishes others. Here, that
+kills only this process, which is limited to ``CPU_S`` seconds for a grammar, a stack of
+``STACK_BYTES`` and memory of ``MEMORY_BYTES``. A grammar that passes needs a smaller
+stack than threads have elsewhere.
 
-It reads ``Asked`` and answers with ``Answer``, a line of JSON each. It needs llguidance
-and msgspec, and not this package, which takes longer to import.
+The process reads ``Asked`` and writes ``Answer``, as one line of JSON each. It imports
+llguidance and msgspec, but not this package, which takes longer to import.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 import msgspec
 
 STACK_BYTES = 2 * 2**20  # a quarter of what threads have by default
-MEMORY_BYTES = 4 * 2**30  # of addresses
+MEMORY_BYTES = 4 * 2**30  # of address space
 MAX_TOKENIZERS = 4
 
-# Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar they
-# keep increasing: with the default, 50,000, each token takes seconds.
+# Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar,
+# their number keeps increasing: with the default, 50,000, each token takes seconds.
 MAX_ITEMS = 3000
-# States of a grammar's lexer, of 0.5 KB each, which it keeps (``max_lexer_states``).
+# States that a grammar's lexer keeps, of 0.5 KB each (``max_lexer_states``).
 MAX_STATES = 30_000
 MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
 
 
 class MadeOf(msgspec.Struct, frozen=True):
-    """What llguidance makes its form of a tokenizer of."""
+    """The data from which llguidance builds its tokenizer."""
 
     tokenizer: str
     vocabulary: int
@@ -43,7 +43,7 @@ class MadeOf(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A grammar to try; ``made_of`` if the process has no tokenizer of that name."""
+    """A grammar to try; ``made_of`` is sent if the process lacks the tokenizer."""
 
     tokenizer: str
     grammar: str
@@ -72,7 +72,7 @@ def compiled(tokenizer: Any, grammar: str) -> Any:
 
 
 def tokenizer_of(made_of: MadeOf) -> Any:
-    """Return llguidance's form of a tokenizer."""
+    """Return llguidance's tokenizer."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(
@@ -122,7 +122,7 @@ def _answer(tokenizers: dict[str, Any], asked: Asked, cpu_s: int) -> Answer:
         _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         try:
             tokenizers[asked.tokenizer] = tokenizer_of(asked.made_of)
-        except ValueError as error:  # llguidance has no form of it
+        except ValueError as error:  # llguidance does not support the tokenizer
             return Answer(error=str(error))
     tokenizer = tokenizers.get(asked.tokenizer)
     if tokenizer is None:

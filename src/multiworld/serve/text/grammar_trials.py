@@ -21,25 +21,25 @@ from multiworld.errors import ModelFailedError, NoReplicaError
 from multiworld.serve.text.grammar_trial_process import Answer, Asked, MadeOf
 
 PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
-# Processor time of a trial, and the time after which it counts as hung.
+# Seconds of CPU time for a trial, and seconds after which it counts as hung.
 CPU_S, ANSWER_S = 4, 30.0
 KEPT_ANSWERS = 256
 TOO_COMPLEX = "it is too complex"
 
-# Ends of the process that are certainly the grammar's doing.
+# Exit codes of the process that the grammar certainly caused.
 DECISIVE = {-signal.SIGXCPU, -signal.SIGSEGV}
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTokenizer:
-    """A tokenizer, which the process makes when it first needs it."""
+    """A tokenizer, which the process builds when it first needs it."""
 
     name: str  # equal for equal tokenizers
     made_of: Callable[[], MadeOf]
 
 
 class GrammarTrials:
-    """A process that compiles grammars one by one; it is started when first needed."""
+    """A process that compiles grammars one by one, started when first needed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GrammarTrials:
         """Return why a grammar cannot be enforced; None if it can. Blocks.
 
         Raises:
-            NoReplicaError: The process could not be started, or was ended twice.
+            NoReplicaError: The process could not be started, or died twice.
             ModelFailedError: llguidance cannot use the tokenizer.
         """
         data = f"{tokenizer.name}\n{grammar}".encode()
@@ -81,7 +81,7 @@ class GrammarTrials:
                     raise ModelFailedError(why)
                 return answer.why
             code = self._end()
-            # The memory of one that is not fresh may have been full of other grammars.
+            # A process that has tried other grammars may have run out of memory.
             if code in DECISIVE or (is_fresh and code == -signal.SIGABRT):
                 return TOO_COMPLEX
         raise NoReplicaError(f"no structure can be checked now: exit code {code}")
@@ -119,7 +119,7 @@ class GrammarTrials:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # an interrupt at a terminal is not for it
+                    start_new_session=True,  # a terminal's Ctrl-C does not reach it
                 )
             except OSError as error:
                 raise NoReplicaError(f"no structure can be checked: {error}") from error
@@ -131,14 +131,14 @@ class GrammarTrials:
         if process is None:
             return 0
         try:
-            # One that crashes has an exit code of its own in a moment.
+            # A process that crashes exits within a moment, with a code of its own.
             code = process.wait(1.0)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # the rest of a request
+            with contextlib.suppress(OSError):  # the rest of a request cannot be sent
                 pipe.close()
         return code
 
@@ -152,7 +152,7 @@ class GrammarTrials:
 
 @functools.cache
 def trials() -> GrammarTrials:
-    """Return those of this process."""
+    """Return the trials of this process, which share one trial process."""
     found = GrammarTrials()
     atexit.register(found.close)
     return found

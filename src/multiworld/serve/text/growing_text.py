@@ -1,4 +1,4 @@
-"""Text that grows token by token, as a stream shows it."""
+"""The text of a stream, which grows token by token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Collection, Sequence
 
 from multiworld.serve.text.tokenizer import Tokenizer
 
-CONTEXT = 8  # tokens of a prompt, before the text
-PENDING = 16  # tokens that show nothing yet, before they are looked at more closely
-CONTINUED = re.compile(rb"[\x80-\xbf]")  # bytes within a character
+CONTEXT = 8  # latest prompt tokens to decode before the text
+PENDING = 16  # tokens without any text yet, above which ``_split`` is tried
+CONTINUED = re.compile(rb"[\x80-\xbf]")  # UTF-8 bytes within a character
 PARTIAL = "\ufffd"  # shown for the bytes of an incomplete character
 
 
 class GrowingText:
-    """Text that grows token by token, without splitting a character, up to a stop
-    string, which is not part of it."""
+    """Text that grows token by token in whole characters, up to a stop string."""
 
     def __init__(
         self,
@@ -72,12 +71,11 @@ class GrowingText:
 
 
 class StopStrings:
-    """Finds stop strings in text that grows, by the algorithm of Knuth, Morris and
-    Pratt: each character is looked at a bounded number of times, whatever the text."""
+    """Finds stop strings in growing text, in linear time (Knuth, Morris and Pratt)."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = strings
-        self._begun = [0] * len(strings)  # characters of each that end the text
+        self._begun = [0] * len(strings)  # lengths of their prefixes that end the text
 
     @property
     def begun(self) -> int:
@@ -85,9 +83,10 @@ class StopStrings:
         return max(self._begun, default=0)
 
     def advance(self, new: str, *, is_early: bool = False) -> bool:
-        """Look at more text; return whether it has a whole stop string.
+        """Read more text; return whether it completes a stop string.
 
-        One that ends early does not count, but one that does may begin within it.
+        ``is_early``: a stop string that ends here does not count, but one that starts
+        here may.
         """
         is_found = False
         for number, string in enumerate(self._strings):
@@ -106,7 +105,7 @@ class StopStrings:
         return is_found
 
     def find(self, text: str, before: int) -> int:
-        """Return where the first stop string begins that ends after ``before``."""
+        """Return the start of the first stop string that ends after ``before``."""
         places = (
             text.find(string, max(0, before - len(string) + 1))
             for string in self._strings
@@ -116,7 +115,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=1024)
 def _borders(string: str) -> tuple[int, ...]:
-    """Return for each prefix the length of its longest proper prefix that ends it."""
+    """Return, for each prefix, the length of its longest border (prefix and suffix)."""
     found, length = [0] * len(string), 0
     for at in range(1, len(string)):
         while length and string[length] != string[at]:
@@ -127,8 +126,11 @@ def _borders(string: str) -> tuple[int, ...]:
 
 
 class _Window:
-    """The latest tokens, which are decoded together: what one shows depends on the one
-    before, such as a space that is dropped at the beginning of a text."""
+    """The latest tokens, which are decoded together.
+
+    The text of a token depends on the one before it: for example, some decoders drop
+    the space at the start of a text.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, before: Sequence[int], hidden: frozenset[int]
@@ -139,10 +141,10 @@ class _Window:
         while text.startswith(PARTIAL) and CONTINUED.match(
             tokenizer.raw(self._tokens[0])
         ):
-            del self._tokens[0]  # it was cut from a character
+            del self._tokens[0]  # the rest of a character whose start is missing
             text = self._decoded(self._tokens)
-        self._settled = len(self._tokens)  # tokens whose text is out
-        self._shown = len(text)  # characters of theirs
+        self._settled = len(self._tokens)  # number of tokens whose text was returned
+        self._shown = len(text)  # characters of that text
         self._limit = PENDING
         # Text of a prompt that ends within a character, which the output may complete.
         self._unfinished = text if self._ends_within_character() else ""
@@ -168,11 +170,11 @@ class _Window:
         return ""
 
     def rest(self) -> str:
-        """Return what is not out yet; an incomplete character becomes U+FFFD."""
+        """Return the remaining text; an incomplete character becomes U+FFFD."""
         return self._new(self._decoded(self._tokens))
 
     def _new(self, text: str) -> str:
-        """Return what is not out yet of the text of all tokens."""
+        """Return the part of ``text``, of all tokens, that was not returned yet."""
         is_as_before = self._unfinished and text.startswith(self._unfinished)
         return text[len(self._unfinished) if is_as_before else self._shown :]
 
@@ -181,16 +183,16 @@ class _Window:
         if not self._decoded(settled).endswith(PARTIAL):
             return False
         raw = b"".join(self._tokenizer.raw(token) for token in settled)
-        return not raw.endswith(PARTIAL.encode())  # the prompt may have that letter
+        return not raw.endswith(PARTIAL.encode())  # the prompt may have U+FFFD itself
 
     def _advance(self) -> None:
-        """Record that the text of all tokens is out; keep the latest as context."""
+        """Record that all text was returned; keep the latest tokens as context."""
         del self._tokens[: self._settled]
         self._settled, self._limit, self._unfinished = len(self._tokens), PENDING, ""
         self._shown = len(self._decoded(self._tokens))
 
     def _split(self, text: str) -> str:
-        """Let go of tokens that are complete although the last ones are not.
+        """Return the text of complete tokens, though the last ones are incomplete.
 
         Without this, tokens that never become a character would all be decoded again
         for each further one.

@@ -9,12 +9,12 @@ from multiworld.serve.text.engine_limits import GROWTH, EngineLimits
 
 
 def limits_of(spec: GenerationSpec, model: Generation, stages: int) -> EngineLimits:
-    """Return the limits of a model's schedulers, set by the stage with most KV."""
+    """Return the limits of a model's schedulers, set by the stage with the most KV."""
     return limits_by(spec, max(model.kv_bytes), stages)
 
 
 def limits_by(spec: GenerationSpec, kv_bytes: float, stages: int) -> EngineLimits:
-    """Return the limits for ``kv_bytes`` per token in one stage; 0 if unknown."""
+    """Return the limits for ``kv_bytes`` of KV per token in a stage (0: unknown)."""
     block = max(kv_bytes, 1e-3) * spec.block_size * GROWTH
     return EngineLimits(
         max_num_seqs=spec.max_num_seqs,

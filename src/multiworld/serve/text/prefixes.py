@@ -1,7 +1,8 @@
-"""Names of prefixes, and the replicas that computed them. Pure.
+"""Digests of prefixes, and the replicas that computed them. Pure.
 
-A name is a chain of hashes, one per block of tokens. It is the same in every process.
-It starts with the tenant, so response times do not reveal other tenants' requests.
+A prefix is named by a hash that is chained over its blocks of tokens, the same in every
+process. The chain starts with the tenant, so that response times do not reveal other
+tenants' requests.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 Digest = bytes  # name of a prefix
-KNOWN = 65536  # prefixes that a gateway remembers, at most
-# Of a cached prefix; they outweigh one more stream at a replica.
+KNOWN = 65536  # maximum pairs of a prefix and a stage that a gateway remembers
+# Tokens of a cached prefix that outweigh one more stream at a replica.
 TOKENS_PER_STREAM = 128
 
 
 def digests(tokens: Sequence[int], block_size: int, tenant: str) -> Iterator[Digest]:
-    """Yield the names of the prefixes of one, two, … whole blocks."""
+    """Yield the digests of the prefixes of one, two, … whole blocks."""
     last = hashlib.blake2b(tenant.encode(), digest_size=16).digest()
     for end in range(block_size, len(tokens) + 1, block_size):
         block = array("q", tokens[end - block_size : end]).tobytes()
@@ -42,7 +43,7 @@ class PrefixRoutes:
             self._known.popitem(last=False)
 
     def matches(self, names: Sequence[Digest], stage: int) -> dict[str, int]:
-        """Return how many blocks of a sequence each replica of a stage has computed."""
+        """Return how many blocks of a sequence's prefix each replica has computed."""
         found: dict[str, int] = {}
         for count, name in enumerate(names, 1):
             replica = self._known.get((name, stage))

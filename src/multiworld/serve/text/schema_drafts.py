@@ -1,8 +1,8 @@
-"""JSON schemas of all drafts, as what llguidance enforces exactly. Pure.
+"""Conversion of JSON schemas of all drafts to what llguidance enforces exactly. Pure.
 
-A schema is judged by the draft that it declares, and rewritten to 2020-12, which is the
-default. What could not be enforced is refused, and numbers without bounds get some: a
-model that may write digits forever does so.
+A schema is read by the rules of the draft that it declares (default: 2020-12), and
+rewritten to 2020-12. What cannot be enforced is refused. Numbers without bounds get
+some, because a model that may write digits forever does so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from multiworld.serve.text import schema_patterns
 from multiworld.serve.text.schema_rewrites import NOTES, rewritten
 
-# Keywords whose values have schemas by name, and those whose values are data.
+# Keywords whose values map names to schemas, and keywords whose values are data.
 MAPS = {
     *("properties", "patternProperties", "$defs", "definitions"),
     *("dependentSchemas", "dependencies"),
@@ -36,7 +36,7 @@ DRAFTS = {
 }
 BEFORE_2019 = ("4", "6", "7")
 
-# Keywords that a draft does not know, and so ignores.
+# Keywords that a draft does not define and therefore ignores.
 UNKNOWN_TO: dict[str, set[str]] = {
     "4": {"const", "contains", "propertyNames", "$id", "if", "then", "else"},
     "6": {"if", "then", "else"},
@@ -49,7 +49,7 @@ SINCE_2019 = {
     *("dependentSchemas", "minContains", "maxContains", "prefixItems", "$anchor"),
     *("$recursiveRef", "$recursiveAnchor", "$dynamicRef", "$dynamicAnchor"),
 }
-BESIDE_REF = ("$ref", "definitions", "$defs")  # all else is ignored before 2019-09
+BESIDE_REF = ("$ref", "definitions", "$defs")  # before 2019-09, others are ignored
 
 COUNTS = {
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties"),
@@ -64,7 +64,7 @@ LARGEST = 10**DIGITS - 1
 STEP = 1e-6
 
 
-# Any JSON whose numbers have bounds, at any depth.
+# A schema of any JSON whose numbers have bounds, at any depth.
 ANY_NAME = "multiworld-any"
 ANY = {"$ref": f"#/$defs/{ANY_NAME}"}
 ANY_JSON: dict[str, Any] = {
@@ -90,7 +90,7 @@ KEYWORDS = frozenset(
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
     )
 )
-# Maximum of nodes, and of characters of enums, of a schema with its rules written out.
+# Maximum nodes, and maximum characters of enums, of a schema after ``rewritten``.
 MAX_NODES, MAX_ENUMS = 20_000, 256 * 1024
 
 
@@ -99,7 +99,6 @@ class SchemaError(ValueError):
 
 
 def draft_of(schema: dict[str, Any]) -> str:
-    """Return the draft that a schema declares."""
     declared = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
     name = str(declared).removesuffix("#").partition("://")[2]
     if name not in DRAFTS:
@@ -108,10 +107,10 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 
 def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
-    """Return a schema of a draft as one of 2020-12 that can be enforced.
+    """Convert a schema of any draft to one of 2020-12 that can be enforced.
 
     Raises:
-        SchemaError: It has something that would be enforced wrongly.
+        SchemaError: A part of the schema would be enforced wrongly.
     """
     latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
     has_ids = any("$id" in node for node in nodes(latest))
@@ -154,7 +153,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Budget:
-    """The size of a schema whose rules are written out, as it grows."""
+    """The size of a schema while its rules are written out."""
 
     def __init__(self) -> None:
         self._nodes = self._characters = 0
@@ -180,7 +179,7 @@ class _Budget:
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a schema with each schema within it changed, outermost first."""
+    """Apply ``change`` to a schema and each schema within it, outermost first."""
     if isinstance(schema, list):
         return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
@@ -197,7 +196,7 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
     is_old = draft in BEFORE_2019
     unknown = UNKNOWN_TO[draft] | (SINCE_2019 if is_old else set()) | {"$schema"}
-    known = KEYWORDS - unknown  # others are notes, whatever they look like
+    known = KEYWORDS - unknown  # other keywords are annotations
     found = {name: value for name, value in node.items() if name in known}
     if draft == "4" and isinstance(node.get("id"), str):
         found["$id"] = node["id"]
@@ -226,7 +225,7 @@ def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
 
 
 def _check_reference(node: dict[str, Any]) -> None:
-    """Refuse a reference to data as a schema, which was not looked at as one."""
+    """Refuse a reference into data, which was not checked as a schema."""
     pointer = str(node.get("$ref", "")).partition("#")[2]
     is_name = False
     for part in unquote(pointer).split("/"):
@@ -236,7 +235,7 @@ def _check_reference(node: dict[str, Any]) -> None:
 
 
 def _check_data(node: dict[str, Any]) -> None:
-    """Refuse numbers that llguidance would round, and strings that it cannot write."""
+    """Refuse numbers that llguidance would round, and strings that JSON cannot have."""
     given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
     left = [*given, node.get("const"), node.get("enum")]
     left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
@@ -259,11 +258,12 @@ def _check_data(node: dict[str, Any]) -> None:
 
 
 def _check_bounds(schema: Any) -> None:
-    """Refuse an exclusive bound whose integer part another bound shares.
+    """Refuse an exclusive bound that has the same integer part as an opposite bound.
 
-    llguidance lets such a bound in: ``exclusiveMinimum: 0`` beside ``maximum: 0.5``.
+    llguidance then allows the excluded value: for example, 0 if ``exclusiveMinimum`` is
+    0 and ``maximum`` is 0.5.
     """
-    # In the whole schema: ``allOf`` and ``$ref`` combine bounds.
+    # Bounds of the whole schema, because ``allOf`` and ``$ref`` combine them.
     every = [
         (name, float(node[name]), node.get("type") == "integer")
         for node in nodes(schema)
@@ -301,9 +301,10 @@ def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
-    """Return a schema in which numbers have bounds where it names no type, too.
+    """Return a schema that bounds numbers even where it does not name a type.
 
-    Not where schemas are combined: each would then be combined with any JSON.
+    A schema that combines others is returned unchanged, because any JSON would become
+    part of the combination.
     """
     every = [*nodes(schema)]
     for node in every:
@@ -321,7 +322,7 @@ def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, 
 
 
 def _filled(schema: Any, *, has_steps: bool) -> Any:
-    """Return a schema with bounded values wherever it allows any."""
+    """Return a schema with bounded numbers wherever it allows any value."""
     fill = functools.partial(_filled, has_steps=has_steps)
     if schema is True or (isinstance(schema, dict) and not schema.keys() - NOTES):
         return dict(ANY)
@@ -349,7 +350,7 @@ def _filled(schema: Any, *, has_steps: bool) -> Any:
 
 
 def _bounded(node: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
-    """Return a schema of a number with bounds and a step, if it has none."""
+    """Return a number's schema with bounds and a step, where it has none."""
     kinds = node.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     is_number = "number" in kinds

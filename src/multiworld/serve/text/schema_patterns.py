@@ -1,9 +1,9 @@
-"""Regular expressions in JSON schemas, as llguidance enforces them exactly. Pure.
+"""Conversion of JSON schemas' patterns to what llguidance enforces exactly. Pure.
 
-llguidance matches the text of a JSON string, with its escapes. It does not leave out
-`"` and a backslash where a negated class does, and it drops control characters that
-have no short escape. So such classes are written as what they allow, and patterns with
-such characters are refused.
+llguidance matches a JSON string as it is written, with escapes. It allows `"` and a
+backslash even if a negated class excludes them, so such a class is rewritten as the
+characters that it allows. It drops control characters that have no short escape, so
+patterns with such characters are refused.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterable, Sequence
 
 Range = tuple[int, int]  # code points, both included
 
-# What a string can have: of the control characters, those with a short escape; no DEL.
+# Characters that a string can have: of control characters, only those with a short
+# escape, which excludes DEL.
 WRITABLE: tuple[Range, ...] = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0x10FFFF))
 ESCAPED = (ord('"'), ord("\\"))
 
-RUST_ONLY = ("&&", "--", "~~", "[")  # within a class of characters
+RUST_ONLY = ("&&", "--", "~~", "[")  # special only in Rust's character classes
 RUST_ESCAPES = "AzZ"
 CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
-SETS = "dDwWsSpPbB"  # escapes that are no character
-LENGTHS = {"x": 2, "u": 4}  # of the number of an escape
+SETS = "dDwWsSpPbB"  # escapes that do not stand for one character
+LENGTHS = {"x": 2, "u": 4}  # hexadecimal digits of an escape
 
 
 class PatternError(ValueError):
@@ -32,7 +33,7 @@ def can_be_written(text: str) -> bool:
 
 
 def enforceable(pattern: str) -> str:
-    """Return a pattern of ECMA 262 as one that llguidance enforces exactly."""
+    """Convert a pattern of ECMA 262 to one that llguidance enforces exactly."""
     found, at = [], 0
     while at < len(pattern):
         if pattern[at] == "[":
@@ -49,8 +50,8 @@ def enforceable(pattern: str) -> str:
 
 
 def of_others(words: Iterable[str]) -> str:
-    """Return a pattern, without look-around, of all texts but ``words``."""
-    # Others than these cannot be written anyway.
+    """Return a pattern, without look-around, of all strings except ``words``."""
+    # Words that cannot be written need not be excluded.
     return f"^(?:{_others({word for word in words if can_be_written(word)})})$"
 
 
@@ -66,7 +67,7 @@ def _others(words: set[str]) -> str:
 
 
 def _class(pattern: str, begin: int, end: int) -> str:
-    """Return a class of characters, written otherwise if that is needed."""
+    """Return a character class, rewritten if llguidance would not enforce it."""
     is_negated = pattern.startswith("[^", begin)
     at = begin + 2 if is_negated else begin + 1
     ranges: list[Range] = []
@@ -97,7 +98,7 @@ def _class(pattern: str, begin: int, end: int) -> str:
 
 
 def _allowed(excluded: Sequence[Range]) -> str:
-    """Return a class of all characters that can be written, but some."""
+    """Return a class of all characters that can be written, except ``excluded``."""
     left = list(WRITABLE)
     for low, high in excluded:
         cut = [((a, min(b, low - 1)), (max(a, high + 1), b)) for a, b in left]
@@ -124,7 +125,7 @@ def _end_of_class(pattern: str, begin: int) -> int:
 
 
 def _character(pattern: str, at: int) -> tuple[int | None, int]:
-    """Return the code point at a place, None for a set, and where it ends."""
+    """Return the code point at a position (None: a set), and the next position."""
     code, end = _decoded(pattern, at)
     if code is not None and not _is_within(code, WRITABLE):
         raise PatternError(

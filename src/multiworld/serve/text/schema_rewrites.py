@@ -1,7 +1,8 @@
-"""Keywords that llguidance does not know, written by those that it knows. Pure.
+"""Keywords that llguidance does not support, rewritten with those that it does. Pure.
 
-``if``, ``not`` and ``oneOf`` over what has a negation, ``uniqueItems`` over an enum,
-and rules of names. All else stays as it is, and is refused later.
+They are ``if``, ``not`` and ``oneOf`` over schemas that can be negated, ``uniqueItems``
+over an enum, and rules about property names. Others stay unchanged, and are refused
+later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from multiworld.serve.text import schema_patterns
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 NOTES = {"title", "description", "default", "examples", "$comment", "deprecated"}
 
-# How to negate a keyword: the type that it applies to, its opposite, the difference.
+# Negation of a keyword: the type that it applies to, the opposite keyword, and what to
+# add to the bound.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -33,17 +35,17 @@ NEGATED = {
     *("anyOf", "allOf", "not", *LIMITS, *NOTES),
 }
 
-MOST_EXCLUSIVE = 8  # alternatives of a ``oneOf``: each is combined with all others
-MOST_ARRANGEMENTS = 512  # of the values of an enum in an array without duplicates
-MOST_CHARACTERS = 1024  # of all strings that a text must differ from
+MOST_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf``, each combined with all others
+MOST_ARRANGEMENTS = 512  # maximum arrays of an enum's values without duplicates
+MOST_CHARACTERS = 1024  # maximum total of all strings that a value must differ from
 
 Schema = dict[str, Any]
 
 
 def rewritten(node: Schema, root: Schema) -> Schema:
-    """Return a schema of 2020-12 without the keywords that this module can write.
+    """Rewrite a schema of 2020-12 without the keywords that this module can replace.
 
-    References are followed in ``root`` only; it is empty if they may mean another one.
+    References are followed only in ``root``, which is empty if an ``$id`` changes them.
     """
     found = dict(node)
     every: list[Any] = []
@@ -59,7 +61,7 @@ def rewritten(node: Schema, root: Schema) -> Schema:
 
 
 def _drop_conditions(node: Schema, every: list[Any]) -> None:
-    """Replace ``if``, ``then`` and ``else`` by the two cases that they stand for."""
+    """Replace ``if``, ``then`` and ``else`` by their two cases."""
     if "if" not in node or not {"then", "else"} & node.keys():
         for name in ("if", "then", "else"):
             node.pop(name, None)
@@ -86,7 +88,7 @@ def _drop_negation(node: Schema, every: list[Any]) -> None:
 
 
 def _drop_exclusion(node: Schema, every: list[Any]) -> None:
-    """Replace ``oneOf`` by each alternative with the negations of the others."""
+    """Replace ``oneOf``: combine each alternative with the negations of the others."""
     choices = node.get("oneOf", [])
     if not 2 <= len(choices) <= MOST_EXCLUSIVE:
         return
@@ -106,7 +108,7 @@ def _drop_exclusion(node: Schema, every: list[Any]) -> None:
 
 
 def _drop_names(node: Schema, every: list[Any], root: Schema) -> None:
-    """Replace a rule of the names of properties by rules of each of them."""
+    """Replace a rule about property names by a list of the allowed properties."""
     rule = node.get("propertyNames")
     if not isinstance(rule, dict):
         return
@@ -132,7 +134,7 @@ def _drop_dependencies(node: Schema, every: list[Any]) -> None:
 
 
 def _drop_uniqueness(node: Schema, root: Schema) -> None:
-    """Replace arrays without duplicates by all arrangements, if they are few."""
+    """Replace an array without duplicates by an enum of all arrays, if they are few."""
     if not node.get("uniqueItems") or node.get("type") != "array":
         return
     if node.get("maxItems", 2) <= 1:
@@ -157,7 +159,7 @@ def _drop_uniqueness(node: Schema, root: Schema) -> None:
 
 
 def _values(schema: Any, root: Schema) -> list[Any] | None:
-    """Return the values of an enum, or of a reference to one in ``$defs``."""
+    """Return an enum's values, also through a reference into ``$defs``, or None."""
     if not isinstance(schema, dict):
         return None
     if "$ref" in schema:
@@ -180,7 +182,7 @@ def _values(schema: Any, root: Schema) -> list[Any] | None:
 
 
 def _referred(reference: str, root: Schema) -> Any:
-    """Return what a reference to a definition of the root refers to, or None."""
+    """Return the schema that a reference names in the root's ``$defs``, or None."""
     path = unquote(reference).split("/")
     if path[:2] != ["#", "$defs"] or len(path) != 3:
         return None
@@ -189,14 +191,14 @@ def _referred(reference: str, root: Schema) -> Any:
 
 
 def negations(schema: Any, beside: Any) -> list[Any] | None:
-    """Return schemas of which one holds if ``schema`` does not.
+    """Return alternatives, at least one of which holds if ``schema`` does not.
 
     Args:
         schema: The schema to negate.
-        beside: A schema that holds in any case; its enums make other values few.
+        beside: A schema that also holds; its enums limit the other values.
 
     Returns:
-        None if it cannot be said without ``not``; empty if ``schema`` always holds.
+        None if the negation needs ``not``; empty if ``schema`` always holds.
     """
     if isinstance(schema, bool):
         return [] if schema else [{}]
@@ -261,7 +263,7 @@ def _integers_beyond(name: str, bound: float) -> Schema:
 
 
 def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
-    """Return schemas of all values but some; None if they cannot be given."""
+    """Return schemas of all values except ``values``; None if that is impossible."""
     excluded = {_text(each) for each in values}
     if isinstance(beside, dict) and {"enum", "const"} & beside.keys():
         left = beside.get("enum", [beside.get("const")])
@@ -294,7 +296,7 @@ def _type_of(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text that equal values share, by JSON Schema's equality."""
+    """Return a string that is the same for values that JSON Schema considers equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):

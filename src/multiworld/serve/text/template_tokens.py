@@ -1,4 +1,4 @@
-"""Tokens that a chat template writes, and those that it looks for in messages."""
+"""Tokens that a chat template writes, and those that it searches for in messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Methods of strings with which templates take messages apart.
+# String methods with which templates split or search messages.
 INSPECTING = {
     "split",
     "rsplit",
@@ -49,7 +49,7 @@ _CALL = {
 }
 _RESULT = {"role": "tool", "content": "7", "tool_call_id": "c12345678", "name": "f"}
 
-# Chats whose rendering shows the tokens that a template puts together.
+# Chats whose rendering shows the tokens that a template composes from parts.
 SAMPLES: list[list[dict[str, Any]]] = [
     [_USER],
     [_SYSTEM, _USER],
@@ -64,10 +64,10 @@ SAMPLES: list[list[dict[str, Any]]] = [
 
 @dataclass(frozen=True, slots=True)
 class TemplateTokens:
-    """The tokens of chat templates, out of the added tokens of a tokenizer."""
+    """A tokenizer's added tokens that occur in its chat templates."""
 
     written: frozenset[str]
-    # In an assistant's message the template may cut at these, as at `</think>`.
+    # The template may split an assistant's message at these, as at ``</think>``.
     inspected: frozenset[str]
 
 
@@ -114,7 +114,7 @@ def _strings_in(tree: Any) -> Iterator[str]:
 
 
 def _inspected(tree: Any) -> Iterator[str]:
-    """Yield the strings that a template compares with messages, or cuts them at."""
+    """Yield the strings that a template compares or searches messages with."""
     from jinja2 import nodes
 
     for compare in tree.find_all(nodes.Compare):

@@ -1,5 +1,6 @@
-"""Tokenizers in Hugging Face folders, as transformers loads them: it merges the files
-of a folder. The tokenizer of sentence encoders stands here, that of chats builds on it.
+"""Tokenizers in Hugging Face folders, loaded with transformers, which merges the files.
+
+This module has the tokenizer of sentence encoders; that of chats uses ``loaded``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from multiworld.errors import SpecError
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.text.folder_json import read_if_there
 
-# Characters passed to the tokenizer per token of the maximum length. It would otherwise
-# read a longer text whole before truncating it. The longest English words have 45.
+# Maximum characters passed to the tokenizer per token of the maximum length. Otherwise
+# it would read all of a long text before truncating it. Long English words have 45.
 MAX_CHARACTERS_PER_TOKEN = 64
 
 
@@ -49,7 +50,7 @@ class Tokenizer:
         settings = read_if_there(folder / "sentence_bert_config.json")
         self._is_lowered = bool(settings.get("do_lower_case"))
         self._fast.no_padding()
-        # Texts; token ids never are (see ``check_ids``).
+        # Applies to text; token ids are never truncated (see ``check_ids``).
         self._fast.enable_truncation(max_length, direction=theirs.truncation_side)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
@@ -59,7 +60,7 @@ class Tokenizer:
         return self.encode_tokens(self._fast.encode(text).ids)
 
     def encode_tokens(self, ids: Sequence[int]) -> Tensors:
-        """Return the same for token ids, including those that start and end a text."""
+        """Return the same for token ids, including the special ones around a text."""
         return {
             "input_ids": torch.tensor([list(ids)], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),

@@ -22,7 +22,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of one byte, in SentencePiece m
 
 
 def _letters() -> dict[str, int]:
-    """Return the byte of each letter in byte-level tokens, as GPT-2 writes them."""
+    """Return the byte of each character in byte-level tokens, as GPT-2 writes them."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     found = {chr(byte): byte for byte in plain}
@@ -33,7 +33,7 @@ BYTE_OF = _letters()
 
 
 def bytes_of(value: Any) -> int:
-    """Return the size of all strings in plain data, in UTF-8."""
+    """Return the total size of all strings in plain data, in UTF-8."""
     size, left = 0, [value]
     while left:
         part = left.pop()
@@ -52,8 +52,8 @@ def bytes_of(value: Any) -> int:
 class Tokenizer:
     """The tokenizer in a Hugging Face folder, and its chat template.
 
-    One object renders, encodes and decodes: transformers', which merges the files of
-    the folder. Its ``__call__`` is not used, as that sets truncation and padding.
+    transformers' tokenizer, which merges the files of the folder, renders, encodes and
+    decodes. Its ``__call__`` is not used, because that sets truncation and padding.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,13 +68,13 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> dict[str, int]:
-        """Tokens that are found in any text as a whole: control tokens and others."""
+        """Tokens that any text may contain as a whole, such as control tokens."""
         found = self.fast.get_added_tokens_decoder()
         return {token.content: number for number, token in found.items()}
 
     @functools.cached_property
     def special(self) -> frozenset[int]:
-        """Tokens that are not shown, unless a request asks for them."""
+        """Ids of tokens that are not shown unless a request asks for them."""
         found = self.fast.get_added_tokens_decoder()
         return frozenset(number for number, t in found.items() if t.special)
 
@@ -84,7 +84,7 @@ class Tokenizer:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
                 assert self.template.variables is not None
-            except Exception:  # the template may require other messages
+            except Exception:  # the template may refuse this message
                 logger.info("a chat template refuses a message", exc_info=True)
         import_grammars()
 
@@ -100,7 +100,7 @@ class Tokenizer:
         return max(sizes, default=1)
 
     def check_length(self, size: int, tokens: int, param: str = "prompt") -> None:
-        """Reject a text (of ``size`` bytes) that cannot fit, before it is encoded."""
+        """Refuse a text of ``size`` bytes that cannot fit, before it is encoded."""
         if size > tokens * self.longest:
             raise InvalidRequestError(
                 f"This model's maximum context length is {tokens} tokens. However, the "
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, has_special: bool = True) -> list[int]:
         """Return the tokens of a text; ``has_special`` adds those that enclose it."""
-        # A batch, because batches run without the GIL.
+        # As a batch, because batches run without the GIL.
         (made,) = self.fast.encode_batch([text], add_special_tokens=has_special)
         found: list[int] = made.ids
         return found
@@ -121,8 +121,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        # A token to decode another behind, and the length of its text: some decoders
-        # drop the space that a text begins with.
+        # A token to put before another one for decoding, and the length of its text:
+        # some decoders drop the space at the start of a text.
         tokens = self.encode("a", has_special=False)[-1:]
         return tokens, len(self.decode(tokens, skips_special=False))
 
@@ -131,7 +131,7 @@ class Tokenizer:
         return self.decode([*before, token], skips_special=False)[length:]
 
     def piece(self, token: int) -> str:
-        """Return a token's text; of a partial character ``bytes:…``, as OpenAI."""
+        """Return a token's text; ``bytes:…`` for a partial character, as in OpenAI."""
         text = self._text_of(token)
         if "\ufffd" in text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
@@ -151,16 +151,16 @@ class Tokenizer:
     def offsets(
         self, tokens: Sequence[int], text: str, *, skips_special: bool = True
     ) -> list[int]:
-        """Return where each token begins in the text of all, in characters.
+        """Return where each token starts in the text of all tokens, in characters.
 
-        A token within a character begins where that does.
+        A token within a character starts where that character does.
         """
         found, at = [], 0
         for token in tokens:
             raw = b"" if skips_special and token in self.special else self.raw(token)
             found.append(at - (raw[:1] >= b"\x80" and raw[:1] < b"\xc0"))
             at += sum(byte & 0xC0 != 0x80 for byte in raw)
-        # Some decoders drop the space that a text begins with.
+        # Some decoders drop the space at the start of a text.
         dropped = max(0, at - len(text))
         return [max(0, place - dropped) for place in found]
 
@@ -190,7 +190,7 @@ class Tokenizer:
             marks=None if has_controls else (marks, answers),
         )
         self.check_length(bytes_of(text), longest, "messages")  # including tools
-        # A normalizer may make a control token of what is not like one.
+        # A normalizer may turn other characters into those of a control token.
         is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used or answers.is_used:
             check = controls.check if is_checked else None
@@ -217,7 +217,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor_of_parts(self) -> str:
-        # Some tokenizers begin each text with a space; a part does not, behind this.
+        # Some tokenizers add a space at the start of each text. After this anchor, they
+        # add none to a part.
         before, both, alone = (
             self.encode(text, has_special=False) for text in ("\n", "\na", "a")
         )

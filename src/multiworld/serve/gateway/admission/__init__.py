@@ -1,1 +1,1 @@
-"""Which requests are let in: keys, rate limits, budgets, quarantine."""
+"""Admission of requests: keys, rate limits, budgets and quarantine."""

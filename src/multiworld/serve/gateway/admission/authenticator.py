@@ -1,5 +1,7 @@
-"""Authenticator of a gateway: API keys, limits, quarantine and usage. It reads clocks
-and computes digests; its parts are pure."""
+"""Authenticator of a gateway: API keys, limits, quarantine and usage.
+
+It reads clocks and computes digests; its parts are pure, except ``shared_limits``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from multiworld.serve.tenants.usage_rows import UsageTotals
 
 ModelVersion = tuple[str, str]
 
-FORGET_S = 60.0  # between removals of outdated limits and quarantines
+FORGET_S = 60.0  # seconds between removals of outdated limits and quarantines
 
 NO_KEY = (
     "this service needs an API key: send it as `Authorization: Bearer KEY` or "
@@ -48,11 +50,11 @@ class AdmittedRequest:
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
     id: str = ""
-    model: str = ""  # in its body
+    model: str = ""  # that it names; empty until known
 
 
 class Authenticator:
-    """Admits requests to one gateway, and accounts for them."""
+    """Admits requests to one gateway, and counts their usage."""
 
     def __init__(
         self, *, needs_key: bool, clock: Callable[[], float] = time.monotonic
@@ -68,7 +70,7 @@ class Authenticator:
         self._forget_at = 0.0
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant of a request; refuse it without a valid key."""
+        """Return a request's tenant; raise UnauthorizedError without a valid key."""
         key = _key_in(headers)
         if not key:
             if self.needs_key:
@@ -121,7 +123,7 @@ class Authenticator:
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
 
     def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
-        """Count bytes of a body that have arrived, whatever the outcome."""
+        """Count received bytes of a body, whatever the request's outcome."""
         admitted.bytes_in += size
         self.limiter.spend(admitted.tenant, size)
 
@@ -135,12 +137,11 @@ class Authenticator:
         self._spend_tokens(admitted, tokens).prompt_tokens += tokens
 
     def count_generated(self, admitted: AdmittedRequest) -> None:
-        """Count one output token."""
         self._spend_tokens(admitted, 1).generated_tokens += 1
 
     def _spend_tokens(self, admitted: AdmittedRequest, count: int) -> UsageTotals:
-        # They are reported before the stream ends: other gateways share the budget, and
-        # this one may be lost meanwhile.
+        # Tokens are reported before the stream ends: other gateways share the budget,
+        # and this gateway may be lost.
         tenant = admitted.tenant
         self.limiter.spend_tokens(tenant, count)
         self.budgets.count(tenant.name, count)
@@ -155,7 +156,7 @@ class Authenticator:
         self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Refuse a request that may not read data about all tenants."""
+        """Raise UnauthorizedError unless the sender may read data of all tenants."""
         if not self.needs_key:
             return
         tenant = self.identify(headers)
@@ -206,7 +207,7 @@ class Authenticator:
     def add_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> bool:
-        """Record a poison request; return whether it puts its tenant in quarantine."""
+        """Record a poison request; return whether its tenant is quarantined for it."""
         at = self.clock() - age_s
         return self.quarantine.add(tenant, model_version, digest, at) > age_s
 

@@ -1,8 +1,8 @@
 """Token budgets of tenants, per day and month, in UTC. Pure.
 
-A gateway adds its own usage to the controller's sums of all gateways. Together they can
-exceed the budget by the usage of about a second, and by completions in flight, which
-are never cut.
+A gateway adds its own latest usage to the controller's sums over all gateways. All
+gateways together can exceed a budget by about a second's usage, and by completions in
+flight, which are never cut short.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DAY_S = 86400
 
 LIMITS = ("tokens_per_day", "tokens_per_month")
 
-KEPT = 3  # latest days, and months, of a tenant: clocks jump, and jump back
+KEPT = 3  # days (and months) to keep per tenant, as a clock may jump and jump back
 
 
 def day_of(wall_s: float) -> int:
-    """Return the start of the day; times are since the epoch."""
+    """Return the start of the UTC day, in epoch seconds."""
     return int(wall_s) // DAY_S * DAY_S
 
 
@@ -42,7 +42,7 @@ def has_budget(tenant: Tenant) -> bool:
 
 
 def exhausted(tenant: Tenant, used: TokensUsed) -> str:
-    """Return the name of a budget that is used up; empty if none is."""
+    """Return the name of a budget that is used up, or an empty string."""
     budgets = tenant.tokens_per_day, tenant.tokens_per_month
     spent = used.in_day, used.in_month
     for name, budget, count in zip(LIMITS, budgets, spent, strict=True):
@@ -52,7 +52,7 @@ def exhausted(tenant: Tenant, used: TokensUsed) -> str:
 
 
 class _Usage:
-    """Tokens of tenants by the starts of days, and of months."""
+    """Tokens that each tenant used, by start of the day and by start of the month."""
 
     def __init__(self) -> None:
         self._days: dict[str, dict[int, int]] = {}
@@ -110,7 +110,7 @@ class TokenBudgets(_Usage):
             self.set(each)
 
     def count(self, tenant: str, tokens: int) -> None:
-        """Count tokens that the controller does not know of yet."""
+        """Count tokens that are not in the controller's sums yet."""
         self._since[tenant] += tokens
 
     def stored(self, rows: Iterable[UsageRow]) -> None:
@@ -121,7 +121,7 @@ class TokenBudgets(_Usage):
                 del self._since[row.tenant]
 
     def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
-        """Return a refusal if the tenant's token budget is used up, or else None."""
+        """Return a refusal if a token budget of the tenant is used up."""
         if not has_budget(tenant):
             return None
         used = self.used(tenant.name, wall_s)

@@ -1,4 +1,4 @@
-"""The last usage of a gateway that ends without a controller."""
+"""Storage of the last usage of a gateway that exits without a controller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiworld.serve.tenants.registry import open_registry
 
 
 async def store_rest(usage: UsageMeter, meter: str, folder: Path, now: float) -> None:
-    """Store what no controller has confirmed; one that did store it adds it once.
+    """Store all unconfirmed usage; batches that are stored already are skipped.
 
     Raises:
         ServeError: The registry cannot be used.

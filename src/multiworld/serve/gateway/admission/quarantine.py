@@ -1,10 +1,10 @@
 """Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
 A poison request kills the replicas that compute it; a gateway identifies one after it
-has killed two in isolation. From then on the same request of the same tenant is
-refused. A tenant that sends several to a model in a short time is quarantined: all its
-requests to that model are refused, for longer each time. Other tenants are not
-affected.
+has killed two in isolation. For ``POISON_S`` after that, the same request of the same
+tenant is refused. A tenant that sends ``POISON_LIMIT`` of them to a model within
+``WINDOW_S`` is quarantined: all its requests to that model are refused, for longer each
+time. Other tenants are not affected.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-POISON_S = 3600.0  # for which a poison request is refused
+POISON_S = 3600.0  # seconds for which a poison request is refused
 MAX_POISON = 1024  # poison requests remembered per tenant and model
-POISON_LIMIT, WINDOW_S = 3, 300.0  # this many poison requests within this time
+# Poison requests that quarantine a tenant, and seconds within which they must occur.
+POISON_LIMIT, WINDOW_S = 3, 300.0
 
-# Seconds of a tenant's first quarantine, and of the longest; each doubles the last.
+# Seconds of a tenant's first quarantine, and of the longest. Each one is twice as long
+# as the one before.
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
 
 TenantModel = tuple[str, Hashable]
@@ -40,7 +42,7 @@ class Quarantine:
         self._records: dict[TenantModel, _Record] = {}
 
     def has_records(self, tenant: str, model: Hashable) -> bool:
-        """Return whether a tenant has sent poison; only then is a digest needed."""
+        """Return whether a tenant sent poison requests; if not, no digest is needed."""
         return (tenant, model) in self._records
 
     def add(self, tenant: str, model: Hashable, digest: str, now: float) -> float:

@@ -1,7 +1,7 @@
 """Rate limits of tenants: requests, tokens and bytes over time. Pure.
 
-Requests are counted for all gateways of a host together, where these share a file;
-tokens and bytes, which are averages with debt, are divided between the gateways.
+Gateways of a host that share a file (``shared_limits``) count requests together. Limits
+of tokens and bytes, which are averages with debt, are divided between the gateways.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from multiworld.serve.tenants.directory import Tenant
 
-MINUTE_S = 60  # window of ``rpm_limit``, bucket of ``tpm_limit``
-BURST_S = 2.0  # of ``bytes_per_s``, to use at once after a pause
+MINUTE_S = 60  # seconds of the window of ``rpm_limit`` and the bucket of ``tpm_limit``
+BURST_S = 2.0  # seconds of ``bytes_per_s`` that may be used at once after a pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class RecentUse:
     minute: deque[list[int]] = field(default_factory=deque)
     in_flight: int = 0
     bytes_left: float | None = None  # negative in debt; None without a limit
-    at: float = 0.0  # of the last update of ``bytes_left``
+    at: float = 0.0  # time of the last update of ``bytes_left``
     tokens_left: float | None = None  # negative in debt; None without a limit
-    tokens_at: float = 0.0  # of the last update of ``tokens_left``
+    tokens_at: float = 0.0  # time of the last update of ``tokens_left``
 
 
 class SharedUse(Protocol):
-    """The recent use of one tenant by all gateways; see ``shared_limits``."""
+    """The recent use of all gateways by one tenant; see ``shared_limits``."""
 
     def seconds(self, now: float) -> Sequence[Sequence[int]]: ...
 
@@ -54,7 +54,7 @@ class SharedUse(Protocol):
 
 
 class SharedLimits(Protocol):
-    """What all gateways of a host count together; see ``shared_limits``."""
+    """Counts that the gateways of a host share; see ``shared_limits``."""
 
     def use(
         self, tenant: str, now: float
@@ -98,7 +98,7 @@ class RateLimiter:
         now: float,
         shared: SharedUse | None = None,
     ) -> RateLimited | None:
-        # What is not shared: each of the gateways has an equal part, rounded up.
+        # Each gateway enforces an equal part of a limit that is not shared.
         refusal = (
             _parallel(tenant, used, gateways, shared)
             or _per_minute(tenant, used, gateways, now, shared)
@@ -135,7 +135,7 @@ class RateLimiter:
         used.in_flight -= 1
         if self.shared is not None:
             self.shared.set_in_flight(tenant.name, used.in_flight)
-        # Limits may have been set since the request was admitted.
+        # The limits of ``tenant`` may differ from those at admission.
         is_unlimited = not used.minute and (used.bytes_left, used.tokens_left) == (
             None,
             None,
@@ -182,7 +182,7 @@ def _per_minute(
     now: float,
     shared: SharedUse | None,
 ) -> RateLimited | None:
-    """Refuse above ``rpm_limit``, in a window of 60 to 61 whole seconds."""
+    """Refuse requests above ``rpm_limit``, in a window of 60 to 61 seconds."""
     limit = tenant.rpm_limit
     if limit is None:
         return None
@@ -229,7 +229,7 @@ def _bytes(
 def _tokens(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse a tenant in debt; a long completion is not cut and causes debt."""
+    """Refuse a tenant in debt; a long completion is not cut short and causes debt."""
     if tenant.tpm_limit is None:
         used.tokens_left = None
         return None

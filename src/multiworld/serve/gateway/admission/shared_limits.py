@@ -1,11 +1,10 @@
-"""Requests of tenants, counted by all gateways of a host in one file.
+"""Tenants' requests, counted by all gateways of a host in one file.
 
 Each tenant with limits has a slot: requests by second, and requests in flight by
-gateway. A gateway takes the lock of a slot for as long as it looks and counts; the
-kernel frees the locks of one that dies, and with them what it had in flight. Nothing is
-written but aligned words, so that a kill leaves no half of one. If the file cannot be
-used, or a stopped gateway holds the lock, a gateway decides by its own part of the
-limit.
+gateway. A gateway locks the slot while it reads and counts. When a gateway dies, the
+kernel releases its locks, and its requests in flight no longer count. Counts are
+aligned words, so that a killed gateway leaves none half-written. If the file cannot be
+used, or a stopped gateway holds the lock, a gateway enforces its own part of the limit.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from pathlib import Path
 
 logger = logging.getLogger("multiworld.serve")
 
-HEADER, SLOTS, SLOT = 4096, 1024, 1024  # bytes, slots, bytes of each
+HEADER, SLOTS, SLOT = 4096, 1024, 1024  # bytes, number of slots, bytes of each
 NAME, RING, GATEWAYS = 16, 64, 64  # bytes of a name's hash, seconds, gateways
-WINDOW = 61  # seconds that count: a whole minute, and the one that has begun
-TRIES = 500  # of a lock that another gateway holds, about a microsecond each
-START_TRIES, TRY_S = 200, 0.01  # at start-up, with a pause after each
+WINDOW = 61  # seconds that count: a whole minute, and the current second
+TRIES = 500  # attempts to take a lock, of about a microsecond each
+START_TRIES, TRY_S = 200, 0.01  # rounds of ``TRIES`` at start-up; seconds between them
 
 _SECONDS = struct.Struct(f"{RING}Q")  # second << 32 | requests in it
 _SECOND = struct.Struct("Q")
@@ -36,25 +35,24 @@ _COLUMNS = struct.Struct(f"{GATEWAYS}I")  # requests in flight
 _COLUMN = struct.Struct("I")
 AT_SECONDS, AT_COLUMNS = NAME, NAME + _SECONDS.size
 
-# Ranges of the file that are locked: its header, its slots, and lives of gateways.
+# Offsets of the locked bytes for the header, for the slots, and for live gateways.
 LOCKED_HEADER, LOCKED_SLOTS, LOCKED_LIVES = 0, 1 << 32, 1 << 33
 
 
 class SharedUse:
-    """The recent use of one tenant, by all gateways; valid while it is locked."""
+    """The recent use of all gateways by one tenant; valid while its slot is locked."""
 
     def __init__(self, limits: SharedLimits, place: int) -> None:
         self._limits, self._memory, self._place = limits, limits.memory, place
 
     def seconds(self, now: float) -> list[tuple[int, int]]:
-        """Return the seconds of the window with requests, and their number."""
+        """Return the window's seconds that have requests, each with their number."""
         first = math.floor(now) - WINDOW + 1
         words = _SECONDS.unpack_from(self._memory, self._place + AT_SECONDS)
         found = [(word >> 32, word & 0xFFFFFFFF) for word in words if word]
         return sorted((second, count) for second, count in found if second >= first)
 
     def count(self, now: float) -> None:
-        """Count a request that is admitted."""
         second = math.floor(now)
         at = self._place + AT_SECONDS + 8 * (second % RING)
         (word,) = _SECOND.unpack_from(self._memory, at)
@@ -62,7 +60,7 @@ class SharedUse:
         _SECOND.pack_into(self._memory, at, second << 32 | (before + 1))
 
     def in_flight(self, limit: float) -> int:
-        """Return the requests in flight; of dead gateways too if below ``limit``."""
+        """Return the requests in flight, ignoring dead gateways once at ``limit``."""
         columns = _COLUMNS.unpack_from(self._memory, self._place + AT_COLUMNS)
         if sum(columns) < limit:
             return sum(columns)
@@ -70,13 +68,12 @@ class SharedUse:
         return sum(count for n, count in enumerate(columns) if count and alive(n))
 
     def set_in_flight(self, count: int) -> None:
-        """Record how many requests this gateway has in flight."""
         at = self._place + AT_COLUMNS + 4 * self._limits.number
         _COLUMN.pack_into(self._memory, at, count)
 
 
 class SharedLimits:
-    """The file. Raises OSError if it cannot be made."""
+    """The shared file. Raises OSError if it cannot be created."""
 
     def __init__(self, path: Path, boot: bytes) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -86,11 +83,11 @@ class SharedLimits:
             os.posix_fallocate(self._file, 0, size)
             self.memory = mmap.mmap(self._file, size)
             known = hashlib.blake2b(boot, digest_size=NAME).digest()
-            if self.memory[:NAME] != known:  # the clock began anew
+            if self.memory[:NAME] != known:  # another boot: the clock restarted
                 self.memory[NAME:] = bytes(size - NAME)
                 self.memory[:NAME] = known
             self.number = self._live()
-            for slot in range(SLOTS):  # what a gateway of this number had before
+            for slot in range(SLOTS):  # clear counts of a gateway that had this number
                 at = self._place(slot) + AT_COLUMNS + 4 * self.number
                 _COLUMN.pack_into(self.memory, at, 0)
             self._unlock(LOCKED_HEADER)
@@ -105,7 +102,7 @@ class SharedLimits:
 
     @contextlib.contextmanager
     def use(self, tenant: str, now: float) -> Iterator[SharedUse | None]:
-        """Lock the slot of a tenant; None if it cannot be had at once."""
+        """Lock the slot of a tenant; yield None if that is not possible at once."""
         slot = self._slot_of(tenant, now)
         if slot is None or not self._try_lock(LOCKED_SLOTS + slot):
             yield None
@@ -116,13 +113,12 @@ class SharedLimits:
             self._unlock(LOCKED_SLOTS + slot)
 
     def set_in_flight(self, tenant: str, count: int) -> None:
-        """Record how many requests of a tenant this gateway has in flight."""
         slot = self._slots.get(tenant)
         if slot is not None and self._is_of(slot, _hash(tenant)):
             SharedUse(self, self._place(slot)).set_in_flight(count)
 
     def is_alive(self, number: int) -> bool:
-        """Return whether a gateway lives: it holds a lock for as long as it does."""
+        """Return whether a gateway is alive: it holds a lock until it dies."""
         asked = _range(fcntl.F_WRLCK, LOCKED_LIVES + number)
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
         kind: int = struct.unpack_from("h", found)[0]
@@ -197,12 +193,12 @@ def _hash(tenant: str) -> bytes:
 
 
 def _range(kind: int, place: int) -> bytes:
-    """Return the lock of one byte, as fcntl takes it."""
+    """Return fcntl's ``struct flock`` for one byte."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, place, 1, 0)
 
 
 def shared_limits(path: Path) -> SharedLimits | None:
-    """Return the file of a service's gateways; None, and a warning, without one."""
+    """Open the file of a service's gateways; if that fails, warn and return None."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         return SharedLimits(path, boot)

@@ -1,4 +1,4 @@
-"""Times of a client's request on its way through the pipeline. Pure."""
+"""Time that a client's request spends in each phase. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Phases(NamedTuple):
 
     parse: float  # from the head of the request to parsed and checked inputs
     queue: float  # at the gateway and at replicas
-    hop: float  # between processes, and all that is in no other phase
+    hop: float  # between processes, and all time in no other phase
     compute: float  # in the stages' functions
     render: float  # from the output tensors to the response
 
@@ -48,7 +48,7 @@ class Timing:
         """Return the phases; None if no part was answered."""
         if self.asked_at is None or not self.parts:
             return None
-        # Those of an average part.
+        # Means over all parts.
         queue, compute = self.queued_s / self.parts, self.computed_s / self.parts
         hop = max(0.0, self.answered_at - self.asked_at - queue - compute)
         render = ended_at - self.answered_at

@@ -18,7 +18,7 @@ from multiworld.serve.tenants.usage_rows import (
     UsageTotals,
 )
 
-RESEND_S = 5.0  # until an unconfirmed batch is sent again
+RESEND_S = 5.0  # seconds until an unconfirmed batch is sent again
 
 
 @dataclass(slots=True)
@@ -36,12 +36,12 @@ class UsageMeter:
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
-        """Return the totals of the current minute, to add to."""
+        """Return the totals of a minute, for the caller to add to."""
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
     def take_due(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
-        """Return the batches to send now, new and overdue ones, with their numbers."""
+        """Return the batches to send now (new and overdue ones), with their numbers."""
         if self._open and len(self._unconfirmed) < MAX_UNCONFIRMED:
             rows = tuple(
                 UsageRow(*key, *(getattr(sums, name) for name in FIELDS))
@@ -60,7 +60,7 @@ class UsageMeter:
         return not self._unconfirmed and not self._open
 
     def resend_all(self) -> None:
-        """Make all unconfirmed batches due: there is a new controller."""
+        """Make all unconfirmed batches due, for example for a new controller."""
         for batch in self._unconfirmed.values():
             batch.at = -math.inf
 

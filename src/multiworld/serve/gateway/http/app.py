@@ -1,4 +1,4 @@
-"""HTTP application of a gateway, made of the table of routes."""
+"""The ASGI application of a gateway, built from the route table."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class App:
-    """ASGI application. Routes with a body are served here, others by ``rest``.
+    """The ASGI application; FastAPI (``rest``) serves only routes without a body.
 
-    The layers of FastAPI cost a small request as much as everything else together.
+    FastAPI's layers would double the cost of a small request.
     """
 
     def __init__(
@@ -56,13 +56,7 @@ class App:
 def make_app(
     gateway: Gateway, routes: Sequence[Route], schemas: dict[str, Any] | None = None
 ) -> App:
-    """Return the application that serves a table of routes, and describes them.
-
-    Args:
-        gateway: What the handlers use.
-        routes: The table.
-        schemas: Components of the description that the routes refer to.
-    """
+    """Return the application for ``routes``; ``schemas`` are OpenAPI components."""
     rest = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
         version=multiworld.__version__,
@@ -105,12 +99,12 @@ def _add_errors(app: FastAPI, routes: Sequence[Route]) -> None:
 
 
 def _allowed(routes: Sequence[Route], path: str) -> str:
-    """Return the methods of the routes that a path matches."""
+    """Return the methods that a path allows, for the header ``Allow``."""
     methods = {
         route.method
         for route in routes
         if any(pattern_of(each).fullmatch(path) for each in route.paths)
     }
-    if "GET" in methods or not methods:  # pages of FastAPI are only read
+    if "GET" in methods or not methods:  # a path of no route is a page of FastAPI
         methods |= {"GET", "HEAD"}
     return ", ".join(sorted(methods))

@@ -1,4 +1,4 @@
-"""Limits on the memory and time of request bodies at one gateway. Pure."""
+"""Limits on the memory and the transfer time of request bodies. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, OverloadedError
 
-FIRST_S = 30.0  # to send a body, besides what its size adds
-BYTES_PER_S = 100_000  # minimum rate at which a body must arrive after ``FIRST_S``
-WHOLE_S = 300.0  # for a body of any size
-RETRY_S = 1.0  # when the memory is used up
+FIRST_S = 30.0  # seconds to send a body, plus its size divided by ``BYTES_PER_S``
+BYTES_PER_S = 100_000
+WHOLE_S = 300.0  # maximum seconds to send a body of any size
+RETRY_S = 1.0  # ``Retry-After`` in seconds when the memory is used up
 
 
 class NoMemoryError(OverloadedError):
-    """The bodies of requests in flight fill the memory that they may have."""
+    """The bodies of requests in flight fill the memory reserved for bodies."""
 
     status = 503
 
@@ -31,8 +31,8 @@ class TooSlowError(InvalidRequestError):
 class BodyLimits:
     """Maximum bytes of a body, as sent and as decompressed."""
 
-    json_bytes: int  # without binary tensors, and of the JSON part beside them
-    body_bytes: int  # with binary tensors
+    json_bytes: int  # of JSON: a whole body, or the part before binary tensors
+    body_bytes: int  # of a body with binary tensors
 
     def check(self, size: int, *, is_binary: bool) -> None:
         if size <= (self.body_bytes if is_binary else self.json_bytes):
@@ -55,17 +55,17 @@ def limit_s(size: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class BodyBudget:
-    """Bytes that the bodies of all requests in flight may occupy together.
+    """Limit on the total bytes of the bodies of all requests in flight.
 
-    A tenant may have half of them, so that it cannot keep all others out, and at least
-    ``largest``, a whole body.
+    A tenant may use half of it, so that it cannot lock out the others, but always
+    ``largest`` (the maximum size of one body).
     """
 
     limit: int
     largest: int = 0
     used: int = 0
-    has_tenants: bool = False  # otherwise clients without a key may have it all
-    _of: Counter[str] = field(default_factory=Counter)  # by tenant
+    has_tenants: bool = False  # False: clients without a key may use the whole limit
+    _of: Counter[str] = field(default_factory=Counter)  # reserved bytes, by tenant
 
     def reserve(self, size: int, tenant: str = "") -> None:
         """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
@@ -96,7 +96,7 @@ class BodyBudget:
 @dataclass(slots=True, eq=False)
 class Reservation:
     budget: BodyBudget
-    tenant: str = ""  # empty: without authentication
+    tenant: str = ""  # empty: an anonymous client
     size: int = 0
 
     def add(self, size: int) -> None:

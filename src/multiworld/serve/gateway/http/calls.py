@@ -1,4 +1,4 @@
-"""A request on its way to an answer: what each handler is given."""
+"""The arguments of route handlers: a request and its sender."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Call:
     """A request to a route.
 
     Attributes:
-        path: The variable parts of its path, by name.
-        tenant: Its sender; the anonymous tenant where the route needs none.
+        path: Path parameters, by name.
+        tenant: The sender; anonymous if the route needs no tenant.
     """
 
     gateway: Gateway
@@ -41,18 +41,18 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The model that the path names; empty if the body does."""
+        """The model in the path; empty if the body names the model."""
         return self.path.get("name", "")
 
     @property
     def version(self) -> str | None:
-        """The version that the path names; None: the active one."""
+        """The version in the path; None: the active one."""
         return self.path.get("version")
 
 
 @dataclass(slots=True)
 class AdmittedCall(Call):
-    """A request that was admitted, is counted, and may send a body.
+    """An admitted request, which may have a body.
 
     Attributes:
         admitted: What is counted of it.
@@ -78,11 +78,11 @@ class AdmittedCall(Call):
         )
 
     async def parsed(self, parse: Callable[[Body], T]) -> T:
-        """Read the body, and return what ``parse`` makes of it.
+        """Read the body and return ``parse(body)``.
 
         Raises:
-            UnknownModelError: The body is invalid, and the model that it names is not
-                served, which is what its sender has to know first.
+            UnknownModelError: The body is invalid and names an unknown model. The
+                client needs to learn about the model first.
         """
         body = await self.read_body()
         try:

@@ -1,4 +1,4 @@
-"""Use of the API from pages of other origins, in browsers (CORS)."""
+"""Cross-origin resource sharing (CORS): use of the API by pages of other origins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-# Headers of responses that pages may read.
+# Response headers that pages may read.
 EXPOSED = (
     "X-Request-Id",
     "X-Ignored-Fields",
@@ -18,9 +18,9 @@ EXPOSED = (
 
 
 def with_origins(app: Any, origins: Sequence[str]) -> Any:
-    """Return an ASGI application that pages of some origins may use.
+    """Return an ASGI application that pages of ``origins`` may use.
 
-    A preflight is answered before keys are looked at: browsers send none with it.
+    Preflight requests are answered before authentication: browsers send no key in them.
     """
     if not origins:
         return app

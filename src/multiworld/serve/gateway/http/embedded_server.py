@@ -8,12 +8,10 @@ from collections.abc import Iterator
 
 import uvicorn
 
-TICK_S = 1.0  # between ticks of the main loop, which renew the ``Date`` of answers
+TICK_S = 1.0  # seconds between ticks, which renew the ``Date`` header of responses
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._is_ending = asyncio.Event()  # uvicorn would poll ten times a second
@@ -23,7 +21,7 @@ class EmbeddedServer(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """Stop once all requests are answered; safe to repeat."""
+        """Shut down after all requests are answered; safe to repeat."""
         self.should_exit = True
         self._is_ending.set()
 

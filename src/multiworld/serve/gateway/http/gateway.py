@@ -1,4 +1,4 @@
-"""State that the HTTP routes of a gateway share."""
+"""State shared by the HTTP routes of a gateway."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from multiworld.serve.wire.control_messages import (
 )
 from multiworld.serve.wire.routing_table import ReplicaState
 
-# Bytes of inputs from which their digest is computed in a thread.
+# Inputs of at least this many bytes are hashed in a thread.
 LARGE_BYTES = 256 * 1024
 ENCODERS = 2  # threads that encode prompts
 
 
 class Gateway:
-    """Models, authenticator and dispatcher of a gateway."""
+    """A gateway's models, authenticator, dispatcher and streams."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Gateway:
         self.streams = streams or Streams(dispatcher.name)
         self.specs: dict[tuple[str, str], ModelSpec] = {}
         self.authenticator = authenticator or Authenticator(needs_key=False)
-        # Called with the tenant, the model's version, and the digest of a poison
-        # request.
+        # Called for each poison request found here, with the tenant, the model and
+        # version, and the request's digest.
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
-        # Text frontends, by name and version.
+        # Text frontends, by model and version.
         self.texts: dict[tuple[str, str], Any] = {}
         self._bases: dict[str, str] = {}
-        self._dedicated = set[str]()  # models of one tenant that were ready here
+        self._dedicated = set[str]()  # dedicated models that have started once
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        self.compiling = FairPool("multiworld compile")  # of structures
+        self.compiling = FairPool("multiworld compile")  # of grammars
         self.encoding = FairPool("multiworld encode", ENCODERS)  # of prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
@@ -135,11 +135,11 @@ class Gateway:
         return is_served and not is_dedicated(name) and tenant.may_use(name)
 
     def base(self, name: str) -> str:
-        """Return the model that an adapter is of; any other name is returned as is."""
+        """Return the base model of an adapter; return any other name unchanged."""
         return self._bases.get(name, name)
 
     def adapter(self, name: str) -> str:
-        """Return the name of an adapter; empty: it is that of a model."""
+        """Return ``name`` if it is an adapter's, otherwise an empty string."""
         return name if name in self._bases else ""
 
     def names(self, tenant: Tenant) -> list[str]:
@@ -147,10 +147,10 @@ class Gateway:
         return sorted(name for name in served if self.may_use(tenant, name))
 
     def route(self, name: str, tenant: Tenant) -> str:
-        """Return the name of a tenant's dedicated model, or of the shared one.
+        """Return the tenant's dedicated model if it has one, otherwise the shared one.
 
-        For an adapter it is that of its model. Dedicated replicas that start for the
-        first time are not waited for.
+        An adapter is served by its base model. Until dedicated replicas have started
+        once, the shared model serves the tenant.
         """
         base = self.base(name)
         own = route_of(base, tenant.name, self.dispatcher.table.routes)
@@ -161,7 +161,7 @@ class Gateway:
         return own
 
     def check_known(self, name: str, tenant: Tenant) -> None:
-        """Raise UnknownModelError if a tenant may not use a model, or there is none."""
+        """Raise UnknownModelError unless the tenant may use a model that is served."""
         if not self.may_use(tenant, name):
             if self.base(name) in self.dispatcher.table.routes:
                 self.authenticator.count_model_refusal(tenant)
@@ -199,7 +199,7 @@ class Gateway:
         return route.version, model
 
     def max_tokens(self, name: str, tenant: Tenant) -> int | None:
-        """Return the maximum tokens of a sequence; None without a loaded text model."""
+        """Return a sequence's maximum tokens; None if no text model is loaded."""
         name = self.route(name, tenant)
         version = self.dispatcher.table.routes[name].version
         model = self.models.get(name, {}).get(version)
@@ -211,13 +211,12 @@ class Gateway:
         return longest_of(spec.generation, model.generation)
 
     def add_version(self, name: str, spec: ModelSpec, model: Model) -> None:
-        """Add a version of a model."""
         self.models.setdefault(name, {})[spec.version] = model
         self.specs[name, spec.version] = spec
         self._find_adapters()
 
     def table_changed(self) -> None:
-        """Forget versions that are not in the routing table any more; find adapters."""
+        """Remove versions that the routing table no longer has; update adapters."""
         routes = self.dispatcher.table.routes
         for name, versions in list(self.models.items()):
             kept = routes[name].stages.keys() if name in routes else ()
@@ -243,9 +242,10 @@ class Gateway:
         return not self.missing_stages(name)
 
     def _is_started(self, name: str) -> bool:
-        """Return whether all stages of a model have replicas that are ready.
+        """Return whether every stage has a replica that has started.
 
-        A gateway that has just started is connected to none of them yet.
+        This depends on the routing table alone, because a new gateway has no
+        connections yet. Stages that may scale to zero do not count.
         """
         table = self.dispatcher.table
         route = table.routes[name]
@@ -272,10 +272,10 @@ class Gateway:
         deadline_s: float | None,
         session: str | None = None,
     ) -> Tensors:
-        """Answer one request of a tenant; cancelling it cancels its attempts.
+        """Run inference for one request; cancelling this cancels its attempts.
 
-        Raises ``OutdatedError`` if another version became active before it was sent,
-        or the tenant's dedicated replicas were removed.
+        Raises ``OutdatedError`` if another version became active before the request
+        was sent, or if the tenant's dedicated replicas were removed.
         """
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
@@ -322,15 +322,15 @@ class Gateway:
     def poisonous(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> None:
-        """Record a poison request; reject waiting ones if its tenant is quarantined."""
+        """Record a poison request; reject its tenant's waiting ones if quarantined."""
         if self.authenticator.add_poison(tenant, model_version, digest, age_s):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))
 
     def deadline_s(self, name: str, tenant: Tenant) -> float:
-        """Return how long a request to a model may take, if it does not say.
+        """Return a model's default deadline in seconds.
 
-        Infinite for text by default.
+        Infinite if the spec sets none and the model generates text.
         """
         route = self.dispatcher.table.routes[self.route(name, tenant)]
         return route.deadline_s if route.has_deadline else math.inf

@@ -1,4 +1,4 @@
-"""Routes of health, of the version, and of metrics."""
+"""Routes for health, version and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiworld.serve.spec.dedicated import is_dedicated
 
 
 def _readiness(gateway: Gateway) -> tuple[bool, dict[str, Any]]:
-    """Return whether all models are ready, and the stages that lack a replica."""
+    """Return whether all shared models are ready, and each one's missing stages."""
     routes = gateway.dispatcher.table.routes
     missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
     is_ready = bool(routes) and not any(missing.values()) and not gateway.is_ending
@@ -30,7 +30,7 @@ async def health(call: Call) -> Response:
     """Report whether every model is ready; 503 lists stages without a replica."""
     is_ready, missing = _readiness(call.gateway)
     body: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
-    # Where keys are needed, the names of models are not public.
+    # If keys are needed, model names are not public.
     if not call.gateway.authenticator.needs_key:
         body["stages_without_replica"] = missing
     return json_response(body, 200 if is_ready else 503)

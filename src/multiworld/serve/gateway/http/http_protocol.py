@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on headers, time and connections.
 
-uvicorn promises none of the names in ``INTERNALS``; a test fails when it has one no
-longer, or when more than these are used.
+``INTERNALS`` and ``CYCLE_INTERNALS`` list the private names of uvicorn used here. A
+test fails if uvicorn no longer has one of them, or if this module uses others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from multiworld.serve.gateway.http.http_request import (
 from multiworld.serve.gateway.http.recorder import RecordedTransport, Unrecorded
 from multiworld.serve.keeper.record import ConnectionRecord
 
-# What is used of uvicorn 0.54's ``HttpToolsProtocol`` besides asyncio's ``Protocol``:
-# callbacks of its parser that are extended here, what it does, and its state.
+# Names used of uvicorn 0.54's ``HttpToolsProtocol``, besides those of asyncio's
+# ``Protocol``: callbacks of its parser, which are extended here, methods, and state.
 INTERNALS = {
     *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"),
     *("on_message_complete", "on_response_complete", "send_400_response"),
@@ -40,14 +40,14 @@ INTERNALS = {
     *("transport", "url"),
 }
 
-# And of its ``RequestResponseCycle``.
+# Names used of uvicorn's ``RequestResponseCycle``.
 CYCLE_INTERNALS = {
     *("body", "chunked_encoding", "disconnected", "expected_content_length"),
     *("message_event", "more_body", "response_complete", "send", "transport"),
 }
 
-HEAD_BYTES = 64 * 1024  # of a request line and its headers; Apache and nginx allow less
-HEADER_BYTES = 4  # of a header line besides its name and value
+HEAD_BYTES = 64 * 1024  # maximum of a request line and its headers; nginx allows less
+HEADER_BYTES = 4  # of a header line besides its name and value: colon, space, CRLF
 
 TOO_LONG = (
     "431 Request Header Fields Too Large",
@@ -57,23 +57,23 @@ TOO_LONG = (
 # Headers that a request may have only once: two could name two tenants.
 CREDENTIALS = (b"authorization", b"x-api-key")
 
-# Reply to a client that waits to send its body; it must not be held back.
+# Reply to a client that waits before sending its body; ``HeadKeeper`` lets it through.
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-PIPELINED = 64  # requests on a connection whose answers are not complete
-PIPELINED_BYTES = 64 * 1024  # of their bodies; then their client is not read from
+PIPELINED = 64  # maximum requests on a connection whose answers are not complete
+PIPELINED_BYTES = 64 * 1024  # of waiting requests' bodies, above which reading pauses
 
-# Headers of an upgrade that is not done, and of HTTP/2's (RFC 9110, section 7.8).
+# Headers that ask for another protocol; they are removed (RFC 9110, section 7.8).
 UPGRADE = (b"upgrade", b"http2-settings")
 
-# For a client that is refused to send the rest: if bytes are unread when a connection
-# is closed, the client may see a broken connection instead of the refusal.
+# Seconds during which the rest of a refused request is read and discarded. If bytes
+# were unread at the close, the client could see a broken connection and no refusal.
 LINGER_S = 2.0
-LINGERING = 64  # connections that get this time at once; they count as closed
+LINGERING = 64  # maximum connections in this state; they do not count as open
 
-STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
+STALL_S = 30.0  # seconds within which a client must read some of a waiting answer
 
-# A refusal: status, length of the body, body.
+# A refusal, to format with the status, the body's length, and the body.
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
@@ -83,9 +83,9 @@ ANSWER = (
 async def without_chunks(
     cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
 ) -> None:
-    """Send a part of an answer to an HTTP/1.0 client, which knows no chunks.
+    """Send an ASGI message to an HTTP/1.0 client, which cannot decode chunks.
 
-    Without a length, the answer ends with the connection (RFC 9112, 6.3).
+    An answer without a length ends when the connection closes (RFC 9112, 6.3).
     """
     if message["type"] == "http.response.start":
         names = {name.lower() for name, _ in message.get("headers", ())}
@@ -97,7 +97,7 @@ async def without_chunks(
 
 
 class HeadKeeper:
-    """Transport that sends the head of an answer in one packet with its body."""
+    """A transport that sends the head of a response in one packet with its body."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -106,7 +106,7 @@ class HeadKeeper:
         self.has_head = False  # another gateway has sent the next answer's head
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, or hold it back if it is the head of an answer."""
+        """Send ``data``, or hold it back if it is the head of a response."""
         if self.is_over:
             return
         is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
@@ -141,7 +141,7 @@ def _write_interim(transport: Any, data: bytes) -> None:
 def head_without_upgrade(
     method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]
 ) -> bytes:
-    """Return a request's head as if its client had not asked for another protocol."""
+    """Return a request's head without the headers that ask for another protocol."""
     lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
     for name, value in headers:
         if name == b"connection":
@@ -157,9 +157,9 @@ class ConnectionLimits:
     """Limits of a server's connections.
 
     Attributes:
-        head_s: Seconds from the start of a connection, or from the first byte of a
-            later request, until its headers are complete; then 408.
-        max_connections: Beyond them, 503.
+        head_s: Seconds within which a request's headers must be complete (else 408),
+            from the start of the connection or the first byte of a later request.
+        max_connections: Maximum number of open connections; others get 503.
     """
 
     head_s: float
@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_before = 0  # requests of a record that are answered
         self._is_answered_before = False  # that which is read now is one of them
         self._limits, self._lingering = limits, lingering
-        # head, late, linger, stall
+        # By name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._has_progress = False
         self._unused_bytes = 0
@@ -198,14 +198,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_after_head = False
         self._credentials: set[bytes] = set()
         self._connection = Connection()
-        self._cycles: list[RequestResponseCycle] = []  # requests without an end
-        self._refusal = b""  # is sent once these have been answered
+        self._cycles: list[RequestResponseCycle] = []  # incomplete answers
+        self._refusal = b""  # sent after the answers of ``_cycles``
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport = self._recorder.begin(transport, self)
         super().connection_made(transport)
-        # So that any byte which the client does not take starts the stall timer.
-        # TLS has a time limit for closing, and would always count as paused.
+        # Then any unsent byte starts the stall timer. TLS is excepted: it would always
+        # count as paused, and it has its own time limit for closing.
         if transport.get_extra_info("sslcontext") is None:
             transport.set_write_buffer_limits(high=0)
         self._heads = HeadKeeper(transport)
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingering.discard(self)
         self._recorder.closed()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells the latest one only
+        for cycle in self._cycles:  # uvicorn notifies only the latest one
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -277,7 +277,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + HEADER_BYTES)
-        if self._is_after_head:  # a trailer, which is no header (RFC 9110, 6.5.1)
+        if self._is_after_head:  # a trailer, not a header (RFC 9110, 6.5.1)
             return
         if (key := name.lower()) in CREDENTIALS:
             if key in self._credentials and not self.transport.is_closing():
@@ -289,7 +289,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_progress = self._is_after_head = True
         if self.parser.should_upgrade():
-            return  # they come again
+            return  # ``_feed`` parses them again, without the upgrade
         self._stop_timer("head")
         if self._is_answered_before:
             return
@@ -310,9 +310,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._read_on()
 
     def _wrong_head(self) -> str:
-        """Return what is wrong with a request's version or Host; empty: nothing."""
+        """Return why a request's version or Host header is invalid; empty if valid."""
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):  # a line without a version is HTTP/0.9
+        if version not in ("1.0", "1.1"):  # a request line without one is HTTP/0.9
             return f"HTTP/{version} is not served; use HTTP/1.1"
         hosts = sum(name == b"host" for name, _ in self.headers)
         if version == "1.1" and hosts != 1:  # RFC 9112, 3.2
@@ -321,13 +321,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._heads.flush()  # a HEAD request has no body
-        # Complete ones hold headers, and what was not read of their bodies.
+        # Complete cycles would keep headers and unread bodies in memory.
         self._cycles = [c for c in self._cycles if not c.response_complete]
         self._recorder.answered()
         self._record_idle()
         if self._refusal and not self._cycles:
             self._send_refusal()
-            return  # nothing that follows on this connection is served
+            return  # later requests on this connection are not served
         super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -352,8 +352,8 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser takes what follows for the other protocol: a server that
-            # does not know that one reads on as if it had not been asked.
+            # The parser stops, because the rest may be of the other protocol. A server
+            # without that protocol must continue with HTTP (RFC 9110, 7.8).
             method = self.parser.get_method()
             version = self.parser.get_http_version()
             if method == b"CONNECT":
@@ -381,12 +381,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer("late")
         self._scope()[IS_COMPLETE] = True
         super().on_message_complete()
-        if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
+        if self.cycle is not None:  # uvicorn skips this if the answer is complete
             self.cycle.more_body = False
         self._read_on()
 
     def _read_on(self) -> None:
-        """Read on between messages: else nobody notices that a client leaves."""
+        """Resume reading between messages, to notice when the client disconnects."""
         waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if waiting <= PIPELINED_BYTES:
             self.flow.resume_reading()
@@ -395,7 +395,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.scope  # type: ignore[return-value]
 
     def _count_head(self, size: int) -> None:
-        """Limit the headers of one request, however many bytes arrive at once."""
+        """Limit the headers of one request, even if they arrive all at once."""
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(*TOO_LONG)
@@ -404,7 +404,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.transport.get_write_buffer_size()
 
     def _close_stalled(self, unsent: int) -> None:
-        """Close the connection of a client that reads nothing of its answer."""
+        """Close the connection if the client has read nothing for ``STALL_S``."""
         if self._unsent_bytes() >= unsent:
             self.transport.abort()
             return
@@ -420,13 +420,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
         if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
             return
-        if "head" not in self._timers:  # trailers: an answer may have started
+        if "head" not in self._timers:  # in a body, whose answer may have started
             self.transport.close()
             return
         self._refuse(*TOO_LONG)
 
     def _limit_late_body(self) -> None:
-        """Limit the time for the rest of a body whose answer is complete."""
+        """Limit the time for the rest of a body after the answer is complete."""
         cycle = self.cycle
         is_late = cycle is not None and cycle.response_complete and cycle.more_body
         if is_late and "late" not in self._timers:
@@ -434,7 +434,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timers["late"] = self.loop.call_later(self._limits.head_s, close)
 
     def _limit_idle(self) -> None:
-        """Limit the time after an empty line, which begins no request."""
+        """Limit the time after an empty line, which does not start a request."""
         cycle = self.cycle
         is_between = cycle is None or (cycle.response_complete and not cycle.more_body)
         has_timer = "head" in self._timers or self.timeout_keep_alive_task
@@ -456,7 +456,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, text: str) -> None:
-        """Refuse a request and close, after the answers to those before it."""
+        """Refuse a request and close, after the answers to earlier requests."""
         self._stop_timer("head")
         if self._refusal:
             return
@@ -464,7 +464,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = ANSWER.format(status, len(body), body).encode()
         cycle = self.cycle
         if cycle is not None and cycle.more_body and cycle in self._cycles:
-            # It is this request whose message is broken: nothing more comes of it.
+            # The refused request is this one, and its body will not be completed.
             self._cycles.remove(cycle)
             cycle.disconnected = True
             cycle.message_event.set()
@@ -472,7 +472,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        """Send the refusal, discard what the client still sends, and close."""
+        """Send the refusal, discard further input for ``LINGER_S``, and close."""
         self.transport.write(self._refusal)
         self._heads.is_over = True
         if len(self._lingering) >= LINGERING:
@@ -485,6 +485,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def protocol_of(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """Return a protocol for ``uvicorn.Config(http=...)``, of one server."""
+    """Return the protocol factory of one server, for ``uvicorn.Config(http=...)``."""
     made: Any = partial(BoundedProtocol, limits, set[BoundedProtocol]())
     return cast("type[asyncio.Protocol]", made)

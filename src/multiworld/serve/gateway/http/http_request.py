@@ -1,11 +1,11 @@
-"""A request of the hot routes, and the state of its connection."""
+"""Requests that bypass FastAPI, and the state of their connections."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-CONNECTION = "multiworld.connection"  # scope key of the ``Connection`` of the request
+CONNECTION = "multiworld.connection"  # scope key of a request's ``Connection``
 
 RECORDER = "multiworld.recorder"  # scope key of the ``Recorder`` of the connection
 
@@ -14,7 +14,7 @@ IS_COMPLETE = "multiworld.is_complete"
 
 
 class Connection:
-    """Connection of a request; calls the functions in ``on_lost`` when it is lost."""
+    """A client's connection; calls the functions in ``on_lost`` when it is lost."""
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -41,7 +41,7 @@ class AnyRequest(Protocol):
 
 
 class HttpRequest:
-    """A request with decoded headers; of several with one name, the first counts."""
+    """A request with decoded headers; the first of several with one name counts."""
 
     def __init__(
         self,

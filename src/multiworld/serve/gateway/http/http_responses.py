@@ -1,4 +1,4 @@
-"""HTTP responses: JSON, streams of events, and the forms of errors."""
+"""HTTP responses: JSON, server-sent events, and the formats of errors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 
 logger = logging.getLogger("multiworld.serve")
 
-REQUEST_ID = "X-Request-Id"  # with the id of a request: accepted, returned and logged
+REQUEST_ID = "X-Request-Id"  # header with a request's id: accepted, returned, logged
 
-# Ids that are accepted from clients; they go into a log and a header.
+# Ids that are accepted from clients: safe in a log and in a header.
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
 
 # Request header that asks for ``Server-Timing`` in the response.
 ASK_TIMING = "x-timing"
 
-RENDER_BYTES = 32 * 1024  # from this size on, an answer is rendered in a thread
+RENDER_BYTES = 32 * 1024  # answers of at least this size are rendered in a thread
 
 BUG = "internal error of the gateway; see its log"
 
@@ -48,8 +48,8 @@ REFUSALS = {
     "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
 }
 
-# Codes of errors that are no fault of the client. A stream that has begun has no
-# status left that tells them apart.
+# Codes of errors that the client did not cause. In a stream, whose status is already
+# sent, the code alone distinguishes them.
 FAILURES = {
     NoReplicaError: "no_replica",
     DeadlineExceededError: "deadline_exceeded",
@@ -73,7 +73,7 @@ def _retry(error: ServeError) -> dict[str, str]:
 
 
 def text_of(error: ServeError) -> str:
-    """Return the text of an error, cut: it may quote what a client has sent."""
+    """Return an error's text, truncated because it may quote the client's input."""
     return _cut(str(error))
 
 
@@ -113,7 +113,7 @@ COMMENT = b":"  # begins an event that says nothing, to keep a connection open
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; a ``ServeError`` becomes the last one, before ``last``."""
+    """A response of server-sent events; an error becomes an event before ``last``."""
 
     last = b"data: [DONE]\n\n"
 
@@ -121,7 +121,7 @@ class EventStream(StreamingResponse):
         self._status = CLIENT_CLOSED
         # Called once, with the status to count.
         self.on_end: Callable[[int], object] = lambda status: None
-        # Called with the number of bytes of each event.
+        # Called with the size of each event, in bytes.
         self.on_bytes: Callable[[int], object] = lambda count: None
         # Of the answer; events that it says the client has are not sent again.
         self.record = unrecorded()
@@ -131,7 +131,7 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def error_of(error: ServeError) -> Any:
-        """Return the content of a failed stream's last event."""
+        """Return the content of the event that reports a stream's error."""
         return openai_error(error)
 
     async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -158,7 +158,7 @@ class EventStream(StreamingResponse):
             yield self.last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Also of a client that left before the first event, which ``_all`` never sees.
+        # ``_all`` never starts if the client leaves before the first event.
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -187,14 +187,14 @@ def request_id_of(request: AnyRequest, record: AnswerRecord) -> str:
     return given if GIVEN_ID.fullmatch(given) else record.token("request", 16)
 
 
-CLIENT_CLOSED = 499  # nginx's status of a request whose client disconnected
+CLIENT_CLOSED = 499  # nginx's status for a request whose client disconnected
 
 
 def timeout_of(
     request: AnyRequest, timeout_s: Any = None, timeout_us: Any = None
 ) -> float | None:
     """Return the client's timeout in seconds; None if it gave none."""
-    # The header ``X-Timeout-S`` precedes ``timeout_us``, which is Triton's.
+    # The header ``X-Timeout-S`` takes precedence over Triton's ``timeout_us``.
     given = timeout_s
     if given is None:
         given = request.headers.get("x-timeout-s")

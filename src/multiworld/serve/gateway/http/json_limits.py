@@ -1,8 +1,8 @@
 """Limits on JSON from clients, and decoding that never blocks for long. Pure.
 
-A body is decoded into declared types. Parts of any type are cut out as text first
-(``msgspec.Raw``), which allocates nothing, and are decoded only if they are small.
-Numbers of tensors are decoded in pieces: each holds the GIL for about a millisecond.
+A body is decoded into declared types. A field of undeclared type is first kept as raw
+JSON (``msgspec.Raw``), which allocates nothing, and is decoded only if it is small. The
+numbers of a tensor are decoded in pieces, which hold the GIL for about 1 ms each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from multiworld.errors import InvalidRequestError
 
 T = TypeVar("T")
 
-SMALL_BYTES = 16 * 1024  # for a body part of any type, such as parameters
+SMALL_BYTES = 16 * 1024  # maximum of a field of undeclared type, such as parameters
 MAX_OBJECTS = 4096  # in a body
 
-# Maximum number of values, lists and strings in a body whose parts may be of any type.
-# OpenAI allows this many token ids in a request.
+# Maximum number of values, lists and strings in a body with fields of undeclared type.
+# The number of values is OpenAI's limit on token ids in a request.
 MAX_VALUES, MAX_LISTS, MAX_STRINGS = 300_000, 16_384, 50_000
 
 _LIMITS = {
@@ -28,14 +28,14 @@ _LIMITS = {
     "lists": (b"[", MAX_LISTS),
     "values": (b",", MAX_VALUES),
 }
-"""Mark that counts them, and limit."""
+"""The character to count and the maximum count, by name."""
 
-# Errors of msgspec for text that is not JSON, or not of the expected type.
+# Errors of msgspec for invalid JSON, or JSON of another type.
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
-CHECKED_BYTES = 256 * 1024  # that are checked at once; what is refused ends there
+CHECKED_BYTES = 256 * 1024  # that are checked at once; a refusal skips the rest
 PIECE_BYTES = 64 * 1024  # of numbers that are decoded at once
-_NOTHING_ELSE = b"[] \t\r\n"  # the rest of a list of numbers
+_NOTHING_ELSE = b"[] \t\r\n"  # characters to remove from a list of numbers
 
 
 def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
@@ -70,8 +70,8 @@ def check_values(text: bytes | bytearray) -> None:
 
 
 def _unescaped(text: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    """Cut JSON into pieces, none within an escape, without escaped quotes."""
-    has_escapes = b"\\" in text  # valid JSON has it only within strings
+    """Yield JSON in pieces that split no escape, without its escaped quotes."""
+    has_escapes = b"\\" in text  # valid JSON has a backslash only within strings
     begin = 0
     while begin < len(text):
         piece = text[begin : begin + CHECKED_BYTES]
@@ -90,7 +90,7 @@ def _too_many(limit: int, name: str) -> InvalidRequestError:
 
 
 def small(part: msgspec.Raw, name: str, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode the part ``name`` of a body; refuse it if it is large or does not fit."""
+    """Decode the field ``name`` of a body; refuse it if it is large or invalid."""
     text = bytes(part)
     if len(text) > SMALL_BYTES:
         raise InvalidRequestError(f"{name} is longer than {SMALL_BYTES} bytes")

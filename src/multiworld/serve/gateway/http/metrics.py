@@ -1,5 +1,8 @@
-"""Prometheus metrics of a service. Counters are sums over all processes, including
-those that have exited; gauges are given for each process."""
+"""Prometheus metrics of a service.
+
+Counters without the label ``replica`` or ``process`` are sums over all processes,
+including exited ones. Other counters, and gauges, are per process.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +149,7 @@ def _build_info() -> Metric:
     return info
 
 
-# Name and help text of each histogram, by the name of its counts.
+# Name and help text of each histogram, by the prefix of its counts.
 HISTOGRAMS = {
     "request": ("request_seconds", "Seconds from the whole request to its answer."),
     "first_token": (
@@ -217,7 +220,7 @@ def _replicas(
     )
     for name, report in reports.items():
         if not report.batch_rows:
-            continue  # it generates text, in steps
+            continue  # its model generates text, in steps instead of batches
         labels, rows = _labels(name, table), report.counts.get("rows", 0)
         sizes.add_metric(
             labels, _buckets(messages.ROWS_BOUNDS, report.batch_rows), rows
@@ -236,7 +239,7 @@ def _labels(name: str, table: RoutingTable) -> list[str]:
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return the cumulative buckets of a histogram, as Prometheus expects them."""
+    """Return a histogram's cumulative buckets, as Prometheus expects them."""
     ends = [f"{bound:g}" for bound in bounds] + ["+Inf"]
     sums = itertools.accumulate(counts or [0] * len(ends))
     return list(zip(ends, map(float, sums), strict=True))

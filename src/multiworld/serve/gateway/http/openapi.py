@@ -1,4 +1,4 @@
-"""The OpenAPI description of the table of routes, and of bodies in it."""
+"""The OpenAPI description of a gateway's routes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ OPENAI_ERROR = {
 
 
 def _errors_of(route: Route) -> dict[str, Any]:
-    """Describe the errors that a route can answer with, by status."""
     statuses: set[int] = set()
     if route.needs is Needs.BODY:
         statuses = {*_ERRORS}
@@ -75,7 +74,6 @@ def _errors_of(route: Route) -> dict[str, Any]:
 
 
 def body_of(schema: Mapping[str, Any], example: Any) -> dict[str, Any]:
-    """Describe a body in JSON."""
     content = {"application/json": {"schema": schema, "example": example}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -90,13 +88,10 @@ METRICS = {
 }
 
 
-# The whole document.
-
-
 def document_of(
     routes: Sequence[Route], schemas: Mapping[str, Any], description: str
 ) -> dict[str, Any]:
-    """Return the OpenAPI description of a table of routes."""
+    """Return the whole OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         for path in route.paths if route.is_shown else ():

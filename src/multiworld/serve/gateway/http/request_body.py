@@ -31,15 +31,15 @@ T = TypeVar("T")
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 GZIP_MAGIC = b"\x1f\x8b"  # starts each member of a gzip body (RFC 1952, 2.3.1)
-MAX_MEMBERS = 16  # of a gzip body; each copies a part of it
+MAX_MEMBERS = 16  # of a gzip body, as each one copies some of the input after it
 
-# Packed or unpacked bytes that the event loop decompresses: below 1 ms.
+# Bytes, compressed or not, that the event loop itself decompresses in under 1 ms.
 FIRST_BYTES = 64 * 1024
 
-OFFLOAD_BYTES = 64 * 1024  # from this size on, a body is parsed in a thread
-STEP_BYTES = 1024 * 1024  # packed or unpacked; of one step in a thread
-JSON_LENGTH = "inference-header-content-length"  # length of the JSON part
-MAX_DIGITS = 18  # at this many digits a length is too large, without being parsed
+OFFLOAD_BYTES = 64 * 1024  # bodies of at least this size are parsed in a thread
+STEP_BYTES = 1024 * 1024  # per decompression step in a thread, compressed or not
+JSON_LENGTH = "inference-header-content-length"  # header: length of the JSON part
+MAX_DIGITS = 18  # a length of this many digits is too large, and is not parsed
 
 GONE = "client disconnected before the answer"
 
@@ -47,14 +47,10 @@ Body = bytes | bytearray
 
 
 class UnknownEncodingError(InvalidRequestError):
-    """The encoding of the body is not supported."""
-
     status = 415
 
 
 class ClientGoneError(InvalidRequestError):
-    """The client disconnected; nobody reads the answer."""
-
     status = 499
 
 
@@ -65,7 +61,7 @@ async def read_body(
     on_bytes: Callable[[int], None] = lambda size: None,
     on_unpacked: Callable[[int], None] = lambda size: None,
     *,
-    may_be_binary: bool = False,  # behind JSON of a declared length
+    may_be_binary: bool = False,  # binary data may follow JSON of a declared length
 ) -> Body:
     """Read and decompress the body of a request, within limits."""
     is_binary = may_be_binary and JSON_LENGTH in request.headers
@@ -83,7 +79,7 @@ async def read_body(
     try:
         await _unpack(whole, encoding, plain, check, reservation)
     finally:
-        # Also if the body is refused.
+        # Count the bytes even if the body is refused.
         on_unpacked(max(0, len(plain) - len(whole)))
     reservation.remove(len(whole))
     return plain
@@ -138,7 +134,7 @@ async def _unpack(
     check: Callable[[int], None],
     reservation: Reservation,
 ) -> None:
-    """Decompress a body into ``plain``; large ones in a thread, in steps."""
+    """Decompress a body into ``plain``; a large one in a thread, in steps."""
     if encoding not in WINDOW_BITS:
         raise UnknownEncodingError(
             f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
@@ -204,9 +200,9 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return ``work()``; in a thread if what it parses has ``OFFLOAD_BYTES``.
+    """Return ``work()``, in a thread if it parses at least ``OFFLOAD_BYTES``.
 
-    Cancelling waits for the thread, which holds the body until then.
+    Cancelling waits for the thread, because it uses the body until then.
     """
     if size < OFFLOAD_BYTES:
         return work()
@@ -227,7 +223,7 @@ _name = msgspec.json.Decoder(str)
 
 
 def model_named_in(body: Body) -> str:
-    """Return the model that a body names, even if the rest of it is invalid."""
+    """Return the model that a body names; its other fields may be invalid."""
     try:
         found = bytes(_named.decode(body).model)
         return _name.decode(found) if len(found) <= SMALL_BYTES else ""

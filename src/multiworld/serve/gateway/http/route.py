@@ -1,4 +1,4 @@
-"""Rows of the table of routes, and what is done around the handler of each."""
+"""Rows of the route table, and the checks and errors around each handler."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger("multiworld.serve")
 
 access_logger = logging.getLogger("multiworld.access")
 
-OPTIONAL = re.compile(r"\[.*\]")  # the part of a path that may be absent
+OPTIONAL = re.compile(r"\[.*\]")  # the optional part of a path
 
 
 class Needs(enum.Enum):
-    """What a route needs before its handler is called."""
+    """Requirement that is checked before a route's handler is called."""
 
     NOTHING = "nothing"
     OPERATOR = "the key of an operator"
@@ -51,7 +51,7 @@ class Needs(enum.Enum):
 
 
 class Tag(enum.Enum):
-    """Part of the API, which also decides the form of its errors."""
+    """Part of the API, which determines the format of its errors."""
 
     HEALTH = "health"
     INFERENCE = "inference"
@@ -60,17 +60,17 @@ class Tag(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the table.
+    """One row of the route table.
 
     Attributes:
         method: ``GET``, which includes ``HEAD``, or ``POST``.
-        path: ``{name}`` is a part that varies; what is in brackets may be absent.
-        handler: Answers a ``Call``, or an ``AdmittedCall`` where a body is needed. Its
+        path: ``{name}`` is a parameter; the part in brackets is optional.
+        handler: Answers a ``Call``, or an ``AdmittedCall`` if a body is needed. Its
             docstring describes the route.
-        needs: What is checked before.
+        needs: Requirement that is checked before.
         tag: Part of the API.
-        operation: More of its description in OpenAPI.
-        is_shown: Whether it is described.
+        operation: Further fields of the route's OpenAPI description.
+        is_shown: Whether the OpenAPI document has the route.
     """
 
     method: str
@@ -83,13 +83,13 @@ class Route:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Every path of the route, the shortest first."""
+        """All paths of the route, the shortest first."""
         with_all = self.path.replace("[", "").replace("]", "")
         return tuple(dict.fromkeys((OPTIONAL.sub("", self.path), with_all)))
 
     @property
     def texts(self) -> tuple[str, str]:
-        """One line on the route, and more; the second may be empty."""
+        """Summary and description of the route; the description may be empty."""
         text = inspect.cleandoc(self.handler.__doc__ or "")
         summary, _, rest = text.partition("\n")
         return summary.rstrip("."), rest.strip()
@@ -100,14 +100,14 @@ class Route:
 
 
 def pattern_of(path: str) -> re.Pattern[str]:
-    """Return the expression that a path matches; ``{name}`` matches one part."""
+    """Return a path's regular expression; ``{name}`` matches one segment."""
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path)))
 
 
 async def respond(
     gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
 ) -> Response:
-    """Answer a request to a route: check, call its handler, and render errors."""
+    """Answer a request: check it, call the route's handler, and render errors."""
     if route.needs is Needs.BODY:
         return await _respond_counted(gateway, route, request, path)
 
@@ -175,7 +175,7 @@ async def _respond_counted(
         )
         response = _continued(response, record)
         status = response.status_code
-        # It has none of that name, for which ``headers`` would look.
+        # ``headers`` would first search for a header of this name; there is none.
         response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     finally:
         if isinstance(response, EventStream):
@@ -211,7 +211,7 @@ async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> R
 def _log_access(
     request: AnyRequest, number: str, tenant: str, status: int, took_s: float
 ) -> None:
-    # As it was sent: decoded, it could have lines of its own.
+    # Log the path as it was sent: a decoded one could contain line breaks.
     method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
     text = "%s %s %s %s %d %.3f s"
     access_logger.info(text, number, tenant, method, path, status, took_s)

@@ -1,7 +1,7 @@
-"""TLS handshakes that count as connections, and are bounded in time.
+"""TLS handshakes that have a time limit and count as connections.
 
-asyncio's own server reports a connection only after its handshake, for which it allows
-a minute. So a client that sends nothing would hold a descriptor that no limit counts.
+asyncio's own server reports a connection only after its handshake, which may take a
+minute. Until then, a silent client would hold a file descriptor that no limit counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("multiworld.serve")
 
 
 class Certificate:
-    """A certificate in files that may be renewed while it is used."""
+    """A certificate whose files may be replaced while it is in use."""
 
     def __init__(self, certificate: str, key: str) -> None:
         self._files = certificate, key
@@ -37,7 +37,7 @@ class Certificate:
             self._version = newest
             try:
                 self._context = self._loaded()
-            except OSError as error:  # also of TLS: one file is not replaced yet
+            except OSError as error:  # or ssl.SSLError: only one file is replaced yet
                 logger.warning("the new certificate is not used: %s", error)
         return self._context
 
@@ -51,11 +51,10 @@ class Certificate:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until its handshake is complete; then one of ``inner``.
+    """A connection in its TLS handshake; ``inner`` is its protocol afterwards.
 
-    One whose handshake takes longer than the limit for headers is closed, and so is one
-    beyond the limit of connections, which includes those in their handshakes
-    (``running``).
+    It is closed if the handshake takes longer than ``limits.head_s``, or if there are
+    more than ``limits.max_connections``, including handshakes (``running``).
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Handshake(asyncio.Protocol):
         self._certificate, self._limits, self._running = certificate, limits, running
         self._open = server_state.connections
         self._is_made = self._is_lost = False  # the connection of ``inner``
-        self._early: list[bytes] = []  # sent with the end of the handshake
+        self._early: list[bytes] = []  # received together with the handshake's end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self._running) + len(self._open) > self._limits.max_connections:
@@ -94,7 +93,7 @@ class Handshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=self._limits.head_s,
             )
-        except OSError:  # also of TLS; it was not a client of ours, or a slow one
+        except OSError:  # or ssl.SSLError: the client does not speak TLS, or is slow
             raw.abort()
             return
         if transport is None or self._is_lost:
@@ -111,7 +110,7 @@ class Handshake(asyncio.Protocol):
         self._early.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_made:  # lost with the end of the handshake
+        if self._is_made:  # lost just as the handshake ended
             self._inner.connection_lost(exc)
         self._is_lost = True
 
@@ -121,7 +120,7 @@ def with_tls(
     certificate: Certificate,
     limits: ConnectionLimits,
 ) -> type[asyncio.Protocol]:
-    """Return a protocol for ``uvicorn.Config(http=...)``, which does no TLS then."""
+    """Return a protocol factory for ``uvicorn.Config(http=...)`` without its TLS."""
     running = set[asyncio.Task[None]]()
     made: Any = partial(Handshake, inner, certificate, limits, running)
     return cast("type[asyncio.Protocol]", made)

@@ -1,1 +1,1 @@
-"""OpenAI's completions, chats and tools; Triton's generate."""
+"""OpenAI's completions, chats, tools and embeddings; Triton's generate."""

@@ -11,10 +11,10 @@ import msgspec
 from multiworld.errors import wrong_field
 from multiworld.serve.gateway.http.json_limits import NOT_JSON
 
-# Of messages in OpenAI's API.
+# Roles of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Values in the arguments of all tool calls of a chat, at most; strings count by their
-# commas and brackets. This many take some 10 ms to decode.
+# Maximum number of values in the arguments of all tool calls of a chat, estimated by
+# commas and opening brackets. This many take about 10 ms to decode.
 MAX_ARGUMENTS = 50_000
 
 _wrong = functools.partial(wrong_field, "messages")
@@ -48,7 +48,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     if thought and is_answer:
         if not isinstance(thought, str):
             raise _wrong("must have a string as reasoning")
-        # Templates know one name or the other.
+        # Some templates use one name, some the other.
         message["reasoning_content"] = message["reasoning"] = thought
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):
@@ -93,6 +93,6 @@ def _call(given: Any) -> dict[str, Any]:
 def _decoded(arguments: str) -> Any:
     try:
         found = msgspec.json.decode(arguments)
-    except NOT_JSON:  # such as those of a truncated answer
+    except NOT_JSON:  # for example, of a truncated answer
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -27,8 +27,8 @@ Open = Callable[
     AbstractAsyncContextManager[OpenStream],
 ]
 
-MAX_UNREAD = 400_000  # of a request's pieces that wait for its client; see ``_cost``
-MIN_LOGPROB = -9999.0  # of probability zero, as in vLLM: JSON has no infinity
+MAX_UNREAD = 400_000  # maximum ``_cost`` of a request's pieces that wait for its client
+MIN_LOGPROB = -9999.0  # for probability zero, as in vLLM: JSON has no infinity
 
 
 class SlowClientError(ServeError):
@@ -39,16 +39,14 @@ class SlowClientError(ServeError):
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a completion request."""
-
     index: int
     prompt: Sequence[int]
     text: GrowingText
     is_prompt_only: bool = False  # the computed token is left out of the answer
-    keeps_items: bool = True  # for a whole answer
-    made: int = 0  # tokens
+    keeps_items: bool = True  # for an answer that is not streamed
+    made: int = 0  # number of output tokens
     items: list[TokenItem] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # of their text, in characters
+    offsets: list[int] = field(default_factory=list)  # of the items, in characters
     # Logprobs of its prompt: ``TokenItem.prompt``.
     scores: Sequence[tuple[float, Any]] = ()
     finish: str = ""  # why it ended; empty until then
@@ -62,13 +60,13 @@ class Piece:
     text: str
     item: TokenItem | None  # None: the deadline has passed
     finish: str  # empty except for the last piece
-    offset: int  # in characters of the text
+    offset: int  # of the text, in characters
 
 
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
     """Return a digest of prompts and sampling, except for the seed."""
     found = hashlib.blake2b(digest_size=16)
-    # Sorted apart: msgspec sorts names only.
+    # Sorted here, because msgspec sorts only keys that are strings.
     biases = sorted(sampling.logit_bias.items())
     rest = msgspec.structs.replace(sampling, seed=0, logit_bias={})
     found.update(msgspec.msgpack.encode((rest, biases), order="sorted"))
@@ -85,12 +83,12 @@ async def generate(
     on_token: Callable[[], None],
     record: AnswerRecord,
 ) -> AsyncGenerator[Piece]:
-    """Generate all choices at once; if one fails, the others end.
+    """Generate all choices concurrently; if one fails, cancel the others.
 
     What another gateway has shown comes first, and each of them continues behind it.
 
     Raises:
-        SlowClientError: More waits for the client than a gateway keeps for it.
+        SlowClientError: The pieces that wait for the client exceed ``MAX_UNREAD``.
     """
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
     unread = 0
@@ -158,7 +156,7 @@ async def generate(
 
 
 def _cost(piece: Piece) -> int:
-    """Return the memory of a piece, in numbers of about 100 bytes."""
+    """Return the memory of a piece, in units of about 100 bytes."""
     return 4 + (0 if piece.item is None else len(piece.item.top))
 
 
@@ -181,7 +179,7 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
         choice.offsets.append(offset)
     # A token that ends the text is not part of it.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
-    if item.finish:  # the end may complete a stop string that was held back
+    if item.finish:  # add the text that was held back
         text += choice.text.end()
     finish = "stop" if choice.text.is_stopped else item.finish
     choice.finish = finish
@@ -212,11 +210,11 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 def text_logprobs(
     tokenizer: Tokenizer,
     items: Sequence[TokenItem],
-    offsets: Sequence[int],  # of their text and the prompt's, in characters
-    prompt: Sequence[int] = (),  # comes first, with ``scores``
+    offsets: Sequence[int],  # of the prompt's tokens and the items, in characters
+    prompt: Sequence[int] = (),  # tokens before the items, with logprobs ``scores``
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the logprobs of tokens in the form of a text completion."""
+    """Return the logprobs of tokens in the format of a text completion."""
     scored: list[tuple[int, float | None, Any]] = [
         (item.token, item.logprob, item.top) for item in items
     ]

@@ -1,4 +1,4 @@
-"""Answers to completion requests, whole and as events, in OpenAI's form."""
+"""Answers to completion requests in OpenAI's format, whole or as events."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
             )
         index = piece.choice.index
         said[index].add(piece, ready.parsers[index])
-    if ready.wanted.sampling.logprobs is not None:  # rendering takes long
+    if ready.wanted.sampling.logprobs is not None:  # takes long to render
         return await asyncio.to_thread(_rendered, ready, said)
     return _rendered(ready, said)
 
 
 @dataclass(slots=True)
 class Said:
-    """What one choice has said so far."""
+    """The output of one choice so far."""
 
     text: list[str]
     thoughts: list[str] = field(default_factory=list)
-    # Name and parts of the arguments of each call.
+    # Name and parts of the arguments of each tool call, by its number.
     calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
 
     def add(self, piece: Piece, parser: AnswerParser | None) -> None:
@@ -82,7 +82,7 @@ def _rendered(ready: Ready, said: Sequence[Said]) -> Response:
         for choice, each in zip(ready.choices, said, strict=True)
     ]
     answer = {**ready.head(), "choices": found, "usage": _usage(ready)}
-    if ready.is_chat and ready.wanted.has_ids:  # where vLLM has it
+    if ready.is_chat and ready.wanted.has_ids:  # at the top level, as in vLLM
         answer["prompt_token_ids"] = list(ready.choices[0].prompt)
     return json_response(answer)
 
@@ -131,7 +131,7 @@ def _choice(
 
 
 def _is_cut(ready: Ready, choice: Choice) -> bool:
-    """Return whether the last call may be incomplete."""
+    """Return whether the last tool call may be incomplete."""
     calling = ready.wanted.calling
     is_forced = calling is not None and not calling.is_free
     return choice.finish == "length" or (is_forced and choice.text.is_stopped)
@@ -182,8 +182,8 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                 yield b": still generating\n\n"
             else:
                 if not begun:
-                    # All choices, in order: the openai package takes the first choice
-                    # that it sees for number 0.
+                    # All choices, in order: the openai package assumes that the first
+                    # choice that it sees is number 0.
                     for choice in ready.choices:
                         if first := _first_event(ready, choice):
                             yield first
@@ -232,7 +232,8 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:
     """Return the event before the first token of a choice; empty if there is none."""
-    # Sent with the first token of all, which clients take for the time to it.
+    # Sent together with the first token of any choice, because clients measure their
+    # time to first token by it.
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
         delta = {"role": "assistant", "content": ""}
@@ -244,8 +245,8 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
 def _parsed_events(
     ready: Ready, held: list[Piece], parser: AnswerParser
 ) -> Iterator[bytes]:
-    """Yield the events of output that may have reasoning and calls of tools."""
-    # ``held``: pieces that no event has included yet, as they complete nothing to show.
+    """Yield the events of output that may have reasoning and tool calls."""
+    # ``held``: pieces that no event has included yet, as they have nothing to show.
     piece = held[-1]  # the only one that is not parsed yet
     deltas: list[dict[str, Any]] = []
     thought_tokens = parser.thought_tokens

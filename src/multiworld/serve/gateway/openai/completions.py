@@ -1,4 +1,4 @@
-"""Parameters of requests for chat and text completions, as in OpenAI's API."""
+"""Parsed parameters of requests for chat and text completions."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ MAX_PROMPTS = 2048
 MAX_STOP_TOKENS = 1024  # tokens that end a completion
 MAX_BIASES = 1024
 GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM: else logits / t overflows
-DEFAULT_TOKENS = 16  # of a text completion that gives no number, as in OpenAI's API
+DEFAULT_TOKENS = 16  # ``max_tokens`` of a text completion, as in OpenAI's API
 # Fields whose default is in the model's ``generation_config.json``.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# Checks the structure of an answer, and returns its grammar; it may take a second.
-# Makes a grammar, which it gives to a ``trial`` (``grammars.Trial``).
+# Makes and returns the grammar of an answer, after passing it to a ``trial``
+# (``grammars.Trial``). It may take a second.
 Structure = Callable[..., str]
 
-# By field of ``structured_outputs``.
+# Makers of grammars, by field of ``structured_outputs``.
 MAKERS: dict[str, Callable[[Any, str], str]] = {
     "json": grammars.grammar_of_schema,
     "regex": grammars.grammar_of_regex,
@@ -56,25 +56,25 @@ MAKERS: dict[str, Callable[[Any, str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request without its prompts."""
+    """The parameters of a request, without its prompts."""
 
     model: str
     sampling: Sampling  # ``max_tokens`` is 0 if the request gives none
     n: int  # choices per prompt
     stop: tuple[str, ...]
     is_streamed: bool
-    has_usage: bool  # a streamed answer ends with it
-    has_usage_so_far: bool  # if it does, so does each of its chunks
+    has_usage: bool  # a streamed answer ends with its usage
+    has_usage_so_far: bool  # then each chunk has the usage so far, too
     skips_special: bool
     echo: bool = False  # the answer begins with the prompt
-    is_prompt_only: bool = False  # one token is computed all the same
+    is_prompt_only: bool = False  # the answer has no output, but one token is computed
     timeout_s: float | None = None  # until the deadline; None: the model's default
-    has_ids: bool = False  # of the tokens, in the answer
+    has_ids: bool = False  # the answer includes token ids
     structure: Structure | None = None
-    schema: Any = None  # that the structure is made of, if it is
+    schema: Any = None  # JSON schema from which the structure is made, if any
     calling: Calling | None = None
-    has_reasoning: bool = True  # in the answer
-    session: str = ""  # a tenant's requests of one prefer the same replicas
+    has_reasoning: bool = True  # the answer includes the reasoning
+    session: str = ""  # requests of a tenant's session prefer the same replicas
     ignored: tuple[str, ...] = ()  # unknown fields of the request
     given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
     has_seed: bool = False  # else one is drawn
@@ -114,7 +114,7 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
         if asked.structured_outputs is not None or asked.ignore_eos:
             rule = "cannot be given with structured_outputs or with ignore_eos"
             raise wrong_field("tool_choice", rule)
-        # A response_format is that of a text, as for OpenAI: here is none.
+        # As in OpenAI's API, ``response_format`` applies to text, not to forced calls.
         if calling.named:
             named = calling.named_parameters
             structure = partial(grammars.grammar_of_schema, named, "tools")
@@ -231,7 +231,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
 def structure_of(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Structure | None:
-    """Return the structure that a request requires; None: any."""
+    """Return the structure that a request requires; None if it requires none."""
     found: list[Structure] = []
     of_schema = grammars.grammar_of_schema
     if form is not None and form.type == "json_object":
@@ -313,7 +313,7 @@ def check_fits(
     room = longest - prompt
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(
-            # Front ends look for the first words, which are OpenAI's.
+            # Front ends look for OpenAI's wording, which comes first.
             f"This model's maximum context length is {longest} tokens. However, the "
             f"prompt has {prompt} and the answer may have {max(1, wanted.max_tokens)}; "
             "shorten the prompt, or lower max_tokens",

@@ -1,4 +1,4 @@
-"""The route of embeddings, in OpenAI's form."""
+"""OpenAI's embeddings route."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from multiworld.serve.spec.stage import Model, Tensors
 
 MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
 MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
-WINDOW = 32  # texts of one request in flight; more would fill the queue
+WINDOW = 32  # maximum texts of one request in flight; more would fill the queue
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -45,7 +45,7 @@ class _Body(msgspec.Struct, frozen=True):
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
-IN_TURN = 32  # inputs that are encoded before other tenants have their turn
+IN_TURN = 32  # inputs to encode in one job, before a job of another tenant
 
 _bodies = msgspec.json.Decoder(_Body)
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -96,7 +96,7 @@ def _small(name: str, part: msgspec.Raw) -> Any:
 
 
 def _inputs(given: bytes) -> list[str] | list[list[int]]:
-    """Return the inputs; bound their number before decoding them."""
+    """Decode the inputs, after a check of their number."""
     try:
         if given.startswith(b'"'):
             return _not_empty([_string.decode(given)])
@@ -142,7 +142,7 @@ def _check_dimensions(dimensions: int | None, model: Model) -> None:
 def _checked(
     frontend: Any, model: Model, inputs: list[str] | list[list[int]]
 ) -> list[Tensors]:
-    """Return the tensors of inputs; refuse token ids that the model does not take."""
+    """Return the tensors of the inputs; refuse those that the model does not take."""
     is_text = isinstance(inputs[0], str)
     encode = getattr(frontend, "encode" if is_text else "encode_tokens", None)
     if encode is None:
@@ -194,10 +194,10 @@ async def _prepared(
     served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
     size = sum(map(len, asked.inputs))
-    if 16 * size < request_body.OFFLOAD_BYTES:  # that is as slow to parse
+    if 16 * size < request_body.OFFLOAD_BYTES:  # encoding is 16 times as slow
         return version, model, _checked(frontend, model, asked.inputs)
     inputs: list[Tensors] = []
-    for begin in range(0, len(asked.inputs), IN_TURN):  # it may take seconds
+    for begin in range(0, len(asked.inputs), IN_TURN):  # may take seconds
         some = asked.inputs[begin : begin + IN_TURN]
         encode = partial(_checked, frontend, model, some)
         cost = 1.0 + sum(map(len, some))
@@ -239,7 +239,7 @@ async def _embed(
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
-    """Return all answers; cancel the rest once one fails."""
+    """Return all answers; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Routes of generated text, and of its tokens, in OpenAI's form."""
+"""OpenAI's routes for generated text, and vLLM's for its tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from multiworld.serve.text.tokenizer import bytes_of
 async def chat(call: AdmittedCall) -> Response:
     """Generate the next message of a chat.
 
-    Fields are those of OpenAI's API, and those that vLLM adds for sampling.
+    Takes the fields of OpenAI's API, and vLLM's additional sampling fields.
     """
     return await _completed(call, CHAT)
 
@@ -93,7 +93,7 @@ def _tokenize_request(body: Body) -> TokenizeBody:
 async def _encoded(
     call: AdmittedCall, size: int, encode: Callable[[], dict[str, Any]]
 ) -> Response:
-    """Answer with what the tokenizer returns, in the tenant's turn."""
+    """Run the tokenizer in a thread, fairly between tenants; answer with its result."""
     work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return json_response(await asyncio.wrap_future(work))
 

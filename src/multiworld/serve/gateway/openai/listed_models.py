@@ -1,4 +1,4 @@
-"""Routes of the models that a client may use, in OpenAI's form."""
+"""OpenAI's routes that list the models which a client may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from multiworld.serve.gateway.http.calls import Call
 from multiworld.serve.gateway.http.http_responses import json_response
 
-BEGAN_AT = int(time.time())  # of this process, which counts as the age of its models
+BEGAN_AT = int(time.time())  # epoch seconds of the start; ``created`` of all models
 
 
 async def listed_models(call: Call) -> Response:

@@ -1,4 +1,4 @@
-"""Preparation of a request: its prompts become tokens, within the model's limits."""
+"""Preparation of a request: prompts become tokens, and the model's limits apply."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 
-LEAST_S = 0.001  # of a deadline, which then is over at once
-MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
+LEAST_S = 0.001  # minimum seconds until a deadline, which then passes at once
+MAX_SCORES = 200_000  # prompt logprobs in one answer, of about 50 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    name: str  # maybe that of a dedicated model
+    name: str  # of the shared or the dedicated model
     generation: Generation
     tokenizer: Tokenizer
     version: str
-    longest: int  # tokens of a sequence
+    longest: int  # maximum tokens of a sequence
     limits: TimeLimits
     family: Family | None
     has_controls: bool
-    reasoning_marks: Sequence[str] | None  # of its spec
-    wait_s: float = WAIT_S  # for a token, if a request has no deadline
+    reasoning_marks: Sequence[str] | None  # in its spec
+    wait_s: float = WAIT_S  # maximum wait for a token, if a request has no deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What chats and text completions have of their own."""
+    """The differences between chats and text completions."""
 
-    prefix: str  # of the id of an answer
+    prefix: str  # of an answer's id
     whole: str  # ``object`` of a whole answer
-    chunk: str  # and of a chunk
-    field: str  # of the request, with the prompt
-    parse: Callable[..., tuple[Any, Wanted]]  # of a body
+    chunk: str  # ``object`` of a chunk
+    field: str  # name of the request field with the prompt
+    parse: Callable[..., tuple[Any, Wanted]]  # parses a body
     encode: Callable[[AdmittedCall, ServedModel, Any, Wanted], Awaitable[Prompts]]
 
 
@@ -95,7 +95,7 @@ class Ready:
     served: ServedModel
     choices: tuple[Choice, ...]
     kind: Kind
-    echoes: tuple[str, ...]  # text that each choice begins with
+    echoes: tuple[str, ...]  # text with which each choice begins
     id: str
     made_at: int
     reasoning: Reasoning | None  # that the output may begin with
@@ -120,7 +120,7 @@ class Ready:
 
 
 async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -> Ready:
-    """Prepare a request for the active version; again if an update is completed."""
+    """Prepare a request for the active version; start again if that changes."""
     gateway, name, tenant = call.gateway, wanted.model, call.tenant
     call.admitted.model = name
     began_at = gateway.authenticator.clock()
@@ -140,7 +140,7 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
         return ready
     if timeout_s is None:
         timeout_s = gateway.deadline_s(name, tenant)
-    spent_s = gateway.authenticator.clock() - began_at  # seconds, if it was compiled
+    spent_s = gateway.authenticator.clock() - began_at  # compiling may take seconds
     timeout_s = max(LEAST_S, timeout_s - spent_s)
     return replace(ready, wanted=replace(ready.wanted, timeout_s=timeout_s))
 
@@ -163,7 +163,7 @@ async def served_model(call: AdmittedCall, name: str) -> ServedModel:
             param="model",
         )
     name = gateway.route(name, call.tenant)
-    # Before the wait: the version may be gone after it.
+    # Read before the ``await``, after which the version may be gone.
     whole = gateway.specs[name, version]
     spec = whole.generation
     assert spec is not None
@@ -234,7 +234,7 @@ async def _text_prompts(
         else:
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
-            break  # and is refused
+            break  # it will be refused
     return Prompts(tokens)
 
 
@@ -259,7 +259,7 @@ TEXT = Kind(
 async def _encoded(
     call: AdmittedCall, size: int, encode: Callable[[], list[int]]
 ) -> list[int]:
-    """Encode a text in a thread; tenants take turns, as it may take a second."""
+    """Encode a text in a thread, fairly between tenants, as it may take a second."""
     work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return await asyncio.wrap_future(work)
 
@@ -300,7 +300,7 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
 
 
 def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
-    """Use the model's own defaults for fields that the request does not give."""
+    """Apply the model's own defaults to fields that the request does not set."""
     own = {k: v for k, v in generation.defaults.items() if k not in wanted.given}
     if not own:
         return wanted
@@ -308,7 +308,7 @@ def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
 
 
 def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
-    """Return the structure of output that may have text and calls of tools."""
+    """Return the structure of output that may have text and tool calls."""
     calling, structure = wanted.calling, wanted.structure
     assert calling is not None
     token_id = served.tokenizer.fast.token_to_id
@@ -330,13 +330,13 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
     if calling.is_strict and is_marked and begin is not None and end is not None:
         ends = served.generation.end_tokens
         return partial(grammar_of_marked_calls, forms, begin, end, ends)
-    return None  # calls that do not fit their schema are possible
+    return None  # no structure: calls may violate their schemas
 
 
 def _shown_marks(
     wanted: Wanted, served: ServedModel, reasoning: Reasoning | None
 ) -> frozenset[int]:
-    """Return the tokens that mark parts of the output; control tokens or not."""
+    """Return the tokens that delimit parts of the output, and so are not skipped."""
     marks = [] if reasoning is None else [reasoning.begin, reasoning.end]
     is_free = wanted.calling is not None and wanted.calling.is_free
     if is_free and served.family == "hermes":
@@ -352,7 +352,7 @@ async def _compiled(
     structure: Structure,
     reasoning: Reasoning | None,
 ) -> str:
-    """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
+    """Compile a structure in a thread, fairly between tenants; return its grammar."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = min(WAIT_S, call.gateway.deadline_s(wanted.model, call.tenant))
@@ -383,7 +383,8 @@ def _tried(
         ends=model.end_tokens,
         is_begun=reasoning.is_begun,
     )
-    # By itself, too: the first is not asked for the answer until the reasoning is over.
+    # Try the answer's grammar on its own, too: a trial of the whole grammar starts with
+    # the reasoning and does not reach the answer.
     return whole(structure(trial=lambda g: why_not(g) or why_not(whole(g))))
 
 

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from multiworld.serve.gateway.openai.tools import Call, CallParser, overlap
 
-# Of model families, in the order in which they are looked for in a chat template:
+# Marks of model families, in the order in which chat templates are searched for them:
 # DeepSeek, GLM, Kimi, Qwen and others; Mistral; Seed.
 KNOWN = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
-LAST = 128  # tokens of a prompt, at most, that are its last mark and space
-MAX_SPACE = 64  # characters that are held back, as they may end the reasoning
+LAST = 128  # maximum tokens of the mark at a prompt's end and the space after it
+MAX_SPACE = 64  # maximum characters of space held back, as a mark may follow
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How the output of a model may begin with reasoning."""
+    """The reasoning with which the output of a model may begin."""
 
     begin: str
     end: str
-    is_begun: bool = False  # by the prompt
-    # The marks as tokens; None: they are plain text for the model.
+    is_begun: bool = False  # the prompt ends with the first mark
+    # The marks as tokens; None: the mark is plain text for the model.
     begin_token: int | None = None
     end_token: int | None = None
 
@@ -50,7 +50,7 @@ def marks_of(
 ) -> tuple[str, str] | None:
     """Return the marks around a model's reasoning; None if it has none.
 
-    ``given``: those of its spec; None: they follow from its chat templates.
+    ``given``: the marks in its spec; None: find them in its chat templates.
     """
     if given is not None:
         return (given[0], given[1]) if given else None
@@ -59,10 +59,10 @@ def marks_of(
 
 
 def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
-    """Return how the output that follows a prompt may begin.
+    """Return the reasoning with which the output after a prompt may begin.
 
-    None: the prompt has the end of the reasoning already, as templates write it for
-    answers without any.
+    None if the prompt ends with the last mark, which templates write there for answers
+    without reasoning.
     """
     begin, end = marks
     before = prompt.rstrip()
@@ -72,17 +72,17 @@ def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
 
 
 class ReasoningParser:
-    """Splits the output of one choice, as it grows, in reasoning and the rest.
+    """Splits the output of one choice, as it grows, into reasoning and the rest.
 
-    Space around the reasoning is in neither. Where the last mark is a token, its
-    letters alone end nothing: a model may write about them.
+    Space around the reasoning is dropped. If the last mark is a token, its characters
+    as plain text do not end the reasoning: a model may write about them.
     """
 
     def __init__(self, form: Reasoning) -> None:
         self._form = form
         self._held = ""
         self.is_thinking = form.is_begun
-        self._is_marked = form.end_token is None  # the last mark may be in the text
+        self._is_marked = form.end_token is None  # the text may have the last mark
         self._is_over = self._has_thought = self._has_answered = False
 
     def feed(self, text: str, token: int) -> Iterator[str | Thought]:
@@ -136,17 +136,17 @@ class ReasoningParser:
 
 
 class AnswerParser:
-    """Splits the output of one choice, as it grows, in reasoning, text and calls."""
+    """Splits the output of one choice, as it grows, into reasoning, text and calls."""
 
     def __init__(self, form: Reasoning | None, calls: CallParser | None) -> None:
         self._thinking = None if form is None else ReasoningParser(form)
         self._calls = calls
         self._tokens = 0
-        self.thought_tokens = 0  # with the space before them
+        self.thought_tokens = 0  # including the space before the reasoning
 
     @property
     def may_be_text(self) -> bool:
-        """False if all of the answer is calls."""
+        """False if the whole answer consists of tool calls."""
         return self._calls is None or self._calls.calling.is_free
 
     @property

@@ -1,5 +1,7 @@
 """Fields of requests for chat and text completions, as in OpenAI's API and vLLM.
-Unsupported ones are refused by name; unknown ones are ignored, and named."""
+
+Unsupported fields are refused by name; unknown ones are ignored and reported.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The structure of an answer, as vLLM names it; exactly one field is given."""
+    """The structure of an answer, with vLLM's names; exactly one field is given."""
 
     json: Any = None
     regex: str | None = None
@@ -151,11 +153,11 @@ COMPLETION = msgspec.json.Decoder(CompletionBody)
 
 MAX_CHOICES = 64  # of one request, over all of its prompts
 MAX_STOPS = 16  # stop strings
-MAX_STOP = 256  # characters of a stop string; each token is searched for them
+MAX_STOP = 256  # characters of a stop string, which every output token is checked for
 # Pairs of ``metadata``, characters of names and values, as in OpenAI's API.
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MAX_SESSION = 256  # characters of its name
+MAX_SESSION = 256  # characters of ``prompt_cache_key``
 MAX_LOGPROBS = 20  # alternatives reported with each token
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -172,11 +174,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_completion_tokens": (1, 2**31),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
-    "logit_bias": (-100.0, 100.0),  # each of them
+    "logit_bias": (-100.0, 100.0),  # each bias
 }
-"""The smallest and the largest value of each number."""
+"""Minimum and maximum of each number."""
 
-# Fields of OpenAI's API and of vLLM's.
+# Fields of OpenAI's API and vLLM's that this server refuses.
 UNSUPPORTED = (
     "chat_template",  # a client's template could run forever
     *("functions", "function_call", "modalities"),
@@ -190,7 +192,7 @@ UNSUPPORTED = (
 
 NOT_IN_CHATS = "echo", "add_special_tokens"
 
-# The only values of some of them that request nothing; of others, see ``DEFAULTS``.
+# Values of some unsupported fields that request nothing, in place of ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
     "function_call": "none",
     "web_search_options": None,  # {} asks for a search
@@ -205,11 +207,11 @@ NOTHING: dict[str, Any] = {
     "add_special_tokens": False,
 }
 
-# Values of unsupported fields that request nothing.
+# Values of all other unsupported fields that request nothing.
 DEFAULTS: tuple[Any, ...] = (*(None, False, [], {}, ""),)
 
 
-# Unknown fields that would change the answer, by the names of other servers.
+# Unknown fields that would change the answer, with the names that other servers use.
 MEANINGFUL = frozenset(
     (
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -223,10 +225,10 @@ MEANINGFUL = frozenset(
         *("prompt_logprobs", "input", "instructions", "lora", "adapter"),
     )
 )
-# Unknown fields that are close to a known one, but are known elsewhere.
+# Unknown fields that resemble a known one, but are fields of other servers.
 OTHERS = frozenset({"models"})
 
-# In these, an unknown field may change the answer.
+# Fields within which an unknown field may change the answer.
 NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
 
 MAX_IGNORED = 16  # unknown fields of a request
@@ -241,11 +243,11 @@ def decoded_with_ignored(
     *,
     is_strict: bool,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return a request, and its unknown fields, which are left out.
+    """Return a request without its unknown fields, and the names of these.
 
     Raises:
-        InvalidRequestError: A field would change the answer, or is a known one
-            misspelt; or ``is_strict``.
+        InvalidRequestError: The body is invalid, or an unknown field would change the
+            answer or is a misspelt known one. With ``is_strict``: any unknown field.
     """
     check_values(body)
     ignored: list[str] = []
@@ -295,7 +297,7 @@ def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
 
 
 def invalid(error: msgspec.ValidationError) -> InvalidRequestError:
-    """Return the error for a request that does not have the declared fields."""
+    """Return the error for a body that does not match the declared fields."""
     text = str(error)
     return InvalidRequestError(
         f"body is not a valid request: {text}", param=_named(text), code="invalid_value"

@@ -1,4 +1,4 @@
-"""A prepared request becomes an answer: its streams, and the form of what they give."""
+"""Generation and answering of a prepared request, for all APIs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an API shows an answer."""
+    """The format of an API's answers, whole and as events."""
 
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
@@ -36,10 +36,10 @@ class Form:
 
 
 def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
-    """Reserve places for all choices, charge the prompt, and return what they give.
+    """Reserve queue places for all choices, charge the prompt, and return the output.
 
     Raises:
-        OverloadedError: There is no place; the request is not charged.
+        OverloadedError: The queue has no room; the request is not charged.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
     call.reservation.release()  # of the body; a stream may take long
@@ -81,7 +81,7 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
 
 
 async def answered(ready: Ready, pieces: AsyncGenerator[Piece], form: Form) -> Response:
-    """Answer with what is generated, whole or as a stream of events."""
+    """Answer with the output, whole or as a stream of events."""
     if ready.wanted.is_streamed:
         response: Response = form.event_stream(form.events(ready, pieces))
     else:
@@ -96,7 +96,7 @@ async def answered(ready: Ready, pieces: AsyncGenerator[Piece], form: Form) -> R
 async def _watched(
     call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece]
 ) -> AsyncGenerator[Piece]:
-    """Yield pieces, and record poison."""
+    """Yield pieces; record the request if it is found to be poison."""
     try:
         async with aclosing(pieces):
             async for piece in pieces:

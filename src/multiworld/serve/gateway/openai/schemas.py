@@ -1,6 +1,6 @@
-"""OpenAPI descriptions of the routes of generated text.
+"""OpenAPI descriptions of the routes for text.
 
-Those of requests are made of the types that parse them, and of the same bounds.
+Request schemas are generated from the types that parse requests, with the same bounds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MESSAGE: Schema = {
     },
 }
 
-# What is more exact than the types, by field.
+# Schemas that are more exact than the fields' types, by field.
 EXACT: dict[str, Schema] = {
     "model": {"type": "string", "minLength": 1},
     "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
@@ -110,14 +110,14 @@ EXACT: dict[str, Schema] = {
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the components of the description, by name."""
+    """Return the schema components of the OpenAPI document, by name."""
     bodies = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, GenerateBody)
     _, found = msgspec.json.schema_components(bodies, ref_template=PLACE)
     for name, schema in found.items():
         hidden = UNSUPPORTED + (NOT_IN_CHATS if name == "ChatBody" else ())
         is_body = name in ("ChatBody", "CompletionBody")
         properties = schema.get("properties", {})
-        if is_body:  # unknown fields are ignored, and so are some that request nothing
+        if is_body:  # unknown fields are ignored, and so are some unsupported ones
             schema.pop("additionalProperties", None)
         for field in list(properties):
             if is_body and field in hidden:
@@ -195,13 +195,9 @@ GENERATE_ANSWER = _object({"text_output": {"type": "string"}}, ["text_output"])
 def described(
     body: str, example: Any, answer: Schema | None, *, is_streamed: bool = False
 ) -> dict[str, Any]:
-    """Describe a route: the name of its body's schema, an example, and its answer.
+    """Describe a route's body and answer.
 
-    Args:
-        body: Name of one of ``schemas``.
-        example: A body.
-        answer: Schema of a whole answer; None: there is none.
-        is_streamed: Whether an answer may be a stream of events.
+    ``body`` is a name in ``schemas``; ``answer`` is None if all answers are streamed.
     """
     content: dict[str, Any] = {}
     if answer is not None:

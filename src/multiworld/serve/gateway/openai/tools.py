@@ -1,6 +1,6 @@
 """Tools that a model may call, as in OpenAI's API. Pure.
 
-With ``tool_choice: auto``, the model writes its calls in the form of its template
+With ``tool_choice: auto``, the model writes its calls in the format of its template
 family, and the parser finds them. With a named tool or ``required``, the output is
 constrained to the arguments of the call, or to a list of calls, which works with any
 model.
@@ -19,19 +19,19 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 
-# Models write line breaks into strings as they are.
+# Not strict, because models write unescaped line breaks into strings.
 DECODER = json.JSONDecoder(strict=False)
 
 MAX_TOOLS = 128  # of a request, as in OpenAI's API
 BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
 NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # of a tool, as in OpenAI's API
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-MAX_MARKS = 8  # ends of a call that are tried; each of them parses it
-# Text that may be a call in Llama 3's form, as far as it goes, and what comes before
-# each of several.
+MAX_MARKS = 8  # end marks that are tried for a call; each try parses the call
+# The start of text that may be a call in Llama 3's format, and the separator before
+# each further call.
 CALL_BEGUN = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|$)')
 NEXT_CALL = re.compile(r"[\s;]*(?=[{\[])")
-# Of templates, by vLLM's names of the parsers.
+# Families of chat templates, named like vLLM's tool parsers.
 Family = Literal["hermes", "llama3_json"]
 
 
@@ -58,10 +58,10 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a model may call tools in one answer."""
+    """The tool calls that a model may make in one answer."""
 
     tools: tuple[Tool, ...]
-    named: str = ""  # the tool that it must call; empty: its own choice
+    named: str = ""  # the tool that the model must call; empty: its own choice
     is_required: bool = False  # it must call at least one
     is_single: bool = False  # it may call at most one
 
@@ -96,7 +96,7 @@ class Calling:
 def calling_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None
 ) -> Calling | None:
-    """Return how a request lets the model call tools; None: it may not."""
+    """Return the tool calls that a request allows; None if it allows none."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError('"tool_choice" needs tools', param="tool_choice")
@@ -128,7 +128,7 @@ def _parameters(tool: Tool) -> Any:
     given = tool.function.parameters
     if given is None:
         return NO_PARAMETERS
-    # Clients expect an object, also where the schema says nothing.
+    # Clients expect an object, even if the schema has no ``type``.
     return {"type": "object", **given} if isinstance(given, dict) else given
 
 
@@ -142,12 +142,12 @@ class Call:
 
 
 class CallParser:
-    """Finds the calls in the output of one choice, as it grows."""
+    """Finds the tool calls in the output of one choice, as it grows."""
 
     def __init__(self, calling: Calling, family: Family | None) -> None:
         self.calling, self._family = calling, family
         self._held = ""
-        # More of a call that is not complete; joined once it is, or may be.
+        # Further text of an incomplete call; joined once the call may be complete.
         self._later: list[str] = []
         self._tail = ""
         self._is_open = self._is_free = False
@@ -214,7 +214,7 @@ class CallParser:
             if not mark:
                 safe = len(self._held) - overlap(self._held, BEGIN)
                 if self.calls and not self._held[:safe].strip():
-                    return  # space between calls is none of the text
+                    return  # space between calls is not part of the text
                 text, self._held = self._held[:safe], self._held[safe:]
                 if text:
                     yield text
@@ -233,9 +233,10 @@ class CallParser:
                 yield from self._calls(found)
 
     def _closed(self, text: str) -> tuple[list[tuple[str, str]] | None, int]:
-        """Return the calls in a text, None if it has none, and where its mark is.
+        """Return the calls before the end mark, and the position of that mark.
 
-        -1: it is not complete yet. A mark within a string ends nothing.
+        No calls (None): the text is not a valid call. Position -1: it is not complete
+        yet. A mark within a JSON string is skipped.
         """
         end = -1
         for _ in range(MAX_MARKS):
@@ -250,7 +251,7 @@ class CallParser:
         return None, text.find(END)
 
     def _may_not_be_json(self) -> bool:
-        """Return whether the output is certainly not a call in Llama 3's form."""
+        """Return whether the output is certainly not a call in Llama 3's format."""
         is_call = self._family is not None and CALL_BEGUN.match(self._held)
         return self._is_free or not is_call
 
@@ -261,7 +262,7 @@ class CallParser:
             yield text
 
     def _leading(self, text: str) -> tuple[list[tuple[str, str]] | None, str]:
-        """Return the calls that a text begins with, in Llama 3's form, and the rest."""
+        """Return the calls in Llama 3's format at the start of a text, and the rest."""
         calls, at = list[tuple[str, str]](), 0
         while begun := NEXT_CALL.match(text, at):
             try:
@@ -287,7 +288,7 @@ class CallParser:
         if not isinstance(call, dict) or call.get("name") not in names:
             raise ValueError("no call of a known tool")
         given = call.get("arguments", call.get("parameters"))
-        if isinstance(given, str):  # JSON in a string, or text that is none
+        if isinstance(given, str):  # JSON in a string, or other text
             with contextlib.suppress(ValueError, RecursionError):
                 given = json.loads(given or "null", strict=False)
         given = {} if given is None else given
@@ -330,7 +331,7 @@ class ListedCalls:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Return whether JSON is cut within a string."""
+    """Return whether truncated JSON ends within a string."""
     try:
         json.loads(text, strict=False)
     except json.JSONDecodeError as error:
@@ -341,7 +342,7 @@ def _ends_in_string(text: str) -> bool:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that may begin a mark."""
+    """Return the length of the longest suffix of ``text`` that starts ``mark``."""
     for count in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-count:]):
             return count

@@ -1,5 +1,6 @@
-"""Triton's routes ``generate`` and ``generate_stream``. Fields are those of Triton's
-generate extension and of its vLLM backend.
+"""Triton's routes ``generate`` and ``generate_stream``.
+
+Fields are those of Triton's generate extension and of its vLLM backend.
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_generate.html
 """
@@ -40,7 +41,7 @@ _bodies = msgspec.json.Decoder(GenerateBody)
 # Fields of a text completion that a request cannot set.
 FIXED = (
     *("model", "prompt", "n", "best_of", "echo", "stream", "stream_options"),
-    *("logprobs", "return_token_ids"),  # the answer has no place for them
+    *("logprobs", "return_token_ids"),  # the answer has no field for them
 )
 
 
@@ -63,7 +64,7 @@ async def generate_stream(call: AdmittedCall) -> Response:
 
 
 async def _generated(call: AdmittedCall, *, is_streamed: bool) -> Response:
-    call.gateway.model(call.name, call.version, call.tenant)  # before a long body
+    call.gateway.model(call.name, call.version, call.tenant)  # fail before a long body
     given, asked, wanted = await call.parsed(partial(_parsed, call.name, is_streamed))
     ready = await prepared(call, TEXT, asked, wanted)
     ready = replace(ready, id=given.id)

@@ -1,1 +1,1 @@
-"""Open Inference Protocol v2, and Triton's routes beside it."""
+"""The Open Inference Protocol v2, and Triton's additions to it."""

@@ -1,4 +1,4 @@
-"""The route of inference: tensors in, tensors out."""
+"""The inference route: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TENSOR = {
 }
 
 
-# What OpenAPI says of the route.
+# OpenAPI description of the route.
 INFER = {
     **body_of(
         {
@@ -69,7 +69,7 @@ INFER = {
 
 async def infer(call: AdmittedCall) -> Response:
     """Run inference with a model; a version in the path must be the active one."""
-    call.gateway.model(call.name, call.version, call.tenant)  # before a long body
+    call.gateway.model(call.name, call.version, call.tenant)  # fail before a long body
     body = await call.read_body(may_be_binary=True)
     version, model = _model(call)
     length = call.request.headers.get(JSON_LENGTH)
@@ -82,7 +82,7 @@ async def infer(call: AdmittedCall) -> Response:
 
 
 def _model(call: AdmittedCall) -> tuple[str, Model]:
-    """Return the active version, which takes tensors, and the model."""
+    """Return the active version and its model, which must take tensors."""
     version, model = call.gateway.model(call.name, call.version, call.tenant)
     if model.generation is not None:
         raise InvalidRequestError(
@@ -96,7 +96,7 @@ def _model(call: AdmittedCall) -> tuple[str, Model]:
 async def _computed(
     call: AdmittedCall, asked: InferenceRequest, version: str, default_s: float
 ) -> tuple[str, Tensors]:
-    """Return the version that has answered, and its answer."""
+    """Run inference; return the version that answered, and its answer."""
     gateway, name = call.gateway, call.name
     clock, given = gateway.authenticator.clock, asked.parameters
     timeout_s = timeout_of(call.request, given.timeout_s, given.timeout)
@@ -143,11 +143,11 @@ async def _rendered(
 
 
 def _tokens(tensors: Tensors) -> int:
-    """Return how many tokens tensors have, by the name that transformers gives them."""
+    """Return the number of tokens in ``input_ids``, as transformers names them."""
     ids = tensors.get("input_ids")
     return 0 if ids is None else ids.numel()
 
 
 def _session(given: int | str | None) -> str | None:
-    """Return the session, whose requests go to the same replicas."""
+    """Return the session; requests of one session prefer the same replicas."""
     return None if given in (None, 0, "") else str(given)

@@ -1,4 +1,4 @@
-"""Routes about the server and its models, as Triton has them, too.
+"""Routes that describe the server and its models, including Triton's.
 
 https://github.com/kserve/open-inference-protocol
 """
@@ -15,7 +15,7 @@ from multiworld.serve.gateway.http.calls import Call
 from multiworld.serve.gateway.http.http_responses import json_response
 from multiworld.serve.spec.stage import Model, TensorSpec
 
-PLATFORM = "multiworld_pytorch"  # of every model in the Open Inference Protocol
+PLATFORM = "multiworld_pytorch"  # field of each model's metadata
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
 TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]  # of ``generate``
@@ -90,7 +90,7 @@ async def index(call: Call) -> Response:
 
 
 async def absent(call: Call) -> Response:
-    """Refuse a request that this server serves in another way."""
+    """Refuse a request of Triton's API that this server replaces by other means."""
     text = (
         "not available here: Prometheus metrics are at /metrics, and models can be "
         "changed with `multiworld update`"

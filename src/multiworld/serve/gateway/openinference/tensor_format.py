@@ -31,10 +31,10 @@ from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.wire.collation import rows_of
 
 MAX_DIMENSIONS = 16  # of a tensor
-MAX_DIGITS = 18  # of a length; ``int`` takes long for millions of them
+MAX_DIGITS = 18  # of a length; ``int`` is slow for millions of digits
 MAX_ELEMENTS = 2**40  # in a tensor, and in each dimension
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
-FEW = 16  # values up to which Python checks them faster than torch
+FEW = 16  # up to this many values, Python checks them faster than torch
 SHOWN = 80  # characters of an invalid value in an error text
 
 
@@ -90,14 +90,14 @@ _numbers: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 class NotFiniteError(InvalidRequestError):
-    """An answer has NaN or an infinity, and the client wants JSON."""
+    """The answer has a NaN or an infinity, but the client asked for JSON."""
 
     status = 406
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A parsed request; ``outputs`` maps names to whether each is binary."""
+    """A parsed request; ``outputs`` maps requested names to whether each is binary."""
 
     tensors: Tensors
     id: str | None
@@ -106,7 +106,7 @@ class InferenceRequest:
 
     @property
     def is_binary(self) -> bool:
-        """True if outputs that are not named are binary."""
+        """True if outputs that the request does not name are binary."""
         return self.parameters.binary_data_output is True
 
 
@@ -156,7 +156,7 @@ def json_length(header: str | None, total: int) -> int:
 
 
 def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
-    """Return the tensor, and the number of binary bytes that it took."""
+    """Return the tensor, and the number of bytes that it has in ``rest``."""
     name = f"input {item.name[:SHOWN]!r}"
     dtype = TORCH_OF.get(item.datatype)
     if dtype is None:
@@ -166,7 +166,7 @@ def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
         )
     shape = _shape(name, item.shape)
     count = math.prod(shape)
-    # Also of a tensor without elements: its strides are products of sizes.
+    # Even without elements, the strides of a tensor are products of its sizes.
     if math.prod(max(1, size) for size in shape) >= MAX_ELEMENTS:
         raise InvalidRequestError(
             f"{name}: shape {shape} is too large; split the request"
@@ -224,7 +224,7 @@ def _from_bytes(
 
 
 def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor:
-    """Decode a JSON list piece by piece, so that each holds the GIL only briefly."""
+    """Decode a JSON list in pieces, so that none holds the GIL for long."""
     if not data.startswith(b"["):
         raise InvalidRequestError(
             f'{name}: "data" must be a list; or give binary_data_size'
@@ -358,7 +358,7 @@ def _outputs(
 def render(
     name: str, version: str, request: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the bytes of its JSON part; None: all of it."""
+    """Return the body of an answer, and the length of its JSON part (None: all)."""
     missing = request.outputs.keys() - tensors.keys()
     if missing:
         raise InvalidRequestError(
@@ -379,7 +379,7 @@ def render(
             "shape": list(tensor.shape),
         }
         if request.outputs.get(label, request.is_binary):
-            whole = plain(tensor)  # keeps the memory alive while it is read
+            whole = plain(tensor)  # keeps the memory alive for ``memory_of``
             blob = bytes(memory_of(whole))
             item["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)

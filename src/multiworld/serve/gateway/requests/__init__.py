@@ -1,1 +1,1 @@
-"""Requests with one answer: where they go, replay and hedging."""
+"""Requests with one answer: dispatch, replay and hedging."""

@@ -17,30 +17,26 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Cancel an attempt at a replica."""
-
     replica: str
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Deliver the answer that has just arrived to the client."""
+    """Delivery to its client of the answer in the current event."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Answer the client with an error."""
-
     number: int
     error: ServeError
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Log and count a request that ``replica`` had and that is queued again."""
+    """A request that is queued again after ``replica`` had it; to log and count."""
 
     number: int
     replica: str

@@ -1,4 +1,4 @@
-"""Dispatcher of one gateway: carries out the decisions of its router."""
+"""Dispatcher of one gateway, which carries out its router's decisions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Call:
 
 
 class Dispatcher:
-    """Sends requests to the replicas of the table and returns their answers."""
+    """Sends requests to the replicas of the routing table and returns the answers."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self._clock = name, clock
@@ -75,7 +75,7 @@ class Dispatcher:
         *,
         deadline_s: float | None = None,
         session: str | None = None,
-        # Of a probe: replicas by stage that it must pass.
+        # For a probe: the replicas that it must pass, by stage.
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
@@ -273,13 +273,13 @@ class Dispatcher:
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
-            # A lone request would needlessly wait for others to share its frame.
+            # A lone request need not wait for others to share its frame.
             put = outbox.put_now if len(self._calls) == 1 else outbox.put
             put(header, [tensors for _, tensors in pieces])
 
     def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)
-        if call is None or call.answered.done():  # abandoned in this turn of the loop
+        if call is None or call.answered.done():  # withdrawn just before
             return
         if isinstance(what, ServeError):
             call.answered.set_exception(what)

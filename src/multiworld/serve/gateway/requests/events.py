@@ -11,21 +11,21 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    number: int  # later requests have higher ones
+    number: int  # increases with each request
     model: str
     deadline_at: float  # on the router's clock
     session: str | None = None
-    # Of a probe: replicas by stage that it must pass. It may use others that are not
-    # ready, and a full queue does not refuse it.
+    # For a probe: the replicas that it must pass, by stage. Its other replicas need not
+    # be ready either, and a full queue does not refuse it.
     via: dict[int, str] | None = None
     share: Share = DEFAULT_SHARE
     rows: int = 1  # its cost in fair queueing
-    version: str = ""  # that it was checked against; empty: any may compute it
+    version: str = ""  # of the model that it was checked against; empty: any
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A replica reports what happens to requests."""
+    """A replica's report about requests."""
 
     replica: str
     note: Note
@@ -33,21 +33,21 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request arrived, or the last part of it."""
+    """The arrival of an answer, or of its last part."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client gave up or disconnected."""
+    """A request whose client gave up or disconnected."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TenantQuarantined:
-    """A tenant is quarantined for a model because of several poison requests."""
+    """A tenant that is quarantined for a model after several poison requests."""
 
     tenant: str
     model: str
@@ -60,7 +60,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The edge to a replica ended; ``is_polite``: it left, it did not die."""
+    """The end of the edge to a replica; ``is_polite``: it left and was not lost."""
 
     replica: str
     is_polite: bool = False
@@ -68,7 +68,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A replica's heartbeats stopped for a fraction of a second, or resumed."""
+    """A replica whose heartbeats stopped for ``SILENT_S``, or resumed."""
 
     replica: str
     is_silent: bool
@@ -81,7 +81,7 @@ class TableChanged:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """The timer for checking deadlines fired."""
+    """A tick of the timer that checks deadlines."""
 
 
 Event = (

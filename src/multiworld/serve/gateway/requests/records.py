@@ -12,7 +12,7 @@ from multiworld.serve.routing.loss_ledger import REQUEST_RULE, LossLedger
 
 @dataclass(slots=True)
 class AttemptState:
-    """One attempt; ``is_done``: its replica began another batch since."""
+    """One attempt; ``is_done``: its replica has begun another batch since."""
 
     replica: str
     is_begun: bool = False
@@ -31,7 +31,7 @@ class Request:
     job: Submitted
     # Attempts in flight, by number.
     attempts: dict[int, AttemptState] = field(default_factory=dict)
-    attempted: int = 0  # number of the latest
+    attempted: int = 0  # number of the latest attempt
     is_waiting: bool = False
     is_suspect: bool = False  # may be poison: runs in isolation
     losses: LossLedger = field(default_factory=lambda: LossLedger(REQUEST_RULE))
@@ -43,12 +43,13 @@ class Queue:
 
     regular: FairQueue[int] = field(default_factory=FairQueue)
     suspects: FairQueue[int] = field(default_factory=FairQueue)
-    # Probes skip the queue: it may wait for the replica that they make ready.
+    # Probes skip the queue: queued requests may be waiting for the replica that a probe
+    # makes ready.
     probes: list[int] = field(default_factory=list)
     # Waiting requests that were never sent; load shedding counts these.
     unsent: WaitingTenants = field(default_factory=WaitingTenants)
     isolated: int | None = None  # the suspect in flight; at most one
-    # End of isolation, on the router's clock, by tenant that sent poison.
+    # End of isolation, on the router's clock, by tenant that sent a poison request.
     isolated_until: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that a replica is authorized to send a message about requests."""
+"""Checks that a replica is authorised to send a message about requests. Pure."""
 
 from __future__ import annotations
 

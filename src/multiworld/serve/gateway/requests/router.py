@@ -1,16 +1,16 @@
 """Router: dispatch, replay, hedging and isolation of poison requests. Pure.
 
 A router keeps each request until it is answered, and knows which replica holds each of
-its attempts: it chose the first one itself, and every replica reports the batches that
-it *begins*. So when a replica is lost, the router knows what it held:
+its attempts: the router chose the replica of stage 0, and every replica reports the
+batches that it *begins*. When a replica is lost, its requests are treated as follows:
 
 * A request that was only queued there is replayed at once. After two such losses it
   becomes a *suspect*.
-* A request that was being computed becomes a suspect at once, or the second time if it
-  was one of many: it may be a *poison request*, one that kills replicas. Suspects are
-  replayed in *isolation*: one at a time, each alone in its batch, so that no other
-  request is lost with a poison request. A request in isolation while two replicas died
-  is poison, and is refused.
+* A request that was being computed becomes a suspect at once, or after a second loss if
+  it was one of many in its batch: it may be a *poison request*, which kills replicas.
+  Suspects are replayed in *isolation*: one at a time, each alone in its batch, so that
+  no other request is lost with a poison request. A request is poison, and is refused,
+  after two replicas died while they computed it in isolation.
 
 A replica that has been silent for a fraction of a second receives no new work. The
 requests that it holds are *hedged*: a second attempt goes to another replica, and the
@@ -46,7 +46,7 @@ from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 # isolation, behind other suspects.
 ISOLATION_S = 60.0
 
-COMPACT = 1000  # deadlines of ended requests that may be kept; removing each is slow
+COMPACT = 1000  # ended requests' deadlines to keep before all are removed together
 
 
 class Router:
@@ -57,7 +57,7 @@ class Router:
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
         self._computing: dict[str, tuple[Attempt, ...]] = {}
-        # Ended attempts that a replica still computes.
+        # Number of ended attempts that each replica still computes.
         self._abandoned: Counter[str] = Counter()
         self._deadlines: list[tuple[float, int]] = []
         self._now = 0.0
@@ -74,7 +74,7 @@ class Router:
         return 0 if queue is None else queue.unsent.count
 
     def pending(self, model: str) -> int:
-        """Return the number of waiting requests with replays, without probes."""
+        """Return the number of waiting requests, including replays but not probes."""
         queue = self._queues.get(model)
         return 0 if queue is None else len(queue.regular) + len(queue.suspects)
 
@@ -96,7 +96,7 @@ class Router:
         return at or ["waiting"]
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
-        """Update the state by ``event``; return the actions to carry out, in order."""
+        """Apply an event; return the actions to carry out, in order."""
         self._now = now
         match event:
             case events.Submitted():
@@ -143,7 +143,7 @@ class Router:
         return self._pump(job.model)
 
     def _is_full(self, queue: Queue, job: events.Submitted) -> bool:
-        """Return whether a request is shed because too many wait."""
+        """Return whether to shed a request: too many wait, and no replica has room."""
         limit = self._view.table.routes[job.model].max_queued_requests
         return queue.unsent.is_full(job.share, limit) and not self._has_room(job)
 
@@ -161,13 +161,13 @@ class Router:
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
-        """Reject what waits for another version; what is in flight stays there."""
+        """Reject requests that wait for another version, but none that is in flight."""
         outdated = [
             r
             for r in self._requests.values()
             if r.job.model == model and self._is_outdated(r.job)
         ]
-        for request in outdated:  # before any end, which sends what waits
+        for request in outdated:  # first, because ``_reject`` sends waiting requests
             if request.is_waiting:
                 self._dequeue(request)
         return [
@@ -271,7 +271,7 @@ class Router:
     def _in_flight(
         self, attempts: Iterable[Attempt]
     ) -> Iterator[tuple[Attempt, Request, AttemptState]]:
-        """Yield those of some attempts that are in flight, with their requests."""
+        """Yield the attempts that are in flight, with their requests and states."""
         for number, nth in attempts:
             request = self._requests.get(number)
             if request is not None and nth in request.attempts:
@@ -299,7 +299,8 @@ class Router:
     # Failures.
 
     def _lost(self, event: events.Lost) -> list[Action]:
-        # One that drains for too long is ended by the service, whatever it computes.
+        # The service shuts down a replica that drains for too long, so its requests are
+        # not to blame.
         is_harmless = event.is_polite or self._view.is_leaving(event.replica)
         self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
@@ -326,7 +327,7 @@ class Router:
         """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
         tenant = job.share.tenant
         if not tenant:
-            return  # clients without a key share this name; isolate none of them
+            return  # shared by all clients without a key, which are not isolated
         self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
         for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
@@ -366,13 +367,13 @@ class Router:
     def _dropped(
         self, attempts: tuple[Attempt, ...], stage: int, *, is_returned: bool = False
     ) -> list[Action]:
-        """Replay work on its way to a stage that may be lost, or came back."""
-        # ``is_returned``: refused, or no replica could take it; none died.
+        """Replay attempts that did not reach ``stage``, or may not have."""
+        # ``is_returned``: no replica of the stage took them, which is not a loss.
         actions: list[Action] = []
         models: dict[str, None] = {}
         for attempt, request, state in self._in_flight(attempts):
             if self._stage_of(state.replica) >= stage:
-                continue  # it arrived: its replica reports it, or is lost
+                continue  # it did arrive: if that replica is lost, ``_lost`` replays it
             del request.attempts[attempt[1]]
             self._held[state.replica].pop(attempt, None)
             if not is_returned:
@@ -496,7 +497,7 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # Only the replica of its session is full; others need not wait for it.
+        # Only the replica of this request's session is full; others need not wait.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             if not self._is_any_free(request.job.model, route):

@@ -1,1 +1,1 @@
-"""Streams of tokens: choice of replicas, moves, delivered tokens."""
+"""Streams of tokens: chain selection, recovery, moves and delivery."""

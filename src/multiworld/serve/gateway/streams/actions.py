@@ -24,9 +24,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The deadline of a stream has passed; it ends with the tokens that it has."""
+    """The end of a stream at its deadline, with the tokens that it has."""
 
-    error: ServeError  # for a request that has no token at all
+    error: ServeError  # to raise if the request has no token at all
 
 
 Item = TokenItem | Cut | ServeError
@@ -40,7 +40,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RequestReplicas:
-    model: str  # may be scaled to zero while a stream waits
+    model: str  # that a stream waits for, and that may have scaled to zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,20 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    error: MessageError  # its sender may not send such a message
+    error: MessageError  # about a message that its sender may not send
 
 
 Action = Send | Deliver | RequestReplicas | Log | Refuse
 
 
-# Messages about several sequences, and the most of them in one: a frame has a limit.
+# Messages about several sequences, and the maximum number of sequences in one message,
+# because frames have a limit.
 Several = BeginSequences | EndSequences | PauseSequences
 AT_ONCE = 64
 
 
 def merged(actions: list[Action]) -> list[Action]:
-    """Merge messages of a kind that follow each other to a replica."""
+    """Merge consecutive messages of the same kind to the same replica."""
     found: list[Action | tuple[str, type[Several], list[Any]]] = []
     latest: dict[str, tuple[str, type[Several], list[Any]]] = {}
     for action in actions:

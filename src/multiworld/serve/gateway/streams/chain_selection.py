@@ -11,21 +11,23 @@ from multiworld.serve.routing.replica_view import ReplicaView
 from multiworld.serve.text.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
-# Tokens per block of a prefix, and maximum tokens of a prefix.
+# Tokens per block of a prefix, and maximum tokens of a prefix used for routing.
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-# Seconds for which a replica counts as new: streams of busier replicas move to it.
-# Later it only gets new streams.
+# Seconds for which a replica counts as new, so that streams move to it from busier
+# replicas. Later it gets only new streams.
 NEW_S = 60.0
-# Streams by which the replica that a session prefers must be busier than another before
-# a stream uses the other.
+# A session's preferred replica gets the session's next stream unless it has more than
+# this many streams more than another replica.
 HOME = 2
-# Streams by which other replicas must be busier before a replica that computes the
-# steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends
-# its own step for every token, which costs about as much as nine tokens.
+# A replica that computes the steps of one stage-0 replica gets those of a second one
+# only if other replicas have at least this many streams more. Each stage-0 replica
+# sends a step of its own for every token, and a step costs about as much as nine
+# tokens.
 SPLIT = 4
-# Streams that a replica without one of its connections counts as more, and how long.
+# Streams added to the load of a replica that lacks a connection, and seconds for which
+# they are added.
 DOUBT, DOUBT_S = 8, 10.0
-# Random replicas of a stage that are compared for a new stream, where there are more.
+# Maximum number of replicas of a stage, chosen at random, to compare for a new stream.
 COMPARED = 64
 
 
@@ -63,12 +65,12 @@ class StepSources:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Return whether a replica computes steps, but none of ``first``."""
+        """Return whether a replica computes others' steps, but none of ``first``."""
         return name in self._of and first not in self._of[name]
 
 
 class ChainSelection:
-    """Chooses chains, and knows the load of each replica."""
+    """Chooses replica chains by the load of each replica."""
 
     def __init__(self, view: ReplicaView, chance: Callable[[], float]) -> None:
         self.view, self._chance = view, chance
@@ -77,19 +79,20 @@ class ChainSelection:
         self._new: dict[str, float] = {}
         self.draining: tuple[str, ...] = ()
         self.sources = StepSources()
-        # Streams at each replica, and those that are being moved to it.
+        # Number of streams at each replica, including those being moved to it.
         self.load: Counter[str] = Counter()
-        # Until when to avoid replicas that lacked a connection to another one, by name.
+        # When to stop avoiding a replica that lacked a connection to another one, by
+        # name.
         self._doubted: dict[str, float] = {}
 
     def doubt(self, replicas: Sequence[str], now: float) -> bool:
-        """Prefer others for a while, as a connection is lacking; False if known."""
+        """Avoid replicas that lack a connection; False if all were avoided already."""
         is_known = all(name in self._doubted for name in replicas)
         self._doubted.update(dict.fromkeys(replicas, now + DOUBT_S))
         return not is_known
 
     def tick(self, now: float) -> None:
-        """Trust doubted replicas again after a while."""
+        """Stop avoiding replicas after ``DOUBT_S``."""
         over = [name for name, until in self._doubted.items() if until <= now]
         for name in over:
             del self._doubted[name]
@@ -106,7 +109,7 @@ class ChainSelection:
         self.draining = tuple(n for n, s in states if s is ReplicaState.DRAINING)
         for name in self.load.keys() - replicas.keys():
             if not self.load[name]:
-                del self.load[name]  # names are never used again
+                del self.load[name]  # names are never reused
 
     def enter(self, stream: Stream) -> None:
         self._prefix_routes.record(stream.prefixes, stream.chain)
@@ -119,14 +122,15 @@ class ChainSelection:
 
     def choose(self, stream: Stream, avoided: Collection[str] = ()) -> Chain | None:
         """Return a chain for a waiting stream; None if a stage has no replica."""
-        # ``avoided``: replicas that are chosen only where there are no others.
-        # Replicas that keep an earlier attempt are reused; others are the least loaded.
+        # ``avoided``: replicas that are chosen only if a stage has no others. Replicas
+        # that keep the KV of an earlier attempt are reused; the rest are those with the
+        # least load.
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return None
         versions = [stream.version]
         if not stream.via and route.version != stream.version:
-            versions.append(route.version)  # the version that it began with may be gone
+            versions.append(route.version)  # the stream's own version may be gone
         for version in versions:
             found = None
             if avoided:
@@ -137,7 +141,7 @@ class ChainSelection:
         return None
 
     def without_draining(self, stream: Stream) -> Chain | None:
-        """Return a usable chain without draining replicas; None if there is none."""
+        """Return a usable chain that replaces draining replicas, or None."""
         if not self.is_leaving(stream):
             return None
         staying = tuple(
@@ -148,7 +152,7 @@ class ChainSelection:
         route = self.view.table.routes.get(stream.model)
         if found is not None or route is None or route.version == stream.version:
             return found
-        # Another version will do, if its weights are the same.
+        # Another version is acceptable if it has the same weights.
         found = self._complete(stream, route.version, (), is_ready=True)
         if found is None:
             return None
@@ -185,8 +189,10 @@ class ChainSelection:
                     yield Uneven(busiest[stage], name, surplus)
 
     def relieved(self, stream: Stream, uneven: Uneven) -> Chain | None:
-        """Return a stream's chain with the new replica in place of the busiest one;
-        None if its hardware fingerprint differs, or a replica of the chain is gone."""
+        """Return the chain with the busiest replica replaced by the new one, or None.
+
+        None: the hardware fingerprint or the noise differs, or a replica is gone.
+        """
         new = self.view.table.replicas[uneven.new]
         if stream.fingerprints.get(new.stage) not in (None, new.fingerprint):
             return None
@@ -205,12 +211,12 @@ class ChainSelection:
         self,
         stream: Stream,
         version: str,
-        kept: Sequence[str],  # empty names are chosen
+        kept: Sequence[str],  # by stage; an empty name: choose one
         *,
-        is_ready: bool = False,  # all of it must be usable now
+        is_ready: bool = False,  # all replicas must be usable now
         without: Collection[str] = (),
     ) -> Chain | None:
-        """Return a chain that keeps the replicas ``kept`` (by stage) where possible."""
+        """Return a chain with the replicas ``kept`` where possible, or None."""
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return None  # the model was removed
@@ -237,7 +243,7 @@ class ChainSelection:
     def _sampling_alike(
         self, stream: Stream, found: Sequence[Replica]
     ) -> Sequence[Replica]:
-        """Return those with the noise of the stream's tokens."""
+        """Return the replicas that sample with the noise of the stream's tokens."""
         if stream.noise is None:
             return found
         return [r for r in found if r.noise == stream.noise]
@@ -256,10 +262,10 @@ class ChainSelection:
         )
         found = [r for r in found if wanted in (None, r.name)]
         ready = [r for r in found if r.state is ReplicaState.READY]
-        if stream.via:  # a probe also goes through replicas that are starting
+        if stream.via:  # a probe may also pass replicas that are starting
             ready = ready or found
         elif stream.made and not ready:
-            # Rather than with another version, it goes on with one that drains.
+            # A draining replica is better than one of another version.
             ready = [r for r in found if r.state is ReplicaState.DRAINING]
         return [r for r in ready if r.name not in self.view.silent] or ready
 
@@ -293,7 +299,7 @@ class ChainSelection:
         return min(usable, key=cost).name if usable else None
 
     def _some(self, found: Sequence[Replica], names: Iterable[str]) -> list[Replica]:
-        """Return some random replicas of a stage, and the usable ones of ``names``."""
+        """Return random replicas of a stage, and the usable ones of ``names``."""
         drawn = [found[int(self._chance() * len(found))] for _ in range(COMPARED)]
         replicas, one = self.view.table.replicas, found[0]
         named = [replicas[name] for name in names if self.view.is_usable(name)]

@@ -45,7 +45,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    silent: frozenset[str]  # connected replicas that sent nothing lately
+    silent: frozenset[str]  # connected replicas that sent nothing for ``SILENT_S``
     resumed_at: float  # monotonic time at which this process's last pause ended
 
 

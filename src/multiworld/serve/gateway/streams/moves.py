@@ -1,8 +1,9 @@
 """Moves of streams to other replicas without a pause. Pure.
 
-If a replica drains, or a new one is less loaded, another is prepared to take its
-position while the stream continues: the previous stage replays its activation log to
-it. Once only a few tokens are missing, the stream continues there as another attempt.
+When a replica drains, or a new one has less load, a stream moves to another replica.
+That replica is prepared while the stream continues: the previous stage replays its
+activation log to it. Once it lacks only a few tokens, the stream continues there as
+another attempt.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key
 
-# Streams being moved at once, at most, and their tokens unless it is one stream: what
-# computes them also computes other streams, which wait meanwhile.
+# Maximum number of streams that move off draining replicas at once, and maximum total
+# of their tokens if there are several, because other streams wait for these tokens.
 AT_ONCE = 4
 TOKENS_AT_ONCE = 128
-# Tokens that the new replicas may lack when a stream moves, at most: one step computes
-# them in hardly more time than one token.
+# Maximum number of tokens that the new replicas may lack when a stream moves. One step
+# computes this many in hardly more time than one.
 LAG = 8
-WORTH = 32  # tokens still to come, at least, for a move to a less loaded replica
-PREPARE_S = 60.0  # seconds after which a preparation is given up
-RETRY_S = 1.0  # seconds until the next try; doubles each time, to 32 times as long
+WORTH = 32  # minimum tokens still to come for a move to a less loaded replica
+PREPARE_S = 60.0  # seconds after which a move is abandoned
+RETRY_S = 1.0  # seconds until the next try; doubles with each try, up to 32 s
 
 
 class Moves:
@@ -47,14 +48,14 @@ class Moves:
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
         log: Callable[[str], None],
-        counts: Counter[str],  # ``given_up`` is counted
+        counts: Counter[str],  # ``given_up``: abandoned moves
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
         self._send, self._end_at, self._log = send, end_at, log
         self._index, self._moving = index, dict[int, Stream]()
 
     def tick(self, silent: frozenset[str], now: float) -> None:
-        """Begin moves, and abandon those that take too long."""
+        """Start moves; abandon those that take too long or go to silent replicas."""
         for _, stream in sorted(self._moving.items()):
             assert stream.move is not None
             is_late = now - stream.move.began_at > PREPARE_S
@@ -98,8 +99,7 @@ class Moves:
                 self.give_up(stream, now)
 
     def to_restart(self, now: float) -> list[tuple[Stream, Chain]]:
-        """Return streams to start over elsewhere instead of waiting for a busy replica,
-        with their new chains."""
+        """Return streams without a token to restart on new replicas, with chains."""
         found: list[tuple[Stream, Chain]] = []
         for uneven in self._chains.uneven(now):
             there = [
@@ -107,7 +107,7 @@ class Moves:
                 for s in self._index.at(uneven.busiest)
                 if s.first_at is None and is_free(s, now) and uneven.new not in s.left
             ]
-            # The latest without a token: hardly anything was computed for them.
+            # The latest ones first: hardly anything was computed for them.
             there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
                 chain = self._chains.relieved(stream, uneven)
@@ -162,7 +162,7 @@ class Moves:
     def finish(self, stream: Stream) -> Move:
         """End the preparation of a stream that now continues on the new replicas."""
         assert stream.move is not None
-        self._chains.load.subtract(incoming(stream))  # it enters its chain
+        self._chains.load.subtract(incoming(stream))  # ``enter`` counts the new chain
         del self._moving[stream.number]
         move, stream.move = stream.move, None
         stream.become(Phase.COMPUTING)
@@ -182,7 +182,8 @@ class Moves:
         assert stream.move is not None
         before, chain = stream.move.chain, None
         if replica in before.replicas and self._chains.is_leaving(stream):
-            # The stage before replays to another one, which replays to the next.
+            # The stage before it replays to a substitute, which then replays to the
+            # next stage.
             chain = self._chains.around(stream, before, replica)
         if chain is None:
             self.give_up(stream, now)
@@ -191,7 +192,7 @@ class Moves:
         self._begin(stream, chain, now)
 
     def give_up(self, stream: Stream, now: float) -> None:
-        """Cancel the preparation for a stream, and move it later."""
+        """Abandon a move, and retry it later."""
         self._log(f"{stream.name} is not moved yet")
         self._counts["given_up"] += 1
         self.drop(stream)

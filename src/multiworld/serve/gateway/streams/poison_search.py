@@ -1,15 +1,15 @@
-"""Suspects: streams that replicas may have died of, and how the cause is found. Pure.
+"""Search among suspects for the stream that makes replicas die. Pure.
 
 Adaptive group testing (Dorfman, "The Detection of Defective Members of Large
 Populations", 1943; Hwang's generalized binary splitting, 1972). After the second loss,
-the streams of a small crowd are computed one by one. Those of a larger crowd stay
-together, and nothing changes for them: most losses have another cause. If the crowd
-loses a replica once more, it is split into ``FAN`` groups. One group at a time is
-computed, with no other step in flight. What survives is cleared; a group that loses
-another replica is split again, and the other groups are released.
+up to ``ALONE`` suspects are computed one by one. A larger crowd of suspects continues
+as before, because most losses have another cause. If the crowd loses a replica once
+more, it is split into ``FAN`` groups. One group at a time is computed, with no other
+step in flight. A stream that makes progress is cleared; a group that loses another
+replica is split again, and the other groups are released.
 
-``n`` streams need about log8(n) losses more than one stream, and ``FAN`` steps for a
-token meanwhile, instead of ``n``.
+Among ``n`` suspects, the search takes about log8(n) losses more than for one suspect.
+Meanwhile, a token of every stream takes ``FAN`` steps, instead of ``n``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from collections.abc import Sequence
 
 from multiworld.serve.gateway.streams.stream import Stream, SuspectGroup
 
-# Groups into which a crowd is split. With eight, one poison stream of 64 is found with
-# six losses that count: 64, 64, 64, 8, 1, 1. With four it takes seven, with two ten.
+# Groups into which a crowd is split. With eight, finding one poison stream among 64
+# takes six losses that count: of 64, 64, 64, 8, 1 and 1 streams. With four groups it
+# takes seven, with two ten.
 FAN = 8
-ALONE = 4  # streams of a small crowd, at most
+ALONE = 4  # maximum number of suspects in a crowd that is computed one by one
 
 
 class Suspects:
-    """The groups of suspects of one gateway."""
+    """The suspects of one gateway, in groups."""
 
     def __init__(self) -> None:
         self._last = 0
         self._all: dict[int, Stream] = {}
 
     def accuse(self, streams: Sequence[Stream]) -> None:
-        """Group the suspects that a replica may have died of."""
+        """Group suspects, each of which may have caused the latest loss."""
         streams = [stream for stream in streams if not stream.is_single]
         if len(streams) <= ALONE:
             self._regroup([[stream] for stream in streams], is_isolated=True)
@@ -59,7 +60,7 @@ class Suspects:
             self._all.update(members)
 
     def _release_others(self, accused: Stream) -> None:
-        """Isolate the other groups no more: the cause is in the accused stream's."""
+        """Stop isolating the other groups: the cause is in the accused one's group."""
         if accused.group is not None and accused.group.is_isolated:
             for other in accused.group.split:
                 if other is not accused.group:
@@ -67,14 +68,14 @@ class Suspects:
             accused.group.split.clear()
 
     def leave(self, stream: Stream) -> None:
-        """Forget a stream that has ended, or that has been cleared."""
+        """Forget a suspect that has ended or been cleared."""
         if stream.group is not None:
             del stream.group.members[stream.number]
             self._all.pop(stream.number, None)
             stream.group = None
 
     def kept_from(self, stream: Stream) -> set[str]:
-        """Return the replicas that compute a group from which a suspect is isolated."""
+        """Return the replicas of other isolated groups, which a suspect must avoid."""
         own = stream.group
         if own is None or not own.is_isolated:
             return set()

@@ -25,15 +25,16 @@ class TimeLimits:
 
 NO_LIMITS = TimeLimits()
 
-# Time limits of streams without a deadline, where the spec names none: for a queue and
-# a stall, not for a long completion. A replica that starts may take longer.
+# Default limits, in seconds, of each wait for a token of a stream without a deadline;
+# ``ENGINE_S`` is for external engines, whose replicas take long to start. They bound
+# queueing and stalls, but not a long completion.
 WAIT_S, ENGINE_S = 60.0, 600.0
 
-LEFT_S = 2.0  # after which a stream that was returned has no part in a loss
+LEFT_S = 2.0  # seconds for which a returned stream may still be the cause of a loss
 
 
 def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:
-    """Return the time limits of a stream that has no deadline."""
+    """Return the time limits of a stream without a deadline; default ``wait_s``."""
     first_s, between_s = limits.first_token_s, limits.between_tokens_s
     return TimeLimits(
         wait_s if first_s is None else first_s,
@@ -45,25 +46,25 @@ class Phase(StrEnum):
     WAITING = "waiting"  # no chain, and no replica has its KV
     COMPUTING = "computing"  # a chain computes its current attempt
     MOVING = "moving"  # the same, while other replicas are prepared to take over
-    # No chain; replicas keep the KV of an earlier attempt for the next.
+    # No chain; replicas keep the KV of an earlier attempt for the next one.
     PAUSED = "paused"
     ENDED = "ended"  # its last token or its error was delivered, or its client is gone
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Every stage has a replica for it.
+    # Computing: every stage has a replica for it.
     Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
-    # Moving: a replica drains, or a new one has less to do. Paused: part of the chain
+    # Moving: a replica drains, or a new one has less load. Paused: part of the chain
     # failed; the other replicas keep KV. Waiting: it starts over, from its tokens.
     Phase.COMPUTING: frozenset(
         {Phase.MOVING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
-    # Computing: the move is done, or given up.
+    # Computing: the move is done or abandoned.
     Phase.MOVING: frozenset(
         {Phase.COMPUTING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
-    # Computing: the lost replicas are replaced. Waiting: a loss that is noticed late
-    # makes it a suspect, which starts over.
+    # Computing: the lost replicas are replaced. Waiting: a loss that was noticed late
+    # has made the stream a suspect, which starts over.
     Phase.PAUSED: frozenset({Phase.COMPUTING, Phase.WAITING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
@@ -81,40 +82,40 @@ class Chain:
 class Move:
     """A move of a stream to other replicas, which are prepared while it continues."""
 
-    chain: Chain  # from then on
-    attempt: int = -1  # that they are prepared for; -1 before
-    tokens: int = 0  # of the stream, when the replicas were last notified
+    chain: Chain  # after the move
+    attempt: int = -1  # that the new replicas are prepared for; -1: none yet
+    tokens: int = 0  # of the stream, at the last ``PrepareSequence``
     began_at: float = 0.0  # monotonic time
-    waits_for: int = 0  # replicas that have not reported yet that they are prepared
+    waits_for: int = 0  # number of ``SequencePrepared`` that have not arrived yet
 
 
 @dataclass(slots=True, eq=False)
 class SuspectGroup:
-    """Streams that are suspected together of the loss of replicas."""
+    """Streams that are jointly suspected of causing losses."""
 
     number: int  # at this gateway, from 1
     members: dict[int, Stream]
-    is_isolated: bool  # no step of other streams is in flight beside one of theirs
+    is_isolated: bool  # no step of other streams is in flight together with theirs
     # The groups that a crowd was split into, this one included.
     split: list[SuspectGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a stream left when a replica of its chain returned it."""
+    """A chain that a stream left because one of its replicas returned the stream."""
 
     chain: tuple[str, ...]
-    was_alone: bool  # there
+    was_alone: bool  # ``Stream.is_alone`` on that chain
     at: float  # monotonic time
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What the loss of a replica means for a stream that it had."""
+    """A stream's part in the loss of a replica."""
 
-    source: str  # the replica of stage 0 that sent its steps there
+    source: str  # the replica of stage 0 that sent the stream's steps there
     is_alone: bool  # nothing else was computed there
-    has_left: bool  # a neighbour had returned it before
+    has_left: bool  # a neighbour had returned the stream before
 
 
 @dataclass(slots=True, eq=False)
@@ -125,41 +126,41 @@ class Stream:
     model: str
     version: str
     tokens: list[int]  # the prompt, and the delivered tokens
-    prompt: int  # its number of tokens
+    prompt: int  # number of tokens of the prompt
     sampling: Sampling
     deadline_at: float  # monotonic time
-    via: dict[int, str]  # of a probe: replicas by stage that it must go through
+    via: dict[int, str]  # for a probe: the replicas that it must pass, by stage
     limits: TimeLimits
     began_at: float
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
     adapter: str = ""  # the LoRA adapter to compute with; empty: none
-    session: str = ""  # its streams prefer the same replicas; empty: none
+    session: str = ""  # streams of one session prefer the same replicas; empty: none
     request: str = ""  # id, for logs; empty: none
     attempt: int = 0
     last_attempt: int = 0  # highest number so far
     chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt
-    kept: tuple[str, ...] = ()  # replicas by stage that keep an earlier attempt
+    kept: tuple[str, ...] = ()  # replicas by stage that keep an earlier attempt's KV
     kept_attempt: int = -1  # number of that attempt
     move: Move | None = None
     stays_until: float = 0.0  # monotonic time before which it is not moved
-    given_up: int = 0  # moves that were given up
-    # Of the hardware that computed it, by stage.
+    given_up: int = 0  # number of abandoned moves
+    # Hardware fingerprint by stage, of the replicas that computed it.
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: LossLedger = field(
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
     returns: int = 0  # attempts in a row that ended without a token
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
-    failing_since: float = 0.0  # monotonic time at which the first of them ended
-    group: SuspectGroup | None = None  # None: it is no suspect
-    is_alone: bool = False  # its group is computed, and nothing else
-    noise: str | None = None  # by which its tokens were sampled; None: any will do
+    failing_since: float = 0.0  # monotonic time at which the first of ``returns`` ended
+    group: SuspectGroup | None = None  # None: not a suspect
+    is_alone: bool = False  # only its group is computed
+    noise: str | None = None  # with which its tokens were sampled; None: any
     returned: Returned | None = None  # None: its previous chain did not return it
-    # Attempt of a single suspect that ended by a loss, before it was known whether the
-    # suspect ran alone, and whether others may have been the cause; -1: none.
+    # An attempt of a single suspect that ended by a loss before it was known whether
+    # the suspect ran alone (-1: none), and whether others may have caused the loss.
     unclear: tuple[int, bool] = (-1, False)
-    not_before: float = 0.0  # monotonic time of the next attempt, at the earliest
+    not_before: float = 0.0  # monotonic time before which no attempt starts
     first_at: float | None = None
     last_at: float = 0.0
     phase: Phase = Phase.WAITING
@@ -180,14 +181,14 @@ class Stream:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The chain that returned it."""
+        """The chain that returned the stream; empty: none."""
         return () if self.returned is None else self.returned.chain
 
     def hit_by(self, lost: str, now: float) -> Hit | None:
-        """Return what the loss of a replica means for it; None: it was not there.
+        """Return the stream's part in the loss of a replica; None if it has none.
 
-        A loss is heard of in two ways: the connection to the replica ends, or a
-        neighbour has returned the stream before that, and it runs elsewhere by now.
+        The stream may have left the replica already: a neighbour that noticed the loss
+        first has returned the stream, which may run elsewhere by now.
         """
         returned, is_there = self.returned, lost in self.chain
         if not is_there and (
@@ -225,7 +226,7 @@ class Stream:
         if now > self.deadline_at:
             limit = self.sampling.max_tokens
             return f"deadline passed after {self.made} of at most {limit} tokens"
-        # No wait began before the end of the gateway's last pause.
+        # A wait counts from the end of the gateway's last pause at the earliest.
         since, limit_s = self._wait(resumed_at)
         if limit_s is None or now - since <= limit_s:
             return ""
@@ -233,13 +234,13 @@ class Stream:
         return f"no {what} within {limit_s:g} s"
 
     def late_at(self, resumed_at: float = -math.inf) -> float:
-        """Return until when it is not late, as long as no token comes."""
+        """Return the time until which the stream is not late, if no token arrives."""
         since, limit_s = self._wait(resumed_at)
         wait_ends = math.inf if limit_s is None else since + limit_s
         return min(self.deadline_at, wait_ends)
 
     def _wait(self, resumed_at: float) -> tuple[float, float | None]:
-        """Return when its wait for a token began, and the limit of that wait."""
+        """Return when the current wait for a token began, and its limit in seconds."""
         if self.first_at is None:
             return max(self.began_at, resumed_at), self.limits.first_token_s
         return max(self.last_at, resumed_at), self.limits.between_tokens_s
@@ -268,17 +269,17 @@ class StreamIndex:
 
 
 class StreamTimers:
-    """Streams by the time until which they are not late; corrected when it comes."""
+    """Streams by ``late_at``, which is recomputed when that time has come."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
 
     def watch(self, stream: Stream, resumed_at: float = -math.inf) -> None:
-        """Let ``due`` return a stream once it may be late."""
+        """Make ``due`` return a stream once it may be late."""
         heapq.heappush(self._times, (stream.late_at(resumed_at), stream.number))
 
     def due(self, now: float, streams: dict[int, Stream]) -> list[Stream]:
-        """Remove and return those of ``streams`` that may be late, by number."""
+        """Remove and return the ``streams`` that may be late, ordered by number."""
         if len(self._times) > 4 * len(streams) + 64:
             self._times = [time for time in self._times if time[1] in streams]
             heapq.heapify(self._times)
@@ -288,8 +289,8 @@ class StreamTimers:
         return [streams[number] for number in sorted(found) if number in streams]
 
 
-# Model, version and kept replicas of a waiting stream, whether it has a token, and a
-# probe's number.
+# Model, version and kept replicas of a waiting stream, whether it has a token, and its
+# number if it is a probe (else -1).
 Kind = tuple[str, str, tuple[str, ...], bool, int]
 
 
@@ -298,7 +299,7 @@ class WaitingStreams:
 
     def __init__(self) -> None:
         self._all: dict[int, tuple[Stream, Kind]] = {}
-        # Streams of each kind; all or none of a kind can get a chain.
+        # Number of streams of each kind; all or none of a kind can get a chain.
         self.kinds: Counter[Kind] = Counter()
 
     def __contains__(self, number: int) -> bool:
@@ -311,7 +312,7 @@ class WaitingStreams:
         return sum(count for kind, count in self.kinds.items() if kind[0] == model)
 
     def add(self, stream: Stream) -> None:
-        """Record that a stream waits; what it keeps must not change meanwhile."""
+        """Add a waiting stream; its ``kept`` must not change while it waits."""
         probe = stream.number if stream.via else -1
         has_token = stream.made > 0
         kind = stream.model, stream.version, stream.kept, has_token, probe

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from multiworld.serve.wire.control_messages import Counted
 
-# Upper bounds of the histograms' buckets, in seconds; the last has none.
+# Upper bounds of the histograms' buckets, in seconds; the last bucket has none.
 BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")  # as Prometheus names them
 
 
 class StreamCounts:
-    """Streams of one gateway since its start. Meanings are those of vLLM's metrics."""
+    """Counts of a gateway's streams since its start, defined like vLLM's metrics."""
 
     def __init__(self) -> None:
         self._sums: Counter[tuple[str, str]] = Counter()
@@ -25,7 +25,7 @@ class StreamCounts:
         self._time("first_token", model, took_s)
 
     def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
-        """Count an ended stream; ``took_s`` from its first to its last token."""
+        """Count an ended stream, with ``took_s`` from its first to its last token."""
         self._sums["completions", model] += 1
         self._sums["prompt_tokens", model] += prompt
         self._sums["generation_tokens", model] += made

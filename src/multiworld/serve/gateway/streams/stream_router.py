@@ -1,14 +1,14 @@
 """Stream router: the recovery of streams at one gateway. Pure.
 
 The gateway is the authority on a stream: delivered tokens never change. When a part of
-its chain fails, the stream continues as another *attempt*; tokens of earlier attempts
-are ignored, whoever sends them. Other replicas replace the lost ones, and rebuild their
-KV from the logs of the rest. If that fails repeatedly, or the stream may be the cause,
-it starts over on any replicas, from its prompt and the delivered tokens.
+its chain fails, the stream continues as another *attempt*, and tokens of earlier
+attempts are ignored. Other replicas replace the lost ones, and rebuild their KV from
+the activation logs of the remaining ones. If that fails repeatedly, or if the stream
+may be the cause, it starts over on any replicas, from its prompt and delivered tokens.
 
 A failure shows as a lost edge (``Disconnected``), a stream that a neighbour returns
-(``SequenceFailed``), silence (``Ticked.silent``), or a missing token. All lead to
-``_retry``; only the first counts as a loss.
+(``SequenceFailed``), silence (``Ticked.silent``), or a gap in the tokens. All lead to
+``_retry``; only a lost edge counts as a loss.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from multiworld.serve.wire.generation_messages import SequenceStart, TokenItem
 from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
-MANY = 64  # actions of one event from which messages to a replica are merged
-# Seconds of failing attempts before a stream starts over, so that a connection that
-# comes back costs nothing; and before the replicas without it are doubted.
+MANY = 64  # above this many actions of one event, messages to a replica are merged
+# Seconds of failing attempts before a stream starts over without its kept KV (a lost
+# connection may come back sooner), and before replicas that lack a connection are
+# avoided.
 KEPT_S, DOUBTED_S = 1.0, 0.5
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -60,7 +61,7 @@ class StreamRouter:
         self.counts: Counter[str] = Counter()
         self.timed, self.attainment = StreamCounts(), Attainment()
         self._index = StreamIndex()
-        # By number, until their client closes them.
+        # Streams by number, until their clients close them.
         self.streams = self._index.all
         self._waiting, self._timers = WaitingStreams(), StreamTimers()
         self._retried: list[Stream] = []
@@ -68,7 +69,7 @@ class StreamRouter:
         self.without_token: defaultdict[str, WaitingTenants]
         self.without_token = defaultdict(WaitingTenants)
         self._suspects = Suspects()
-        self._has_room_for_suspects = False  # one of them has ended, or is none now
+        self._has_room_for_suspects = False  # a suspect has ended or been cleared
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
             name,
@@ -83,7 +84,7 @@ class StreamRouter:
         self._now = 0.0
 
     def handle(self, event: events.Event, now: float) -> list[act.Action]:
-        """Update the state by an event; return the actions to carry out, in order."""
+        """Apply an event; return the actions to carry out, in order."""
         self._now = now
         match event:
             case events.Opened(stream):
@@ -124,7 +125,7 @@ class StreamRouter:
         return route
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
-        """Raise OverloadedError if too many streams, of a tenant too, lack a token."""
+        """Raise OverloadedError if ``count`` more streams do not fit into the queue."""
         waiting = self.without_token[model]
         limit = self.route(model).max_queued_requests + 1
         if count > limit:
@@ -174,7 +175,7 @@ class StreamRouter:
             self._actions.append(act.Deliver(stream.number, error))
 
     def _clear(self, stream: Stream) -> None:
-        """Suspect a stream no more; others may be computed now."""
+        """Clear a stream of suspicion, so that other suspects may be computed."""
         self._has_room_for_suspects |= stream.group is not None
         self._suspects.leave(stream)
         stream.is_alone = False
@@ -193,7 +194,7 @@ class StreamRouter:
         return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
 
     def _quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams without a token that have no chain."""
+        """End a tenant's streams that have neither a token nor a chain."""
         names = {model, f"{model}@{tenant}"}
         for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names
@@ -224,11 +225,12 @@ class StreamRouter:
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Charge a loss to its likely causes; return those to run alone or to fail."""
+        """Charge a loss to its likely causes; return suspects elsewhere to restart."""
         found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
         hits = {stream: hit for stream, hit in found if hit is not None}
         alone = [s for s, hit in hits.items() if hit.is_alone]
-        # Alone at a replica of stage 0; others may send steps to the lost one, too.
+        # Each ran alone at its stage-0 replica, but the lost replica may have computed
+        # steps of other stage-0 replicas, too.
         sources = {hits[s].source for s in alone}
         others = [
             s
@@ -259,7 +261,7 @@ class StreamRouter:
     # Messages.
 
     def _received(self, replica: str, messages: Iterable[EdgeMessage]) -> None:
-        """Handle the messages of a frame, up to the first unauthorised one."""
+        """Handle a frame's messages, up to the first unauthorised one."""
         try:
             for message in messages:
                 self._message(replica, message)
@@ -294,7 +296,7 @@ class StreamRouter:
             _require(replica in current.chain[:1], key, replica)
             current.is_alone, current.losses.has_begun = not is_over, True
         elif stream is not None and stream.unclear[0] == key[2] and not is_over:
-            # It was sent before the step with which a replica was lost.
+            # ``RunsAlone`` arrived after the loss, but was sent before the fatal step.
             _, is_shared = stream.unclear
             stream.unclear = -1, False
             if stream.is_single:
@@ -308,11 +310,11 @@ class StreamRouter:
             self._end(stream, poisoned)
 
     def _known(self, key: Key) -> Stream | None:
-        """Return a stream of this gateway, whichever attempt the key names."""
+        """Return a key's stream at this gateway, whichever attempt the key names."""
         return self.streams.get(key[1]) if key[0] == self.name else None
 
     def _current(self, key: Key) -> Stream | None:
-        """Return the stream whose current attempt a key names, if a chain has it."""
+        """Return a key's stream if the key names its current attempt on a chain."""
         stream = self._known(key)
         is_current = stream is not None and stream.attempt == key[2]
         return stream if is_current and stream is not None and stream.chain else None
@@ -320,7 +322,7 @@ class StreamRouter:
     def _token(self, replica: str, item: TokenItem) -> None:
         stream = self._current(item.key)
         if stream is None:
-            return  # of an earlier attempt
+            return  # a token of an earlier attempt
         is_one_more = item.index < stream.sampling.max_tokens
         _require(is_one_more and replica == stream.chain[-1], item.key, replica)
         if item.index != stream.made:
@@ -373,7 +375,8 @@ class StreamRouter:
         is_there = lacks in stream.chain and lacks in self.view.connected
         if is_there and not stream.via and failing_s > DOUBTED_S:
             both = replica, lacks
-            # Once for each attempt to go round it, so that attempts stay rare.
+            # Only replicas that were not avoided yet make the stream go elsewhere at
+            # once, so that attempts stay rare.
             is_elsewhere = self._chains.doubt(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
@@ -400,7 +403,7 @@ class StreamRouter:
     # Attempts.
 
     def _retry(self, stream: Stream, why: str, *, is_elsewhere: bool = False) -> None:
-        """Start another attempt of a stream, on the rest of its chain or elsewhere."""
+        """Queue another attempt of a stream, on the rest of its chain or elsewhere."""
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
@@ -415,7 +418,7 @@ class StreamRouter:
             and self._now - stream.failing_since < KEPT_S
             and not stream.via
             and not is_elsewhere
-            and len(stream.chain) > 1  # the only replica keeps nothing for others
+            and len(stream.chain) > 1  # a single replica keeps nothing for others
         )
         self._leave_chain(stream, is_kept=is_kept)
         self._retried.append(stream)
@@ -427,12 +430,13 @@ class StreamRouter:
         stream.returns += 1
 
     def _leave_chain(self, stream: Stream, *, is_kept: bool = False) -> None:
-        # With ``is_kept``, replicas keep its KV for the next attempt; stage 0 pauses.
+        # With ``is_kept``, replicas keep the stream's KV for the next attempt, and
+        # stage 0 pauses the stream.
         self._moves.drop(stream)
         if stream.number in self._waiting:
             self._waiting.remove(stream)
         key = self._key(stream, stream.attempt)
-        if not stream.chain:  # those that keep it have an earlier attempt
+        if not stream.chain:  # ``kept`` replicas have the KV of an earlier attempt
             self._end_at(stream.kept, self._key(stream, stream.kept_attempt))
             stream.kept = ()
         elif is_kept:
@@ -454,7 +458,7 @@ class StreamRouter:
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
-            # One that is not connected has ended all sequences of this gateway.
+            # A disconnected replica has ended all sequences of this gateway already.
             self._send(replica, generation_messages.EndSequences((key,)))
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
@@ -469,12 +473,12 @@ class StreamRouter:
             if stream.not_before > self._now or kind in hopeless:
                 continue
             if not self._place(stream):
-                hopeless.add(kind)  # a stage has no replica, for all of them
+                hopeless.add(kind)  # a stage has no replica for any of this kind
 
     def _place(self, stream: Stream) -> bool:
-        """Begin an attempt at a chain; return False if a stage has no replica."""
+        """Begin an attempt on a chain; return False if a stage has no replica."""
         avoided = self._suspects.kept_from(stream)
-        # The only replica of a chain gave it back: another one may compute it.
+        # If the only replica of a chain returned the stream, prefer another replica.
         is_back = len(stream.left) == 1 and not stream.via
         chain = self._chains.choose(
             stream, avoided.union(stream.left if is_back else ())
@@ -489,7 +493,7 @@ class StreamRouter:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
         if avoided.intersection(chain.replicas):
-            return True  # it waits for the other, so that the cause of a loss is known
+            return True  # wait for the other group, so that a loss has one cause
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
@@ -501,14 +505,14 @@ class StreamRouter:
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
     ) -> None:
-        """Begin the current attempt of a stream at a chain."""
-        # ``previous``: the attempt whose KV some replicas keep; ``prepared``: the one
-        # that the others were prepared for; -1: none.
+        """Begin the current attempt of a stream on a chain."""
+        # ``previous``: the attempt whose KV some replicas keep. ``prepared``: the
+        # attempt that the other replicas were prepared for. -1: none.
         if stream.made and chain.version != stream.version:
             self._log(f"{stream.name} continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.attempt_at = self._now
-        if stream.returns <= 1:  # the first attempt after the one that had a token
+        if stream.returns <= 1:  # the first attempt after one that had a token
             stream.failing_since = self._now
         stream.become(Phase.COMPUTING)
         start = SequenceStart(
@@ -534,7 +538,7 @@ class StreamRouter:
             self._send(replica, generation_messages.BeginSequences((start,)))
 
     def _note_noise(self, stream: Stream) -> None:
-        """Keep a stream that samples to the noise of its first token."""
+        """Record the noise of a sampling stream's first token, for later attempts."""
         last = self.view.table.replicas.get(stream.chain[-1])
         if last is not None and stream.sampling.temperature > 0.0:
             stream.noise = last.noise
@@ -545,7 +549,7 @@ class StreamRouter:
         for stage, name in enumerate(stream.chain):
             found = self.view.table.replicas[name].fingerprint
             if not found:
-                continue  # a replica that drains before it was loaded
+                continue  # the replica drains before it has loaded
             before = stream.fingerprints.setdefault(stage, found)
             if found != before:
                 stream.fingerprints[stage] = found
@@ -569,7 +573,7 @@ class StreamRouter:
                 self._end(stream, act.Cut(error) if is_cut else error)
             else:
                 self._timers.watch(stream, resumed_at)
-        self.view.set_silent(silent)  # all, before any stream is placed again
+        self.view.set_silent(silent)  # all of them, before any stream is placed again
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):

@@ -1,4 +1,4 @@
-"""The shell of one gateway's stream router: clients and edges of its streams."""
+"""The shell of one gateway's stream router: its clients and its edges."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ TICK_S = 0.05  # seconds between checks of deadlines and silent replicas, while 
 
 
 class Places:
-    """Places of a request in the queue, until its streams are there.
+    """Places in the queue that are reserved for the streams of a request.
 
-    A context manager: what is left at its end is given up.
+    A context manager, which releases the remaining places when its block exits.
     """
 
     def __init__(self, waiting: WaitingTenants, share: Share, count: int) -> None:
@@ -47,7 +47,7 @@ class Places:
             waiting.add(share)
 
     def take(self) -> None:
-        """Give up one place, for a stream that is opened at once."""
+        """Release one place, for a stream that is opened next."""
         if self._left:
             self._left -= 1
             self._waiting.remove(self._share.tenant)
@@ -132,13 +132,13 @@ class Streams:
         adapter: str = "",  # the LoRA adapter to compute with; empty: none
         session: str = "",  # streams of a tenant's session prefer the same replicas
         request: str = "",  # id, for logs
-        via: dict[int, str] | None = None,  # of a probe: replicas by stage
+        via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
         version: str | None = None,  # None: the active one
         has_place: bool = False,  # it was reserved
     ) -> AsyncIterator[OpenStream]:
         """Generate tokens; the stream ends with the block; replicas are notified.
 
-        At its deadline the stream ends with a ``Cut``.
+        At its deadline, the stream yields a ``Cut`` and ends.
         """
         if via is None:
             if not has_place:
@@ -146,7 +146,8 @@ class Streams:
             self.asked_at = self._clock()
         route = self.router.route(model)
         now = self._clock()
-        # By the time, as replicas without memory drop the latest of all gateways.
+        # Follows the clock, because a replica that lacks memory preempts the latest
+        # sequence, by number, of all gateways.
         self._number = max(self._number + 1, int(1000 * self._wall_clock()))
         stream = Stream(
             self._number,
@@ -184,7 +185,7 @@ class Streams:
             self._handle(events.Closed(stream.number, failed))
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
-        """Generate two tokens through a replica; ServeError if it fails or is late."""
+        """Generate two tokens through a replica; raise ServeError if that fails."""
         known = self.router.view.table.replicas.get(replica)
         if known is None:
             raise UnknownModelError(f"the routing table has no replica {replica!r}")
@@ -208,7 +209,7 @@ class Streams:
         self.router.check_room(model, share, count)
 
     def reserve(self, model: str, share: Share, count: int) -> Places:
-        """Return places for streams to open; OverloadedError if there is no room."""
+        """Reserve places for streams; raise OverloadedError if there is no room."""
         self.check_room(model, share, count)
         return Places(self.router.without_token[model], share, count)
 
@@ -217,7 +218,7 @@ class Streams:
         return Places(self.router.without_token[model], share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams without a token that wait for a chain, of any kind."""
+        """End a tenant's waiting streams without a token, dedicated or shared."""
         self._handle(events.TenantQuarantined(tenant, model))
 
     # The table and the edges.
@@ -267,7 +268,7 @@ class Streams:
             match action:
                 case actions.Send(replica, message):
                     outbox = self._edges.get(replica)
-                    if outbox is not None:  # else it failed meanwhile
+                    if outbox is not None:  # otherwise, the edge has failed
                         outbox.put(message)
                 case actions.Deliver(number, item):
                     client = self._clients.get(number)
