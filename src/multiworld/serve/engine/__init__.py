@@ -1,1 +1,1 @@
-"""What computes."""
+"""Models, our engine that computes them in stages, and adapters to external engines."""

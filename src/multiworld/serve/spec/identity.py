@@ -1,35 +1,34 @@
-"""The bytes that a version of a model consists of, as they were when it was made.
-Pure."""
+"""Identity of a model's version: the files and code it was made from. Pure."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-# Words of the error of a refused version, by which the controller knows it.
+# Text by which the controller recognises the error of a refused version.
 CHANGED = "has changed since this version was made"
 
 
 class FileMark(BaseModel):
-    """What is known of a file."""
+    """Size, times and digest of a file."""
 
     model_config = ConfigDict(frozen=True)
 
     size: int
     mtime_ns: int
-    # Device, inode and time of the last change of the inode. As long as these and
-    # ``mtime_ns`` are the same, nobody has written to the file.
+    # Device, inode number and ctime (ns). While these and ``mtime_ns`` stay the same,
+    # nobody has written to the file.
     inode: tuple[int, int, int]
     digest: str
-    is_whole: bool = True  # the digest is of all bytes; otherwise of samples
+    is_whole: bool = True  # the digest covers all bytes; False: only samples
 
 
 class Identity(BaseModel):
-    """What a version of a model is: its files, its code and its options."""
+    """Files, code and options that define a version of a model."""
 
     model_config = ConfigDict(frozen=True)
 
-    name: str  # hash of all of it
+    name: str  # hash of files, code and options
     files: dict[str, FileMark] = {}  # in the model's folder, by relative path
     others: dict[str, FileMark] = {}  # elsewhere, by absolute path
-    code: dict[str, str] = {}  # hashes of source files, by name of the module
-    kept: str = ""  # folder with copies of the files; empty: there is none
+    code: dict[str, str] = {}  # hashes of source files, by module name
+    kept: str = ""  # folder with copies of the files; empty: none

@@ -17,10 +17,10 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
-MAX_BYTES = 1024 * 1024  # of a spec
+MAX_BYTES = 1024 * 1024  # bytes of a spec
 INT = "tag:yaml.org,2002:int"
 FLOAT = "tag:yaml.org,2002:float"
-RESOLVERS = {  # as in YAML 1.2
+RESOLVERS = {  # rules for numbers, as in YAML 1.2
     INT: re.compile("[-+]?(0|[1-9][0-9_]*)$"),
     FLOAT: re.compile(
         r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -28,7 +28,7 @@ RESOLVERS = {  # as in YAML 1.2
     ),
 }
 
-MAX_NODES = 100_000  # keys, values and lists of a spec, with aliases expanded
+MAX_NODES = 100_000  # maximum keys, values and lists of a spec, with aliases expanded
 
 KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value
 
@@ -39,7 +39,7 @@ def load_spec(path: Path) -> AppSpec:
 
 
 def _of_folder(path: Path) -> SpecError:
-    """Return the error for a folder in place of a spec: what to give instead."""
+    """Return the error for a folder given in place of a spec; it says what to give."""
     specs = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
     if len(specs) == 1:
         return SpecError(f"{path} is a folder; give its spec, {specs[0]}")
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_spec(text: str, where: str = "spec") -> AppSpec:
-    """Read a YAML spec; ``where`` is its path, in whose folder relative paths start."""
+    """Read a YAML spec; paths of profiles are relative to the folder of ``where``."""
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where} is longer than {MAX_BYTES} bytes; split the spec")
     try:
@@ -81,7 +81,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     except RecursionError:
         why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
-    except Exception as error:  # any error: PyYAML checks no value that it converts
+    except Exception as error:  # any error: PyYAML does not check what it converts
         why = f"line 1: a value is not what it seems to be ({error}); put it in quotes"
         raise _spec_error(where, [why]) from error
     if not isinstance(root, yaml.MappingNode):
@@ -120,7 +120,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
 
 def schema() -> dict[str, Any]:
     found = AppSpec.model_json_schema()
-    # A model with an engine has none.
+    # Only a model without an ``engine`` needs stages.
     found["$defs"]["ModelSpec"]["required"].remove("stages")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
@@ -132,9 +132,10 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 010 and 1:30 as strings (8 and 90 in YAML 1.1), and 1e3 as 1000.
+    """A safe loader that reads 010 and 1:30 as strings, and 1e3 as 1000.
 
-    It joins surrogate pairs, which JSON writes for characters such as emoji.
+    YAML 1.1 reads 010 as 8 and 1:30 as 90. The loader also joins the surrogate pairs
+    with which JSON escapes characters such as emoji.
     """
 
     def construct_scalar(self, node: Any) -> Any:
@@ -179,7 +180,7 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
-    """Record the line of every value; return the keys that occur twice."""
+    """Record the line of every value; return a problem for each duplicate key."""
     lines[at] = node.start_mark.line + 1
     problems: list[str] = []
     if isinstance(node, yaml.MappingNode):
@@ -201,7 +202,7 @@ def _walk(node: yaml.Node, at: KeyPath, lines: dict[KeyPath, int]) -> list[str]:
 
 
 def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
-    """Return the line of a value, or of its nearest ancestor in the text."""
+    """Return the line of a value, or of its nearest ancestor that has one."""
     while at not in lines and at:
         at = at[:-1]
     return lines.get(at, 1)
@@ -214,10 +215,10 @@ def _as_written(loc: KeyPath, lines: dict[KeyPath, int]) -> KeyPath:
 
 
 def _parts(loc: KeyPath, lines: dict[KeyPath, int]) -> Iterator[tuple[str | int, bool]]:
-    """Yield the parts of a location; True: a union member that pydantic tried there."""
+    """Yield each part of a location, and whether it names a member of a union."""
     at: KeyPath = ()
     for part in loc:
-        # Names in the text may be those of members.
+        # A key in the spec may have the name of a union member.
         is_form = _is_form(part) and (*at, part) not in lines
         at = at if is_form else (*at, part)
         yield part, is_form
@@ -229,8 +230,8 @@ def _is_form(part: str | int) -> bool:
 
 
 def _is_of_other_form(error: Any, lines: dict[KeyPath, int]) -> bool:
-    """Return whether an error is about the union member that was not meant."""
-    # Pydantic reports one error for each member: the number and the mapping.
+    """Return whether an error is about a union member that the user did not mean."""
+    # Pydantic reports an error for every member: for the number and for the mapping.
     forms = [part for part, is_form in _parts(error["loc"], lines) if is_form]
     if not forms:
         return False
@@ -257,7 +258,7 @@ def _describe_validation_error(error: Any, at: KeyPath) -> str:
     return f"{name}: {what}{shown}"
 
 
-# Remedies for values of the wrong form, by pydantic's error type.
+# Remedies for values of the wrong type, by pydantic's error type.
 FORMS = {
     "model_type": "write a mapping of its fields, as `name: value` lines",
     "dict_type": "write a mapping, as `name: value` lines",

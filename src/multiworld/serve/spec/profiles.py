@@ -1,4 +1,4 @@
-"""Profiles: measured costs of a model, and how they complete a spec."""
+"""Profiles: measured costs of a model, and their use to complete a spec."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from multiworld.config import MIB
 from multiworld.errors import SpecError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 
-MARGIN = 1.25  # bytes booked per byte measured: other requests may need more memory
-WIDE = "float32"  # a profile in this dtype makes the model be served in it
+MARGIN = 1.25  # bytes booked per byte measured; other requests may need more memory
+WIDE = "float32"  # a model that was profiled in this dtype is served in it
 
 Count = Annotated[float, Field(ge=0, le=1e15)]
 
@@ -26,28 +26,27 @@ class StageProfile(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    weight_bytes: NonNegativeInt  # of the parameters; 0: it is no ``nn.Module``
-    loaded_bytes: NonNegativeInt  # memory the process gained by loading the stage
-    peak_bytes: NonNegativeInt  # largest growth while it computed, loading included
-    out_bytes: Count  # sent to the next stage for one item (a row)
-    # Median seconds of one batch, by batch size in rows; for a model that generates
-    # text, of one step, by its tokens.
+    weight_bytes: NonNegativeInt  # of the parameters; 0: not an ``nn.Module``
+    loaded_bytes: NonNegativeInt  # memory growth from loading the stage
+    peak_bytes: NonNegativeInt  # peak memory growth while loading and computing
+    out_bytes: Count  # sent to the next stage, per row
+    # Median seconds of one batch, by its rows; for text, of one step, by its tokens.
     seconds: dict[PositiveInt, Count]
-    kv_bytes: Count = 0.0  # keys and values of one token, if it generates text
+    kv_bytes: Count = 0.0  # keys and values of one token, if the model generates text
 
     def item_s(self, max_batch_size: float) -> float:
-        """Return the seconds for one item in the most efficient batch that may be."""
+        """Return the seconds per row in the best batch of at most this size."""
         return item_s_of(self.seconds, max_batch_size)
 
 
 def item_s_of(seconds: Mapping[int, float], max_batch_size: float) -> float:
-    """Return the least seconds of a row, by those of batches; see ``StageProfile``."""
+    """Return the minimum seconds per row, from batch times by number of rows."""
     rows = [n for n in seconds if n <= max_batch_size] or [min(seconds)]
     return min(seconds[n] / n for n in rows)
 
 
 class ModelProfile(BaseModel):
-    """Measured costs of a model; ``base_bytes`` is the process without any stage."""
+    """Measured costs of a model; ``base_bytes``: the process without any stage."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,7 +81,7 @@ def load_profile(path: Path) -> ModelProfile:
 
 
 def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
-    """Fill in undeclared values from profiles, whose paths start in ``folder``."""
+    """Fill in undeclared values from profiles, at paths relative to ``folder``."""
     models = {
         name: _with_profile(name, spec, folder) for name, spec in app.models.items()
     }
@@ -105,7 +104,7 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
         for k, stage in enumerate(spec.stages)
     ]
     if generation is not None and generation.dtype is None and found.dtype == WIDE:
-        # bfloat16 is slow where it was measured; the memory is that of float32.
+        # bfloat16 was slow on the profiled machine; the measured memory is float32's.
         generation = generation.model_copy(update={"dtype": WIDE})
     return spec.model_copy(update={"stages": stages, "generation": generation})
 

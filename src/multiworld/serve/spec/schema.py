@@ -31,10 +31,10 @@ PATTERNS = {
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
-"""Remedies for a text that does not match a pattern."""
+"""Remedies for strings that do not match a pattern, by pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
-# Of what is too slow, and then ended: with less, nothing would ever be in time.
+# Limits after which a process is replaced; below 0.1 s, every process would be.
 Patience = Annotated[float, Field(ge=0.1, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Mark = Annotated[str, Field(min_length=1, max_length=64)]
@@ -265,7 +265,7 @@ class GenerationSpec(_Strict):
 
 
 ENGINE_START_S = 600.0
-"""Seconds that a replica with a whole engine may take to start, by default."""
+"""Default maximum seconds for the start of a replica with a whole engine."""
 
 WITH_ENGINE = (
     "max_model_len",
@@ -280,7 +280,7 @@ WITH_ENGINE = (
     "first_token_s",
     "between_tokens_s",
 )
-"""Fields of ``generation`` that have a meaning for a whole engine."""
+"""Fields of ``generation`` that apply to a whole engine."""
 
 OF_ENGINE_STAGE = (
     "replicas",
@@ -293,23 +293,23 @@ OF_ENGINE_STAGE = (
     "compute_s",
     "nodes",
 )
-"""Fields of a stage that stand at a model with an ``engine``."""
+"""Fields of a stage that a model with an ``engine`` has itself."""
 
 GATEWAYS = "gateway"
-"""Begins the names of gateways, as a model's name begins those of its replicas."""
+"""Prefix of gateway names, like the model's name in replica names."""
 
 OF_BATCHES = ("max_batch_size", "max_wait_ms", "max_ongoing_requests")
-"""Fields of a stage that have no meaning for generated text."""
+"""Fields of a stage that do not apply to generated text."""
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
-"""Arguments of an engine whose product is the number of GPUs of a replica."""
+"""Arguments of an engine; their product is the number of GPUs of a replica."""
 
 OPENAI, LLAMA_CPP, VLLM = "openai", "llama.cpp", "vllm"
-"""Names of engines with rules of their own; openai: servers of somebody else."""
+"""Names of engines with special rules; ``openai``: servers that already run."""
 
 
 def _unlike_json(value: object, at: str) -> str | None:
-    """Describe the first part of a value that JSON would change; None: none."""
+    """Describe the first part of a value that JSON would change, if there is one."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
@@ -328,7 +328,7 @@ def _unlike_json(value: object, at: str) -> str | None:
 
 
 def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of replicas by default: one for each address."""
+    """Return the default of ``replicas``: one for each address."""
     args = data.get("engine_args")
     urls = args.get("urls") if isinstance(args, dict) else None
     return {"replicas": len(urls)} if isinstance(urls, list) and urls else {}
@@ -468,14 +468,15 @@ class ModelSpec(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _engine_stage(cls, data: Any) -> Any:
-        """Make the fields of a stage that stand at a model with an engine its stage."""
+        """Move the stage fields of a model with an engine into the only stage."""
         if not isinstance(data, dict) or data.get("engine") is None:
             return data
         own = {n: data[n] for n in OF_ENGINE_STAGE if data.get(n) is not None}
         scaled = own.keys() & {"replicas", "autoscaling_config"}
         counted = {} if scaled or data["engine"] != OPENAI else _one_a_server(data)
         stages = data.get("stages", [{**own, **counted}])
-        if "stages" in data and (own or not _is_one(stages)):  # one: of a dumped spec
+        # A dumped spec has one stage, which this function had added.
+        if "stages" in data and (own or not _is_one(stages)):
             raise ValueError(
                 "a model with an engine has no stages; write replicas and the "
                 "other fields of a stage at the model"
@@ -494,7 +495,7 @@ class ModelSpec(_Strict):
     @field_validator("version", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        # YAML reads an unquoted 2 as a number; a 2 is unambiguous.
+        # YAML reads an unquoted 2 as an integer, which is unambiguous as a version.
         if isinstance(value, float):
             raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -503,7 +504,7 @@ class ModelSpec(_Strict):
     @field_validator("options", "engine_args")
     @classmethod
     def _sent_as_given(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # They reach replicas as JSON, which would change anything else silently.
+        # Replicas get these as JSON, which would silently change other values.
         if (found := _unlike_json(value, "")) is not None:
             raise ValueError(found)
         return value
@@ -552,7 +553,7 @@ class ModelSpec(_Strict):
         return self
 
     def _check_on_gpu(self) -> None:
-        """Refuse what our own engine has on CPUs only."""
+        """Refuse options that our own engine has on CPUs only."""
         assert self.generation is not None
         for name in ("deterministic", "quantization"):
             if getattr(self.generation, name):
@@ -561,7 +562,7 @@ class ModelSpec(_Strict):
                 )
 
     def _check_engine_gpus(self) -> None:
-        """Refuse what would make the number or the memory of its GPUs unclear."""
+        """Refuse arguments that make a replica's GPUs or their memory ambiguous."""
         for name in PARALLEL_SIZES:
             if name.replace("_", "-") in self.engine_args:
                 raise ValueError(f"engine_args: write {name} with underscores")
@@ -584,7 +585,7 @@ class ModelSpec(_Strict):
             )
 
     def _check_embeddings(self) -> None:
-        """Refuse what an engine that embeds has no use for."""
+        """Refuse engines that cannot embed, and fields that have no effect there."""
         if self.engine not in (VLLM, LLAMA_CPP, OPENAI):
             known = f"{VLLM}, {LLAMA_CPP} or {OPENAI}"
             raise ValueError(f"embeddings: true needs engine: {known}")
@@ -648,7 +649,7 @@ class ModelSpec(_Strict):
         return self
 
 
-# ``*``, or scheme, host and port, as browsers send them.
+# ``*``, or an origin as browsers send it: scheme, host and port.
 ORIGIN = r"^(\*|https?://[^/\s*]+)$"
 
 

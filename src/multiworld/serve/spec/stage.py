@@ -100,7 +100,8 @@ class StageContext:
     Attributes:
         device: Torch device of the stage's tensors, such as ``cuda:0``.
         group: Collectives among the ranks of this replica; None if it has one rank.
-        gpus: Indexes of its GPUs, of which ``device`` is the first.
+        gpus: Indexes of the GPUs that the stage may use; ``device`` is the first of
+            them.
     """
 
     device: str = "cpu"
@@ -115,7 +116,8 @@ class Stage:
     Attributes:
         load: Loads the weights of this stage and returns the function that computes it.
             That function takes and returns a dict of tensors, each with the rows in
-            dimension 0. It runs in a thread of its own, under ``torch.inference_mode``.
+            dimension 0. It is called in a thread of its own, under
+            ``torch.inference_mode``.
         name: Display name.
         ragged: Padding values, by name, of inputs and outputs whose dimension 1 differs
             between requests. A batch pads such inputs to the longest, and cuts such
@@ -135,9 +137,9 @@ class Stage:
 class TextFrontend(Protocol):
     """Tokenizer for ``/v1/embeddings``: turns text into the inputs of stage 0.
 
-    It runs in the gateway. It accepts arrays of token ids if it also has
-    ``encode_tokens(ids)``. By convention, on every API, text longer than the model's
-    maximum is truncated, and too many token ids are refused.
+    It runs in the gateway. A tokenizer that also has ``encode_tokens(ids)`` accepts
+    arrays of token ids. By convention, on every API, text longer than the model's
+    maximum is truncated, and an array of more token ids than that is refused.
     """
 
     def encode(self, text: str) -> Tensors:
@@ -164,9 +166,10 @@ class Generation:
         vocabulary: Number of tokens in the vocabulary.
         max_tokens: Maximum number of tokens of a sequence.
         kv_bytes: Bytes of the keys and values of one token, by stage.
-        weights: Returns a name of the weights. Sequences move between versions of the
-            model without a pause if the name is the same; empty: never.
-        dtype: Dtype of the computation; empty: not known. A model whose folder has
+        weights: Returns a name for the weights, such as a hash. Running sequences move
+            to another version of the model without a pause if both have the same name;
+            empty: never.
+        dtype: Dtype of the computation; empty: not known. A model whose folder is in
             bfloat16 is computed in float32 on machines without fast bfloat16.
         weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
         defaults: Values of ``temperature``, ``top_p``, ``top_k``, ``min_p`` and

@@ -1,1 +1,1 @@
-"""Messages between processes."""
+"""Messages between the processes of a service."""

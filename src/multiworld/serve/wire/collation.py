@@ -32,8 +32,8 @@ def rows_of(tensors: Tensors) -> int:
 
 def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
     """Return a key that is equal for requests that can share a batch."""
-    # Names, dtypes and fixed dimensions. Dimension 0 (rows) and, for ragged tensors,
-    # dimension 1 (length) may differ. ``ragged`` has padding values.
+    # Names, dtypes and fixed dimensions must be equal. Dimension 0 (rows) and, for
+    # ragged tensors, dimension 1 (length) may differ. ``ragged`` has padding values.
     return tuple(
         (name, tensor.dtype, tensor.dim(), *tensor.shape[2 if name in ragged else 1 :])
         for name, tensor in sorted(tensors.items())
@@ -41,14 +41,14 @@ def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
 
 
 def lengths_of(tensors: Tensors, ragged: Mapping[str, float]) -> dict[str, int]:
-    """Return dimension 1 of the ragged tensors, by name."""
+    """Return the size of dimension 1 of each ragged tensor, by name."""
     return {n: t.shape[1] for n, t in tensors.items() if n in ragged and t.dim() > 1}
 
 
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
-    """Return one batch with the rows of all requests, which share one ``group_of``."""
+    """Return one batch with the rows of all requests, whose ``group_of`` is equal."""
     longest = {
         name: max(tensors[name].shape[1] for tensors in requests)
         for name in lengths_of(requests[0], ragged)
@@ -57,7 +57,7 @@ def collate(
     for name in requests[0]:
         parts = [tensors[name] for tensors in requests]
         if name in longest:
-            # The smallest of the (ascending) buckets, or else the longest.
+            # The first bucket that is long enough (they ascend), or none.
             most = longest[name]
             length = next((bucket for bucket in buckets if bucket >= most), most)
             parts = [_padded(part, length, ragged[name]) for part in parts]
@@ -81,7 +81,7 @@ def split(
     ragged: Mapping[str, float],
     stage: str,
 ) -> list[Tensors]:
-    """Return the outputs by request, cut back to the length of its ragged inputs."""
+    """Return each request's outputs, cut back to the length of its ragged inputs."""
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []
     begin = 0

@@ -19,18 +19,20 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-AGAIN_S = 2.0  # until the next try, where another server has the port of the store
+# Seconds until the next attempt after an error that ``keep`` does not retry, such as
+# another server at the store's port.
+AGAIN_S = 2.0
 
 Obey = Callable[[Order], Awaitable[None]]
 
 
 def control_world(app: str, name: str) -> str:
-    """Name the world that a process shares with the controller."""
+    """Return the name of the world that a process shares with the controller."""
     return f"control:{app}:{name}"
 
 
 class ControlAgent:
-    """The process's side of its control world; it survives a lost controller."""
+    """A process's side of its control world; it outlives a lost controller."""
 
     def __init__(
         self,
@@ -49,12 +51,12 @@ class ControlAgent:
         # Sent to every new controller; other messages are dropped while there is none.
         self._facts: dict[type[News], News] = {}
         self._outbox: asyncio.Queue[News] = asyncio.Queue()
-        # Monotonic time of the loss; None while connected.
+        # Monotonic time since which there is no controller; None while connected.
         self.lost_at: float | None = clock()
-        self.joined_at: float | None = None  # monotonic, the last; None before
+        self.joined_at: float | None = None  # last connection, monotonic; None: never
 
     def fact(self, news: News) -> None:
-        """Send a fact, and again to every later controller, unless replaced."""
+        """Send a fact now, and again to every new controller until replaced."""
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
@@ -64,7 +66,7 @@ class ControlAgent:
             self._outbox.put_nowait(news)
 
     async def flush(self, limit_s: float) -> None:
-        """Wait at most ``limit_s`` until all messages were sent."""
+        """Wait until all messages are sent, but at most ``limit_s`` seconds."""
         if self._world is None:
             return
         try:
@@ -107,7 +109,7 @@ class ControlAgent:
         while True:
             try:
                 order = ORDERS.decode(await world.recv_object(src=0))
-            except MessageError as error:  # from a newer controller; read on
+            except MessageError as error:  # sent by a newer release; skip it
                 logger.error("ignored an unknown order: %s", error)
                 continue
             try:
@@ -123,7 +125,7 @@ class ControlAgent:
             try:
                 data = NEWS.encode(news)
             except (UnicodeEncodeError, TypeError, ValueError) as error:
-                # Such as the name of a file that is no text, in an error of a model.
+                # For instance, an error has a file name that is not valid Unicode.
                 kind = type(news).__name__
                 logger.error("a %s cannot be sent to the controller: %s", kind, error)
             else:

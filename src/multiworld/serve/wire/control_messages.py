@@ -9,14 +9,14 @@ from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 from multiworld.serve.wire.protocol import Codec, Message
 from multiworld.serve.wire.routing_table import RoutingTable
 
-Counted = tuple[str, tuple[str, ...], float]  # since the start: kind, labels, value
+Counted = tuple[str, tuple[str, ...], float]  # kind, labels, value since the start
 
 
 # Orders: controller → process.
 
 
 class ModelsChanged(Message, frozen=True, tag="models_changed"):
-    """Controller → gateway: spec (JSON) of all served models, by name and version."""
+    """Controller → gateway: specs (JSON) of all served models, by name and version."""
 
     specs: dict[str, dict[str, str]]
 
@@ -28,7 +28,7 @@ class TableChanged(Message, frozen=True, tag="table_changed"):
 
 
 class AllTenants(Message, frozen=True, tag="all_tenants"):
-    """Controller → gateway: a part of the list of all tenants."""
+    """Controller → gateway: one part of the list of all tenants."""
 
     tenants: tuple[Tenant, ...]
     is_first: bool
@@ -79,13 +79,13 @@ class InjectPartition(Message, frozen=True, tag="inject_partition"):
 
 
 class InjectHang(Message, frozen=True, tag="inject_hang"):
-    """Controller → replica: send yourself SIGSTOP, on whatever machine you are."""
+    """Controller → replica: send SIGSTOP to your own process, to simulate a hang."""
 
 
 # Upper bounds of the batch size histogram, in rows; a last bucket has no bound.
 ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
-# Upper bounds of the batch duration histogram; a last bucket has no bound.
+# Upper bounds of the batch duration histogram, in seconds; a last bucket has no bound.
 SECONDS_BOUNDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
@@ -93,43 +93,43 @@ SECONDS_BOUNDS = (
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a replica."""
+    """State of a replica at the time of the report."""
 
     queued: int = 0
     computing: int = 0
     probing: int = 0  # among the queued and computing requests
-    computing_s: float = 0.0  # since the current batch started
+    computing_s: float = 0.0  # seconds since the current batch started
     waiting_for_next: int = 0  # outputs that wait for credit of the next stage
-    handed: int = 0  # outputs sent to the next stage that it has not started
-    computed_s: float = 0.0  # all batches
+    handed: int = 0  # outputs sent to the next stage, which has not started them
+    computed_s: float = 0.0  # seconds of all batches so far
     counts: dict[str, int] = {}  # events since the start, by kind
     batch_rows: tuple[int, ...] = ()  # in the buckets of ``ROWS_BOUNDS``
     batch_seconds: tuple[int, ...] = ()  # in the buckets of ``SECONDS_BOUNDS``
     upstream: tuple[str, ...] = ()
-    gateways: tuple[str, ...] = ()  # connected
+    gateways: tuple[str, ...] = ()  # names of connected gateways
     downstream: tuple[str, ...] = ()
     cpu_s: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
-    kv_usage: float = 0.0  # used share of the memory for KV blocks
-    phase: str = ""  # what a starting engine does; empty once it serves
+    kv_usage: float = 0.0  # used fraction of the memory for KV blocks
+    phase: str = ""  # what a starting engine is doing; empty once it serves
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a gateway; counters start with the process."""
+    """State of a gateway at the time of the report; counters start with the process."""
 
     in_flight: int = 0
     load: dict[str, int] = {}  # attempts in progress, by replica
     waiting: dict[str, int] = {}  # requests never sent to a replica, by model
-    pending: dict[str, int] = {}  # waiting for a first attempt or a retry
+    pending: dict[str, int] = {}  # requests that wait for a first attempt or a retry
     silent: tuple[str, ...] = ()
     connected: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     arrived: dict[str, int] = {}
-    attained: dict[str, int] = {}  # answered within the latency objective
+    attained: dict[str, int] = {}  # requests answered within the objective
     missed: dict[str, int] = {}  # answered late, or not at all for lack of replicas
-    refused: dict[str, int] = {}  # by a full queue
-    completions: dict[str, int] = {}  # ended; the next two count their tokens
+    refused: dict[str, int] = {}  # requests rejected because the queue was full
+    completions: dict[str, int] = {}  # that ended; the next two count their tokens
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
@@ -144,7 +144,7 @@ class Reports(msgspec.Struct, frozen=True):
 
 
 class FleetReport(Message, frozen=True, tag="fleet_report"):
-    """Controller → gateway: reply to ``FleetReportRequest``; without the receiver."""
+    """Controller → gateway: reply to ``FleetReportRequest``; excludes the requester."""
 
     number: int = 0
     events: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
@@ -160,7 +160,7 @@ class PoisonFound(Message, frozen=True, tag="poison_found"):
     model: str
     version: str
     digest: str
-    age_s: float = 0.0  # since it was found, for a gateway that has just started
+    age_s: float = 0.0  # seconds since it was found; for gateways that start later
 
 
 # Controller → process.
@@ -196,8 +196,8 @@ class StageLoaded(Message, frozen=True, tag="stage_loaded"):
     fingerprint: str = ""
     weights: str = ""
     identity: str = ""  # name of the version's identity; empty: not known
-    changed: str = ""  # file of the version that has changed; the kept copy was loaded
-    noise: str = ""  # what an external engine samples by; see ``WholeEngine.noise``
+    changed: str = ""  # file of the version that has changed; its copy was loaded
+    noise: str = ""  # random source of an external engine; see ``WholeEngine.noise``
 
 
 class TableApplied(Message, frozen=True, tag="table_applied"):
@@ -207,7 +207,7 @@ class TableApplied(Message, frozen=True, tag="table_applied"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Process → controller: reply to ``ReportRequest``; number 0 at exit, unasked."""
+    """Process → controller: reply to ``ReportRequest``; number 0: sent at exit."""
 
     number: int
     worker: WorkerReport | None = None
@@ -230,7 +230,7 @@ class UsageReport(Message, frozen=True, tag="usage_report"):
 
 
 class ModelNeeded(Message, frozen=True, tag="model_needed"):
-    """Gateway → controller: a request needs a model that lacks a replica of a stage."""
+    """Gateway → controller: a request needs a model in which a stage has no replica."""
 
     model: str
 

@@ -1,4 +1,4 @@
-"""All messages of edges. Pure."""
+"""All messages that processes exchange on edges. Pure."""
 
 from __future__ import annotations
 

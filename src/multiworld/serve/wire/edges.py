@@ -1,5 +1,5 @@
-"""The edges of a process, as the routing table requires. Each has a task that stays in
-its world while the table has it, and passes each incarnation to the edge's owner."""
+"""The edges of a process, which follow the routing table. For each edge in the table, a
+task stays in the edge's world and hands each incarnation to the owner."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ Body = Callable[[], Awaitable[None]]  # runs while an edge is up
 
 BUG = "edge %s: closed after an unexpected error"
 
-RETRY_S = 1.0  # until an edge is reopened after an unexpected error
-SEND_S = 1.0  # for queued messages when an edge closes
-FRAME_BYTES = 4 * 1024 * 1024  # of tensors; then a frame takes no further messages
-FRAME_MESSAGES = 512  # messages in a frame
-OUTBOX_LIMIT = 4096  # windows and credits bound the senders, so only a bug reaches this
+RETRY_S = 1.0  # seconds until an edge is reopened after an unexpected error
+SEND_S = 1.0  # seconds to send queued messages when an edge closes
+FRAME_BYTES = 4 * 1024 * 1024  # of tensors; from there on, a frame is full
+FRAME_MESSAGES = 512  # maximum number of messages in a frame
+# Maximum number of queued messages. Flow control (windows, credits) keeps the queue
+# shorter, so only a bug reaches this.
+OUTBOX_LIMIT = 4096
 
 
 class OutboxFullError(errors.MultiWorldError):
-    """Too many messages are queued on an edge; dropping one would be worse."""
+    """Too many messages are queued on an edge, which closes rather than drop one."""
 
 
 class Outbox:
-    """Messages to send on one incarnation of an edge, one frame per loop turn."""
+    """Messages queued for one incarnation of an edge, sent together in frames."""
 
     def __init__(self, edge: Edge, world: World) -> None:
         self.edge, self.world = edge, world
@@ -56,7 +58,7 @@ class Outbox:
         self._waiters: list[asyncio.Future[None]] = []
 
     def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
-        """Queue a message for this loop turn; drop it if the edge has failed."""
+        """Queue a message for the next frame; drop it if the edge has failed."""
         self._queue(message, contents)
         if len(self._pending) >= FRAME_MESSAGES:
             self.flush()
@@ -65,7 +67,7 @@ class Outbox:
             self._loop.call_soon(self._turn)
 
     def put_now(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
-        """Queue a message, and send the whole queue at once."""
+        """Queue a message, and send the whole queue immediately."""
         self._queue(message, contents)
         self.flush()
 
@@ -84,7 +86,7 @@ class Outbox:
         return not self._pending and self._rest is None
 
     def flush(self) -> None:
-        """Send as much as the connection takes: usually all, without waking a task."""
+        """Send what the connection accepts now: usually all, without a task switch."""
         while self._pending and self._rest is None:
             try:
                 self._rest = begin(self._send(self._next()))
@@ -104,7 +106,7 @@ class Outbox:
         self._pending.clear()
         self._has_rest.set()
         if self._resting is not None:
-            self._resting.cancel()  # its peer may never take the frame
+            self._resting.cancel()  # the peer may never receive the frame
 
     def _turn(self) -> None:
         self._is_due = False
@@ -156,7 +158,7 @@ class Outbox:
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
 
     async def wait_end(self) -> None:
-        """Wait until the peer has left and its messages were handled; always raises."""
+        """Wait until the peer has left and its messages are handled; always raises."""
         await self.world.recv_object(src=self._peer, tag=NOTHING)
 
 
@@ -170,7 +172,7 @@ class EdgeOwner(Protocol):
         """Handle the messages of a frame that arrived on this incarnation."""
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation; not ``is_polite``: lost, or not in the table."""
+        """Stop using an incarnation; ``is_polite``: the peer left, and was not lost."""
 
 
 class EdgeKeeper:
@@ -183,7 +185,7 @@ class EdgeKeeper:
         self._loop = asyncio.get_running_loop()
 
     def apply(self, wanted: dict[str, Edge]) -> None:
-        """Open and close edges so that they match ``wanted``, which is by peer."""
+        """Open and close edges to match ``wanted``, the edges by peer."""
         edges = set(wanted.values())
         for edge in [edge for edge in self._tasks if edge not in edges]:
             self._tasks.pop(edge).cancel()
@@ -210,7 +212,7 @@ class EdgeKeeper:
                 await asyncio.shield(self._manager.leave(edge.world))
 
     async def _stay(self, edge: Edge) -> None:
-        """Use one incarnation after another, until an unexpected error."""
+        """Join one incarnation after another, until an unexpected error."""
         try:
             async for world in self._manager.keep(
                 edge.world,
@@ -246,15 +248,15 @@ class EdgeKeeper:
             has_left = bool(world.left) and not world.is_broken
             try:
                 await _drain(tasks, is_polite=has_left)
-            finally:  # a table without the peer may cancel this at any moment
-                # A peer that was removed from the table without leaving was given
-                # up; what it was computing may have killed it.
+            finally:  # a table without the peer may cancel the drain at any moment
+                # A peer that the table dropped before it left counts as lost: the work
+                # that it was computing may have killed it.
                 has_left = bool(world.left) and not world.is_broken
                 self._owner.edge_down(outbox, is_polite=has_left)
 
 
 def listen(outbox: Outbox, owner: EdgeOwner) -> None:
-    """Pass on the frames that arrive on an edge; an unexpected error closes it."""
+    """Hand the frames that arrive to the owner; an unexpected error closes the edge."""
     world, loop = outbox.world, asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
@@ -271,21 +273,21 @@ def listen(outbox: Outbox, owner: EdgeOwner) -> None:
     try:
         world.handle(handle, src=1 - outbox.edge.rank, tag=FRAMES, peek=handle)
     except (errors.WorldBrokenError, errors.WorldClosedError):
-        pass  # it has ended already
+        pass  # the incarnation has already ended
 
 
 async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
     except (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError):
-        pass  # the keeper sees it
+        pass  # ``EdgeKeeper`` handles this
     except Exception:
         logger.exception(BUG, world.name)
         await world.close()
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
-    """Cancel an incarnation's tasks, after reading what a peer sent."""
+    """Read what a peer sent before it left, then cancel an incarnation's tasks."""
     if is_polite:
         await asyncio.wait(tasks[1:], timeout=0.5)
     for task in tasks:

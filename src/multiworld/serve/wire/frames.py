@@ -1,9 +1,9 @@
-"""Frames: the messages that one process sends another in one event loop iteration.
+"""Frames: messages that a process sends to another in one event loop iteration.
 
-A frame has any number of messages, with the tensors of those that carry requests or
-answers. Layout: version and length of the header (``_LEAD``); the header, which is the
-messages and the descriptions of the tensors in MessagePack; and the tensors, each at an
-offset that ``aligned`` returns.
+A frame has any number of messages, with the tensors that they carry. Layout:
+``_LEAD``, which has the protocol version and the length of the header; the header in
+MessagePack, which has the messages and the name, dtype and shape of each tensor; and
+the tensors, each at an offset that ``aligned`` returns.
 """
 
 from __future__ import annotations

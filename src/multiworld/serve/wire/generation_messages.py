@@ -9,7 +9,7 @@ import msgspec
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # of tokens, or position of one
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # number of tokens, or a position
 
 # Token id; checked against the model's vocabulary where it is used.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -21,8 +21,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    min_p: float = 0.0  # relative to that of the most likely token
-    seed: int = 0  # of random numbers, with ``choice`` and the token's index
+    min_p: float = 0.0  # relative to the probability of the most likely token
+    seed: int = 0  # determines random numbers, with ``choice`` and the token's index
     choice: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -43,18 +43,18 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
     key: Key
     tokens: tuple[TokenId, ...]  # the prompt, and the output tokens delivered so far
-    prompt: Count  # its number of tokens
+    prompt: Count  # number of its tokens
     chain: tuple[str, ...]  # replicas by stage
     sampling: Sampling
     share: Share = DEFAULT_SHARE
-    previous: int = -1  # attempt that it continues, whose KV blocks are kept; -1: none
+    previous: int = -1  # attempt to continue, whose KV blocks are used; -1: none
     is_probe: bool = False  # skips the queue
-    # After repeated losses: computed alone until it has a few tokens.
+    # After repeated losses: computed alone until it has produced a few tokens.
     is_suspect: bool = False
-    prepared: int = -1  # attempt that was prepared, whose KV blocks are kept; -1: none
+    prepared: int = -1  # attempt that was prepared, whose KV blocks are used; -1: none
     is_watched: bool = False  # send ``ComputeBegun`` to the gateway
     adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
-    # Number at its gateway of the suspects that may be computed with it; 0: none.
+    # Suspects of one gateway with the same number may be computed together; 0: alone.
     group: Count = 0
 
 
@@ -65,7 +65,7 @@ class BeginSequences(Message, frozen=True, tag="begin_sequences"):
 
 
 class PauseSequences(Message, frozen=True, tag="pause_sequences"):
-    """Gateway → stage 0: pause these sequences; a stage of their chain is missing."""
+    """Gateway → stage 0: pause sequences; a stage of their chain has no replica."""
 
     keys: tuple[Key, ...]
 
@@ -92,14 +92,14 @@ class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
 
 
 class KvHeld(Message, frozen=True, tag="kv_held"):
-    """Stage k → stage k-1, in turn from the last stage up: tokens with KV entries."""
+    """Stage k → stage k-1, from the last stage on: number of tokens with KV entries."""
 
     key: Key
-    count: Count  # the receiver replays the rest, and stage 0 starts the sequence
+    count: Count  # the receiver replays the rest; stage 0 then starts the sequence
 
 
 class ActivationRows(Message, frozen=True, tag="activation_rows"):
-    """Replica → next stage: replay from the activation log, starting at ``begin``."""
+    """Replica → next stage: replay from the activation log, from ``begin`` on."""
 
     key: Key
     # The frame has ``hidden`` [tokens, hidden].
@@ -111,7 +111,7 @@ class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
     """Last stage → stage 0: every stage has caught up."""
 
     key: Key
-    # None: the prompt is incomplete, or the sequence has ended.
+    # Next token, if sampled; None: incomplete prompt, or the sequence has ended.
     token: TokenId | None = None
 
 
@@ -140,13 +140,13 @@ class Step(Message, frozen=True, tag="step"):
 
 
 class PreemptSequences(Message, frozen=True, tag="preempt_sequences"):
-    """Replica → next stage and on: sequences to compute again later, from the start."""
+    """Replica → next → … → last stage: sequences to recompute later, from the start."""
 
     keys: tuple[Key, ...]
 
 
 class KvEvicted(Message, frozen=True, tag="kv_evicted"):
-    """Stage k → stage k-1 → … → stage 0: no memory for a sequence at ``replica``."""
+    """Stage k → stage k-1 → … → stage 0: ``replica`` has no memory for a sequence."""
 
     key: Key
     replica: str
@@ -181,16 +181,16 @@ class StepDone(Message, frozen=True, tag="step_done"):
 
 
 class RunsAlone(Message, frozen=True, tag="runs_alone"):
-    """Replica → gateway: a suspect's step begins, with no other step in flight."""
+    """Replica → gateway: a suspect's step starts, with no other step in flight."""
 
-    key: Key  # if a replica of its chain is lost now, it is the cause
-    is_over: bool = False  # a step of others begins
+    key: Key  # the cause, if a replica of its chain is lost from now on
+    is_over: bool = False  # True: a step with other sequences starts
 
 
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
-    """Replica → gateway: first rows of watched sequences are computed now."""
+    """Replica → gateway: the computation of these watched sequences starts."""
 
-    keys: tuple[Key, ...]  # a replica lost before that was not lost because of them
+    keys: tuple[Key, ...]  # they did not cause earlier losses of replicas
 
 
 class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
@@ -198,7 +198,7 @@ class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
 
     key: Key
     error: RemoteError | None = None
-    lacks: str = ""  # neighbour in the chain that the replica is not connected to
+    lacks: str = ""  # neighbour in the chain without a connection; empty: none
 
 
 # Message on an edge of a model that generates text.

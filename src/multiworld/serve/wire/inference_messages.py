@@ -1,5 +1,4 @@
-"""Messages on the edges of models with one answer a request, between gateways and
-replicas, and between neighbouring stages. Pure."""
+"""Messages on the edges of models that give one answer per request. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ import msgspec
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
-Attempt = tuple[int, int]  # numbers of a request at its gateway, and of the attempt
+Attempt = tuple[int, int]  # number of a request at its gateway, and of the attempt
 
 
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
     """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect.
 
-    Without attempts: a batch has ended, and the gateway gave up some of its requests.
+    Without attempts: nothing that the gateway gave up is being computed any more.
     """
 
     attempts: tuple[Attempt, ...]
@@ -24,7 +23,7 @@ class BatchBegun(Message, frozen=True, tag="batch_begun"):
 
 
 class WorkDropped(Message, frozen=True, tag="work_dropped"):
-    """Replica → gateway: attempts at a replica of ``stage``, maybe lost with it."""
+    """Replica → gateway: attempts that a lost replica of ``stage`` had."""
 
     attempts: tuple[Attempt, ...]
     stage: int
@@ -38,7 +37,7 @@ class WorkReturned(Message, frozen=True, tag="work_returned"):
 
 
 class WorkStuck(Message, frozen=True, tag="work_stuck"):
-    """Replica → gateway: attempts at a replica of ``stage`` that has fallen silent."""
+    """Replica → gateway: attempts at a replica of ``stage`` that is silent."""
 
     attempts: tuple[Attempt, ...]
     stage: int
@@ -62,7 +61,7 @@ class CreditReleased(Message, frozen=True, tag="credit_released"):
 
 
 class CreditRefused(Message, frozen=True, tag="credit_refused"):
-    """Replica → previous stage: attempts whose gateway is not connected here."""
+    """Replica → previous stage: refused attempts; their gateway is not connected."""
 
     keys: tuple[Key, ...]
 
@@ -77,7 +76,7 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Spent(NamedTuple):
-    """Seconds at replicas so far; ``queued_s`` includes waits for the next stage."""
+    """Seconds at replicas so far; ``queued_s`` includes waiting for the next stage."""
 
     queued_s: float = 0.0
     computed_s: float = 0.0
@@ -90,9 +89,9 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     """The header of one attempt."""
 
     key: Key
-    remaining_s: float  # until its deadline, at the time of sending
+    remaining_s: float  # seconds until its deadline, at the time of sending
     is_isolated: bool = False  # a suspect, which is computed alone
-    # Its requests go to the same replica of a stateful stage.
+    # Requests with the same session prefer the same replica of each stage.
     session: str | None = None
     via: dict[str, str] | None = None  # replicas that a probe must pass, by stage
     share: Share = DEFAULT_SHARE
@@ -106,7 +105,7 @@ class Work(Message, frozen=True, tag="work"):
 
 
 class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one answer; today an answer is one part, which is the last."""
+    """The header of one answer; today every answer is a single part."""
 
     attempt: Attempt
     is_last: bool = True

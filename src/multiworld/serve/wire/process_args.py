@@ -18,14 +18,14 @@ class ProcessArgs(BaseModel):
     name: str
     role: str  # "gateway" or "worker"
     store: str
-    silence_s: float  # of silence, until a peer is declared lost
-    # Seconds without controller and work, until it exits; for gateways see
-    # ``processes.gateway.ORPHAN_FACTOR``.
+    silence_s: float  # seconds of silence after which a peer is declared lost
+    # Seconds without controller and gateway after which a worker exits; for gateways,
+    # see ``ORPHAN_FACTOR`` of ``gateway.process``.
     orphan_s: float
     model: str = ""
     stage: int = 0
     gpus: tuple[int, ...] = ()  # indexes of its GPUs; empty: the device of the spec
-    rank: int | None = None  # in its replica if each is started separately; else None
+    rank: int | None = None  # in its replica; None unless ranks are started separately
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
@@ -43,7 +43,7 @@ class ProcessArgs(BaseModel):
 
 
 def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
-    """Return the configuration of the worlds of every process of a service."""
+    """Return the configuration of all worlds in a service."""
     return WorldConfig(
         silence_s=silence_s,
         heartbeat_s=min(SERVICE_HEARTBEAT_S, silence_s / 5),
@@ -53,7 +53,7 @@ def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
 
 
 def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
-    """Return a process's arguments; names of gateways begin with ``gateway/``."""
+    """Return the arguments of a process; names of gateways start with ``gateway/``."""
     is_gateway = name.startswith("gateway/")
     return ProcessArgs(
         app=app.app,

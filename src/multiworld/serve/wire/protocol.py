@@ -1,10 +1,10 @@
 """Form and encoding of the messages between the processes of a service. Pure.
 
-Each message is a declared type, ``[name, field, …]`` on the wire: new fields are
+Each message is a declared type, ``[name, field, …]`` on the wire. New fields are
 appended with a default, and the previous release ignores them. A release rejects
 messages that it does not know (``MessageError``). Messages from and to the controller
-travel as text: the protocol version, then JSON. Those between gateways and replicas
-travel in ``frames``.
+are text: the protocol version, then JSON. Those between gateways and replicas travel in
+``frames``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from multiworld import errors
 from multiworld.errors import InternalError, ServeError
 
-PROTOCOL = 1  # of these messages; a process also understands the previous one
+PROTOCOL = 1  # version of these messages; a process also understands the previous one
 
 UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
 
-# Name of a gateway, number of the request there, and number of the attempt.
+# Name of a gateway, number of a request there, and number of the attempt.
 Key = tuple[str, int, int]
-# The first two, for all attempts.
+# The first two parts of a ``Key``, which all attempts share.
 StreamId = tuple[str, int]
 
 M = TypeVar("M")
@@ -50,12 +50,12 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
-        """Return an error as it is sent: its text is cut, as a model may write any."""
+        """Return an error as a message; truncate its text, which a model may write."""
         # A model may raise a subclass of its own.
         names = (each.__name__ for each in type(error).__mro__)
         kind = next(name for name in names if hasattr(errors, name))
         given = (getattr(error, name, "") for name in ("stage", "param", "code"))
-        # A model may set them to anything.
+        # A model may set these attributes to anything.
         facts = (_sendable(each) if isinstance(each, str) else "" for each in given)
         return RemoteError(kind, _sendable(wording_of(error)), *facts)
 
@@ -74,19 +74,19 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 def wording_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a model's own
+    except Exception:  # raised by a model's own ``__str__``
         return "(its text cannot be shown)"
 
 
 def _sendable(text: str) -> str:
-    """Return a text without the characters that UTF-8 lacks, and not too long."""
+    """Truncate a text, and replace characters that UTF-8 cannot encode."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}..."
     return text.encode("utf-8", "replace").decode()
 
 
 FRAMES = 1  # tag of the frames of an edge
-NOTHING = 2  # tag that nothing is sent with; its receive ends with the edge
+NOTHING = 2  # tag that nobody sends with, so a receive ends only with the edge
 
 
 class Codec(Generic[M]):

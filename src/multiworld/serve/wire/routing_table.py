@@ -1,5 +1,5 @@
-"""The routing table of a service, which the controller makes, numbers and sends to
-every process: routes, replicas and their edges. Pure."""
+"""The routing table of a service: routes, replicas and edges. The controller makes and
+numbers it, and sends it to every process. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ class Replica:
     state: ReplicaState
     fingerprint: str = ""
     weights: str = ""
-    # For text: stages of its version, the last of which also sends to stage 0. Not in
-    # the route, which ends when a model is removed: its streams are still answered.
+    # Stages of its version, if it generates text; the last one also sends to stage 0. A
+    # replica keeps the number because a removed model has no route, but still open
+    # streams.
     stages: int = 0
-    # What an external engine samples by: a stream with tokens never changes it.
+    # Random source of an external engine, to which a stream with output tokens is
+    # bound; see ``WholeEngine.noise``.
     noise: str = ""
 
 
@@ -37,20 +39,20 @@ class Route:
     """Routing settings of a model."""
 
     version: str  # for new requests
-    stages: dict[str, int]  # number of stages of each running version
+    stages: dict[str, int]  # number of stages, by running version
     max_queued_requests: int = 512  # waiting at one gateway
     max_ongoing_requests: int = 32  # from one gateway, at a replica of stage 0
-    deadline_s: float = 30.0  # of requests that name none
+    deadline_s: float = 30.0  # for requests that set none
     objective_s: float | None = None  # for SLO attainment
-    # Stages that may scale to zero; requests wait for a replica.
+    # Stages that may scale to zero; requests then wait for a replica.
     on_demand: tuple[int, ...] = ()
-    generates: bool = False  # text
+    generates: bool = False  # generates text
     ttft_s: float | None = None
     tpot_s: float | None = None
     has_deadline: bool = (
         True  # ``deadline_s`` applies; otherwise only waits have limits
     )
-    is_refused: bool = False  # replicas do not start: files of the version have changed
+    is_refused: bool = False  # no replica starts: files of the version have changed
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs __dict__
@@ -76,13 +78,14 @@ class RoutingTable:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A world of two processes that carries work; rank 0 is nearer to clients."""
+    """A world of two processes that carries work; rank 0 is closer to clients."""
 
     world: str
     peer: str  # process at the other end
     rank: int  # of this process
-    # Work comes from the peer. A gateway is upstream of every replica: it sends work to
-    # stage 0 and cancellations to all stages, and receives notes and answers.
+    # The peer sends work to this process. A gateway is upstream of every replica: it
+    # sends work to stage 0 and cancellations to all stages, and receives notes and
+    # answers.
     is_upstream: bool
 
 
@@ -114,7 +117,7 @@ def _edge(upper: str, lower: str, rank: int) -> Edge:
 
 
 def first_ready(replicas: list[Replica]) -> list[str]:
-    """Return the names of the ready replicas, else of the starting ones."""
+    """Return the names of ready replicas or, if there are none, of starting ones."""
     ready = [r.name for r in replicas if r.state is ReplicaState.READY]
     starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
     return ready or starting

@@ -1,8 +1,9 @@
 """Batch-invariant attention: bit-identical rows in a batch of any shape.
 
-torch's kernel for CPUs processes the keys in pieces of 512, starting with the first.
-Every call here uses a number of rows, and of keys in its last piece, that was found to
-be bit-identical on this machine; keys that a row must not attend to are masked.
+torch's CPU kernel processes the keys in pieces of 512, from the first key on. Each call
+here has a number of rows, and a number of keys in its last piece, that gave
+bit-identical results in a test on this machine. A mask hides the keys that a row must
+not attend to.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512
-KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # tried numbers in the last piece
-# Tried numbers. MKL's kernels take 6 rows at a time on some processors, and the
-# remainder has other bits: there 12 and 24 are good, and 16 is not.
+KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # candidates for the last piece
+# Candidate numbers of rows in a call. On some processors, MKL's kernels take 6 rows at
+# a time and round the remaining rows differently: there 12 and 24 work, not 16.
 ROWS = (4, 12, 16, 24, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of calls that are bit-identical."""
+    """Sizes of calls whose results are bit-identical."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]  # in the last piece
@@ -58,7 +59,7 @@ def attend(
 def invariant_sizes(
     heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
 ) -> Sizes:
-    """Return the sizes of calls that are bit-identical for ``heads`` key heads."""
+    """Return the sizes of calls with bit-identical results for ``heads`` key heads."""
     what = f"attention of {heads} heads of {size} and {value_size}, {dtype}"
     trial = functools.partial(_Trial, heads, size, value_size, dtype)
     keys = known(f"{what}: keys of {KEYS}", threads, lambda: trial().keys())
@@ -90,8 +91,8 @@ class _Trial:
 
     @functools.cached_property
     def _reference(self) -> int:
-        """Number of rows that the others are compared with."""
-        # The first one in which the bits of a row do not depend on its position.
+        """Number of rows of the reference calls."""
+        # The first number for which the bits of a row do not depend on its position.
         at = self._positions(PIECE)
         found = (
             rows for rows in ROWS if self._is_position_independent(rows, PIECE, at)
@@ -99,7 +100,7 @@ class _Trial:
         return next(found, ROWS[0])
 
     def keys(self) -> list[int]:
-        """Return the numbers of keys that are bit-identical to a whole piece."""
+        """Return the numbers of keys that give the same bits as a whole piece."""
         return [
             keys
             for keys in KEYS
@@ -107,7 +108,7 @@ class _Trial:
         ] or [PIECE]
 
     def rows(self, keys: Sequence[int]) -> list[int]:
-        """Return the numbers of rows that are bit-identical with each of ``keys``."""
+        """Return the numbers of rows that give the same bits with each of ``keys``."""
         return [
             rows
             for rows in ROWS
@@ -118,7 +119,7 @@ class _Trial:
         ] or [self._reference]
 
     def sequences(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
-        """Return the numbers of sequences per call that are bit-identical to one."""
+        """Return the numbers of sequences in a call that give the same bits as one."""
         extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
         found = [1]
         for count in range(2, SLOTS + 1):
@@ -178,7 +179,7 @@ class _Trial:
 
 
 class InvariantAttention(Attention):
-    """Batch-invariant attention of one step; only single rows are batched."""
+    """Batch-invariant attention of one step, batched for sequences with one row."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache, self._rows = cache, rows
@@ -233,7 +234,7 @@ class InvariantAttention(Attention):
     ) -> Tensor:
         """Return the outputs of some sequences, [sequences, heads, rows, size]."""
         sequences, heads, count, _ = query.shape
-        # A group of heads shares its keys, so its rows are treated as rows of one head.
+        # Query heads that share keys are computed as rows of one head.
         group = heads // key.shape[1]
         queries = query.reshape(sequences, key.shape[1], group * count, -1)
         tiles = cover(sizes, group * count)
@@ -263,11 +264,10 @@ class InvariantAttention(Attention):
         window: int | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return 0 for the keys that each row attends to, [sequences, 1, rows, keys].
-
-        torch makes the same of Booleans, but in each layer.
-        """
-        form = (id(begins), group, window)  # ``begins`` live as long as this object
+        """Return 0 for keys that a row attends to, [sequences, 1, rows, keys]."""
+        # ``begins`` live as long as this object. torch would build this mask from
+        # Booleans anew in every layer.
+        form = (id(begins), group, window)
         mask = self._masks.get(form)
         if mask is None:
             at = torch.arange(count).repeat(group)

@@ -1,14 +1,16 @@
-"""Batch-invariant layers: bit-identical results for each row and each number.
+"""Batch-invariant layers: a row's results are bit-identical in every batch.
 
-A kernel may sum a row in another order when the operation has more rows or columns;
-then the row has other last bits. Which sizes are affected depends on processor, library
-and number of threads. So they are tested once, when a stage is loaded: a size is used
-only if each of its rows has the same bits as in an operation of the reference size.
+A kernel may sum a row in a different order when the call has more rows, which changes
+the last bits of the result. Which numbers of rows are affected depends on the
+processor, the library and the number of threads. So each number is tested once, when a
+stage is loaded: it is used only if every row has the same bits as in a call with
+``REFERENCE`` rows.
 
-torch computes an elementwise function with vector instructions, except for the
-remainder of each thread's slice, which takes scalar instructions with other last bits
-(SiLU, GELU, tanh). Which numbers are in the remainder depends on the number of rows and
-threads. Here every slice is a multiple of ``VECTORS`` numbers, without a remainder.
+torch computes elementwise functions with vector instructions, except for the remainder
+of each thread's slice. Scalar instructions compute the remainder, and their results
+have other last bits (SiLU, GELU, tanh). Which elements are in a remainder depends on
+the numbers of rows and threads. Here the size of every slice is a multiple of
+``VECTORS``, so there is no remainder.
 """
 
 from __future__ import annotations
@@ -25,18 +27,19 @@ from torch.nn import functional
 from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.packed_linear import PackedLinear
 
-# Tried numbers; fewer than 4 use kernels of their own.
+# Candidate numbers of rows. Fewer than 4 rows are computed by separate kernels.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
-REFERENCE = 16  # rows; results with other numbers are compared with these
-OUTPUTS = 250_000  # at least, to compare per size: in bfloat16 few of them differ
-MAX_PRODUCTS = 1e9  # multiplications per size: a few hundredths of a second on one core
+REFERENCE = 16  # rows of the reference calls, with which others are compared
+OUTPUTS = 250_000  # minimum outputs to compare; in bfloat16 few of them differ
+# Maximum multiplications per number of rows: some hundredths of a second on one core.
+MAX_PRODUCTS = 1e9
 
-# Numbers from which torch uses another thread (``GRAIN_SIZE`` in TensorIterator.h).
+# Slice of a thread above which torch uses another (``GRAIN_SIZE``, TensorIterator.h).
 GRAIN = 32_768
-# Numbers that every processor's vector loop takes without a remainder: two vectors of
+# Elements that every processor's vector loop takes without a remainder: two vectors of
 # bfloat16 with AVX512.
 VECTORS = 64
-# The module whose classes are such functions, and those of torch that are.
+# Elementwise functions: all classes of this module of transformers, and those of torch.
 ACTIVATIONS = "transformers.activations"
 ELEMENTWISE = (
     nn.CELU,
@@ -74,7 +77,7 @@ def cover(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
-    """Return the numbers of rows for which a function is bit-identical in every row."""
+    """Return the numbers of rows for which a function gives each row the same bits."""
     # ``function`` maps [rows, inputs] to [rows, outputs], row by row.
     width = example.shape[1]
     outputs = function(example).shape[1]
@@ -86,7 +89,7 @@ def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> lis
         given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
         wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
         for size in list(sizes):
-            # Also at other offsets than in the reference.
+            # At two offsets, so that rows also have other neighbours.
             for begin in (0, REFERENCE // 2 + 1):
                 here = slice(begin, begin + size)
                 if not torch.equal(function(given[here].contiguous()), wanted[here]):
@@ -96,7 +99,7 @@ def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> lis
 
 
 def _filled_up(rows: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-    """Yield parts of tried sizes, and how many rows of zeros fill each up."""
+    """Yield parts of the allowed sizes, and the number of zero rows that pad each."""
     begin = 0
     for size in cover(sizes, len(rows)):
         part = rows[begin : begin + size]
@@ -131,7 +134,7 @@ Routed = Tensor | tuple[Tensor, ...]
 
 
 class InvariantRouter:
-    """A batch-invariant version of what chooses the experts of each row."""
+    """A batch-invariant version of a router, which chooses the experts of each row."""
 
     def __init__(
         self, function: Callable[[Tensor], Routed], sizes: Sequence[int]
@@ -154,13 +157,13 @@ def _each(outs: Routed) -> tuple[Tensor, ...]:
 
 
 def make_routers_invariant(module: nn.Module) -> None:
-    """Make a module's choices of experts batch-invariant, in place."""
+    """Make the routers of a module batch-invariant, in place."""
     for found in module.modules():
         each: Any = found
         function, weight = found.forward, getattr(found, "weight", None)
         is_router = type(found).__name__.endswith("Router")
         if not is_router or len(inspect.signature(function).parameters) != 1:
-            continue  # ``check_layers`` decides on routers of rows and more
+            continue  # ``check_layers`` tests routers with more arguments
         if isinstance(weight, Tensor) and weight.ndim == 2:
             sizes = _sizes_of(
                 f"{type(found).__name__} {tuple(weight.shape)} {weight.dtype}",
@@ -177,7 +180,7 @@ def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:
 def _sizes_of(
     key: str, function: Callable[[Tensor], Tensor], example: Tensor
 ) -> list[int]:
-    """Return ``invariant_rows``, as they were found on this machine if they were."""
+    """Return ``invariant_rows``, from the cache if this machine has tested them."""
     with torch.inference_mode():
         return known(
             f"rows of {key}, of {ROWS}",
@@ -208,7 +211,7 @@ def make_linears_invariant(module: nn.Module) -> None:
 
 
 def whole_slices(count: int, threads: int) -> int:
-    """Return how many of ``count`` numbers are in slices without a remainder."""
+    """Return how many of ``count`` elements one call can take without a remainder."""
     for slices in range(min(threads, -(-count // GRAIN)), 1, -1):
         whole = count - count % (VECTORS * slices)
         if min(threads, -(-whole // GRAIN)) == slices:
@@ -217,7 +220,7 @@ def whole_slices(count: int, threads: int) -> int:
 
 
 class InvariantElements:
-    """A bit-identical version of an elementwise function."""
+    """A batch-invariant version of an elementwise function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function

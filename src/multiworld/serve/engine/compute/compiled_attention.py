@@ -1,9 +1,10 @@
 """Attention by compiled code (``layers.c``): a row has the same bits in any step.
 
-One call for each layer appends the keys and values of a step, and attends for all its
-rows, on a CPU. A row's result follows from its sequence alone, on every processor with
-AVX2. Layers of other kinds are torch's, and so are prompts in bfloat16: processors have
-instructions for products of matrices in it, which the code does not use.
+On a CPU, one call for each layer appends the keys and values of a step and computes the
+attention of all its rows. A row's result depends only on its sequence, and has the same
+bits on every processor with AVX2. torch computes the layers that this code does not
+support. It also computes prompts in bfloat16, because the code does not use the
+bfloat16 matmul instructions of processors.
 """
 
 from __future__ import annotations
@@ -25,26 +26,24 @@ from multiworld.serve.engine.compute.layer_code import (
 )
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
-MAX_SIZE = 256
-SMALL = 64  # heads up to this size are small
-SHORT = 512  # prompts up to this number of tokens are short
+MAX_SIZE = 256  # maximum size of a head
+SMALL = 64  # maximum size of a small head
+SHORT = 512  # maximum number of tokens of a short prompt
 FLOAT32 = (torch.float32,)
 
 AttentionOf = Callable[[KvCache, Sequence[Rows]], Attention]
 
 
 def compiled(otherwise: AttentionOf) -> AttentionOf:
-    """Return attention by compiled code, or else by ``otherwise``."""
+    """Return compiled attention, or ``otherwise`` if it cannot run here."""
     return functools.partial(CompiledAttention, otherwise) if can_run() else otherwise
 
 
 def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
-    """Return the attention that is likely to be the fastest for a step.
-
-    torch's takes less time for chunks of long prompts (0.5 to 0.8 times with 2,000
-    keys, AVX512), for all chunks in bfloat16 (0.2 to 0.6 times, AMX), and for one row
-    alone if heads are large (0.3 to 0.6 times).
-    """
+    """Return the attention that is likely to be the fastest for a step."""
+    # torch's attention takes 0.5 to 0.8 times as long for chunks of long prompts (2,000
+    # keys, AVX512), 0.2 to 0.6 times for all chunks in bfloat16 (AMX), and 0.3 to 0.6
+    # times for a single row with large heads.
     is_long = any(r.count > 1 and r.begin + r.count > SHORT for r in rows)
     if is_long or not can_run():
         return StepAttention(cache, rows)
@@ -54,7 +53,7 @@ def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
 
 
 class CompiledAttention(Attention):
-    """Attention of one step; layers that the code is not for are ``otherwise``'s."""
+    """Attention of one step; ``otherwise`` computes layers that C does not support."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class CompiledAttention(Attention):
         self._attend = library().multiworld_attend
         self._threads = torch.get_num_threads()
         self._other: Attention | None = None
-        # By shapes and strides, which are those of most layers; None: ``otherwise``'s.
+        # By shapes and strides, which most layers share; None: ``otherwise`` is used.
         self._forms: dict[object, Form | None] = {}
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -108,7 +107,7 @@ class CompiledAttention(Attention):
         value: Tensor,
         call: AttentionCall,
     ) -> Form | None:
-        """Return the form of such tensors, and allocate memory for the rows."""
+        """Return the form of a call, and allocate memory; None: C cannot run it."""
         given = query, key, value
         count = sum(each.count for each in self._rows)
         if any(each.shape[1] != count for each in given):
@@ -118,7 +117,7 @@ class CompiledAttention(Attention):
             return None
         if query.dtype not in self._dtypes or {key.dtype, value.dtype} != {query.dtype}:
             return None
-        # C does not check what it is given.
+        # The C code does not check its arguments.
         same = len(key) == len(value) and query.shape[2] == key.shape[2]
         if not same or not len(key) or len(query) % len(key):
             shapes = ", ".join(str(tuple(each.shape)) for each in given)
@@ -141,5 +140,5 @@ def _is_for(given: Tensor) -> bool:
 
 
 def _dense(given: Tensor) -> Tensor:
-    """Return a tensor whose rows have their numbers side by side."""
+    """Return a tensor in which each row is contiguous."""
     return given if given.stride(2) == 1 else given.contiguous()

@@ -1,8 +1,9 @@
-"""Layers of decoders by compiled code (``layers.c``), on a CPU.
+"""Decoder layers as compiled code (``layers.c``), on a CPU.
 
-A layer of transformers makes about 50 calls of torch's operators beside its products
-and its attention; here it makes four of C. Every layer of a stage is computed once, and
-replaced if it has the parts of Llama's and the results agree. Others stay as they are.
+Besides its matmuls and its attention, a layer in transformers calls about 50 torch
+operators; here it calls four C functions. Each layer of a stage is computed once in a
+trial. A compiled layer replaces it if it has the parts of a Llama layer and the results
+agree.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from multiworld.serve.engine.models.integer_linear import IntegerLinear
 
 logger = logging.getLogger("multiworld.serve")
 
-# Of the trial, relative to what a layer adds to a row. In int8 a bit of a norm can
-# change an integer: SmolLM2 has 3e-4 in int8, 1e-6 in float32, 4e-3 in bfloat16, and
-# 8e-2 with GELU.
+# Maximum errors in the trial, relative to what a layer adds to a row. In int8, the last
+# bit of a norm can change an integer. SmolLM2 has 3e-4 in int8, 1e-6 in float32, and
+# 4e-3 in bfloat16. With GELU in place of SiLU it would have 8e-2.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 INT8_TOLERANCE = 3e-3
 
@@ -41,13 +42,13 @@ FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class CompiledLayer:
-    """The function of a layer: a norm, attention, a norm, and a gated feed-forward."""
+    """A decoder layer: a norm, attention, a norm, and a gated feed-forward."""
 
     def __init__(
         self,
         layer: Any,
-        attend: Callable[..., Tensor],  # of the stage
-        options: dict[str, Any],  # of its attention
+        attend: Callable[..., Tensor],  # ``DecoderStage.attend``
+        options: dict[str, Any],  # keyword arguments for ``attend``
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attend = functools.partial(attend, attention.layer_idx, **options)
@@ -59,7 +60,7 @@ class CompiledLayer:
         self._after = _Norm(layer.post_attention_layernorm)
         own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         norms = [None if norm is None else _Norm(norm) for norm in own]
-        self._norms = norms  # the addresses are those of their weights
+        self._norms = norms  # keeps the weights alive, whose addresses follow
         self._weights = [0 if norm is None else norm.address for norm in norms]
         self._epsilon = norms[0].epsilon if norms[0] is not None else 0.0
         self._code = library()
@@ -110,7 +111,7 @@ class CompiledLayer:
 
 
 class _Norm:
-    """A norm by the mean of the squares."""
+    """An RMS norm."""
 
     def __init__(self, module: Any) -> None:
         self._weight = module.weight.detach()
@@ -126,7 +127,7 @@ class _Norm:
     def of_sum(
         self, given: Tensor, more: Tensor, threads: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of two tensors, and its norm."""
+        """Return the sum of two tensors, and the norm of the sum."""
         both, found = torch.empty_like(given), torch.empty_like(given)
         self._write(given, more.data_ptr(), both.data_ptr(), found, threads)
         return both, found
@@ -150,7 +151,7 @@ class _Norm:
 
 
 class _Trial(Attention):
-    """Attention that notes how it is called; its result depends on all it is given."""
+    """Attention that records its options; query, key and value affect its result."""
 
     def __init__(self) -> None:
         self.options: dict[int, dict[str, Any]] = {}
@@ -166,7 +167,7 @@ class _Trial(Attention):
             each.repeat_interleave(len(query) // len(each), 0)
             for each in (call.key, call.value)
         )
-        # No product of a query and a key: those of one row are the same unrotated.
+        # Not the product of a row's query and key: rotation does not change that.
         found = value * query.tanh() + key.tanh()
         return found.transpose(0, 1).contiguous()
 
@@ -190,7 +191,7 @@ def _is_norm(module: Any, width: int) -> bool:
 
 
 def _has_parts(layer: nn.Module) -> bool:
-    """Return whether a layer has what C expects; what it computes is tried."""
+    """Return whether a layer has the parts that C expects; a trial checks the rest."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     attention: Any = layer.self_attn
@@ -209,7 +210,7 @@ def _has_parts(layer: nn.Module) -> bool:
         return False
     width, inner = attention.o_proj.out_features, mlp.gate_proj.out_features
     key, value = (each.out_features for each in (attention.k_proj, attention.v_proj))
-    # Some have gates beside their queries.
+    # In some models ``q_proj`` computes gates, too.
     is_square = getattr(attention.o_proj, "in_features", None) == (
         attention.q_proj.out_features
     )
@@ -242,8 +243,6 @@ def _fits(layer: Any, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a layer."""
-
     layer: Any
     hidden: Tensor
     kwargs: dict[str, Any]
@@ -251,7 +250,7 @@ class _Call:
 
 
 def compile_layers(stage: Any) -> int:
-    """Replace layers of a stage by compiled ones; return their number."""
+    """Replace layers of a stage with compiled ones; return how many."""
     layers = [module for module in stage.modules() if _has_parts(module)]
     if not layers or not can_run():
         return 0
@@ -263,31 +262,32 @@ def compile_layers(stage: Any) -> int:
 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
-        # Near and far: some attentions scale queries from a position on.
+        # Near and far positions: some models scale queries from a certain position on.
         last = stage.max_positions
         positions = torch.tensor([1, 3, last // 2, 2 * last])
         given = stage.example(len(positions), 0)
         stage(given, positions, trial, torch.tensor([0]))
-    except IndexError:  # positions that are learned end
+    except IndexError:  # learned positions have a maximum
         return 0
     finally:
         for handle in handles:
             handle.remove()
-        # Rotations that change with the longest position have seen a far one.
+        # A far position changes some rotary embeddings; near positions reset them.
         positions = torch.arange(4)
         stage(stage.example(4, 0), positions, _Trial(), positions[:1])
     return sum(_replace(stage, trial, call) for call in calls)
 
 
 def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
-    """Replace a layer if the compiled one computes the same."""
+    """Replace a layer if the compiled one gives the same results."""
     if not _fits(call.layer, call.hidden, call.kwargs):
         return False
     options = trial.options[call.layer.self_attn.layer_idx]
     made = CompiledLayer(call.layer, stage.attend, options)
     if not isinstance(call.found, Tensor) or call.found.shape != call.hidden.shape:
         return False
-    # Norms do not depend on the size of a row. A large one would hide what is added.
+    # A large row would hide what the layer adds to it, so rows are scaled down. That
+    # does not change what is added, because the layer normalizes its input.
     added, size = _norms(call.found - call.hidden), _norms(call.hidden)
     if not (added > 0.0).all() or not _is_silu(call.layer.mlp.act_fn):
         return False

@@ -1,4 +1,4 @@
-"""Hardware fingerprint: machines with equal ones give bit-identical results."""
+"""Hardware fingerprint: machines with the same one give bit-identical results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def processor() -> str:
 
 
 def fingerprint(threads: int, device: str = "cpu", *more: str) -> str:
-    """Return everything that results depend on besides the model and its inputs."""
+    """Return everything besides the model and its inputs that results depend on."""
     if device.startswith("cuda"):
         machine = torch.cuda.get_device_name(device)
     else:
@@ -43,7 +43,7 @@ def fingerprint(threads: int, device: str = "cpu", *more: str) -> str:
 
 
 def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
-    """Return a fact about this hardware from the cache, or call ``find``."""
+    """Return sizes for this hardware from the cache; call ``find`` if it has none."""
     name = f"{what}, {fingerprint(threads)}"
     digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
     path = cache_folder() / "alike" / f"{digest}.json"
@@ -60,5 +60,5 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         fresh.write_text(json.dumps({"name": name, "sizes": sizes}))
         fresh.replace(path)
     except OSError:
-        pass  # it is measured again next time
+        pass  # they are measured again next time
     return sizes

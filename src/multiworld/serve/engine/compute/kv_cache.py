@@ -1,9 +1,10 @@
 """KV cache of a stage, and attention over it.
 
-On CPUs the tokens of a sequence are contiguous, and their memory grows by blocks: a
-block table would require a gather in every step, which costs as much as the attention
-itself. Several sequences of about the same length are adjacent, too, so that one call
-attends for one row of each. On a GPU, ``paged_kv_cache`` has scattered pages.
+On CPUs, the keys and values of a sequence are contiguous, and their memory grows by
+blocks. A block table would require a gather in every step, which costs as much as the
+attention itself. Sequences of about the same length are adjacent, so that one call can
+compute the attention of one row of each. For GPUs, ``paged_kv_cache`` has scattered
+pages.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 # Keys and values by layer, [key heads, tokens, size] each, on the host.
 Layers = dict[int, tuple[Tensor, Tensor]]
 
-# Rows at least, for fast matmul kernels. bfloat16 on an EPYC, 300 keys: 292 us with one
-# row, 46 with four.
+# Minimum number of rows, for fast matmul kernels. In bfloat16 on an EPYC with 300 keys,
+# one row takes 292 us, and four take 46 us.
 MIN_ROWS = 4
 
 
@@ -38,14 +39,14 @@ class Rows:
 
 
 class MissingTokensError(Exception):
-    """Tokens before those of a step were never computed here."""
+    """The cache lacks tokens that precede those of a step."""
 
 
 class Batch:
-    """Sequences with one row each in a step, whose memory is adjacent."""
+    """Sequences with adjacent memory and one row each in a step."""
 
     def __init__(self, run: Run, rows: Sequence[int], at: Sequence[int]) -> None:
-        # ``rows``: in the step; ``at``: positions in their sequences.
+        # ``rows``: indices in the step; ``at``: positions in the sequences.
         self.run, self.rows, self.at = run, torch.tensor(rows), torch.tensor(at)
         self._index: dict[int, Tensor] = {}
 
@@ -67,7 +68,7 @@ class KvCache:
         self,
         block_size: int = 16,
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
-        granule: int | None = None,  # None: blocks
+        granule: int | None = None,  # None: ``block_size``
     ) -> None:
         self.block_size = block_size
         self.granule = block_size if granule is None else granule
@@ -90,7 +91,7 @@ class KvCache:
         return dict(self._lengths)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
-        """Return the attention of one step; sequences at position 0 start anew."""
+        """Return the attention of one step; sequences at position 0 start over."""
         for each in rows:
             if each.begin == 0:
                 self._memory.free(each.sequence)
@@ -103,7 +104,7 @@ class KvCache:
     def append(
         self, rows: Rows, layer: int, key: Tensor, value: Tensor, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values, [key heads, rows, size]; return the sequence's."""
+        """Append keys and values, [key heads, rows, size]; return the full sequence."""
         end = rows.begin + rows.count
         # Tokens after the end, up to ``room``, are arbitrary, but not NaN.
         needed = max(end, room)
@@ -121,12 +122,9 @@ class KvCache:
     def addresses(
         self, rows: Sequence[Rows], layer: int, like: tuple[Tensor, Tensor]
     ) -> array[int]:
-        """Return six numbers for the rows of each sequence.
-
-        They are the addresses of its keys and values, the tokens that these have room
-        for, the position of its first row, its number of rows, and those before it in
-        the step.
-        """
+        """Return the ``Rows`` of the C code: six numbers for each sequence."""
+        # Addresses of its keys and of its values, their capacity in tokens, position of
+        # its first row, number of its rows, and number of rows before it in the step.
         found, offset = array("q"), 0
         for each in rows:
             keys, values, room = self._memory.address(each.sequence, layer, like)
@@ -139,11 +137,11 @@ class KvCache:
     def batches(
         self,
         rows: Sequence[Rows],
-        # Tokens to allocate for a sequence; equal in a batch.
+        # Maps a sequence's length to tokens to allocate, equal in a batch.
         room: Callable[[int], int] | None = None,
-        max_count: int = SLOTS,  # sequences of a batch, which has 2 at least
+        max_count: int = SLOTS,  # of a batch, which has at least 2 sequences
     ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
-        """Allocate memory; return batches, valid for the step, and other rows."""
+        """Allocate memory; return the step's batches, and other rows with offsets."""
         single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
         others: list[tuple[int, Rows]] = []
         offset = 0
@@ -172,7 +170,7 @@ class KvCache:
     def append_batch(
         self, batch: Batch, layer: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Append a batch; return all memory, [sequences, key heads, tokens, size]."""
+        """Append a batch; return its memory, [sequences, key heads, tokens, size]."""
         # Tokens after the end of a sequence are arbitrary, but not NaN.
         memory = self._memory.of_run(batch.run, layer, (key, value))
         end = batch.run.slot + len(batch.at)
@@ -194,7 +192,7 @@ class KvCache:
     def restore(
         self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
     ) -> None:
-        """Start a sequence with ``pieces`` that were computed before."""
+        """Start a sequence of ``tokens`` tokens from copied keys and values."""
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
         self._lengths[sequence] = tokens
@@ -206,7 +204,7 @@ class KvCache:
 
 
 class StepAttention(Attention):
-    """torch's attention of one step: single rows are batched, others run one by one."""
+    """torch's attention of one step, batched for sequences with one row."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache = cache
@@ -278,7 +276,7 @@ class StepAttention(Attention):
 def additive_mask(
     at: Tensor, of: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return 0 for the keys ``of`` that the rows ``at`` attend to, and else -inf."""
+    """Return 0 for the keys ``of`` that the rows ``at`` attend to, otherwise -inf."""
     hidden = of > at
     if window is not None:
         hidden |= of <= at - window
@@ -290,8 +288,9 @@ def of_single_rows(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return the attention of one row of each sequence, [sequences, heads, size]."""
-    # Keys: [sequences, key heads, tokens, size]. Heads that share keys are treated as
-    # rows of one head: a matmul with a single row is several times slower in bfloat16.
+    # Keys: [sequences, key heads, tokens, size]. Query heads that share keys are
+    # computed as rows of one head: bfloat16 matmuls with one row are several times
+    # slower.
     sequences, heads = key.shape[:2]
     group = len(query) // heads
     rows = query.transpose(0, 1).reshape(sequences, heads, group, -1)

@@ -1,10 +1,10 @@
-"""KV memory of sequences, several side by side.
+"""KV memory in which sequences of about the same length are adjacent.
 
-Attention of one row spends more on the calls than on the arithmetic. So sequences of
-about the same length share a slab, [slots, heads, tokens, size] each for keys and
-values, and one call processes several. The used slots of a size class have no gaps:
-when a sequence leaves, the last one moves into its slot, so at most ``SLOTS - 1`` are
-empty.
+For a single row, attention spends more time on calls than on arithmetic. So sequences
+of about the same length share a slab, [slots, heads, tokens, size] for keys and the
+same for values, and one call processes several of them. The used slots of a size class
+have no gaps: when a sequence leaves, the last one of the class moves into its slot, so
+at most ``SLOTS - 1`` slots are empty.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from multiworld.serve.text.engine_limits import GROWTH
 
-# Sequences that share tensors, at most. SmolLM2 in float32 on two cores, 160 keys: one
-# row takes 47 us, four together 100, eight 160.
+# Maximum number of sequences in a slab. SmolLM2 in float32 on two cores with 160 keys:
+# one row takes 47 us, four rows together 100 us, and eight 160 us.
 SLOTS = 4
-# Of all slots of a tensor. Attention of longer sequences is bound by arithmetic.
+# Maximum tokens in a slab: with more, arithmetic bounds attention, not calls.
 SHARED_TOKENS = 1024
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -74,12 +74,12 @@ class KvMemory:
     def make_room(
         self, sequence: Hashable, tokens: int, *, is_exact: bool = False
     ) -> None:
-        """Allocate zeroed memory for ``tokens`` tokens; what a sequence has is kept."""
+        """Allocate zeroed memory for ``tokens`` tokens; keep those of the sequence."""
         found = self._found.get(sequence)
         if found is not None and found[0].tokens >= tokens:
             return
         size = -(-tokens // self._block_size) * self._block_size
-        if not is_exact:  # else only rounded up to blocks
+        if not is_exact:  # exact sizes are only rounded up to blocks
             size = self.size_for(tokens)
         size_class = self._size_classes.setdefault(size, _SizeClass(size))
         number, slot = divmod(len(size_class.sequences), size_class.slots)
@@ -111,7 +111,7 @@ class KvMemory:
     def address(
         self, sequence: Hashable, layer: int, like: Pair
     ) -> tuple[int, int, int]:
-        """Return the addresses of a sequence's keys and values, and its room."""
+        """Return the addresses of a sequence's keys and values, and their capacity."""
         size_class, at = self._found[sequence]
         number, slot = divmod(at, size_class.slots)
         pair = size_class.slabs[number].get(layer)
@@ -138,7 +138,7 @@ class KvMemory:
         return {name: (pair[0][slot], pair[1][slot]) for name, pair in layers}
 
     def runs(self, sequences: Sequence[Hashable], max_count: int = SLOTS) -> list[Run]:
-        """Group sequences that have memory into runs of at most ``max_count``."""
+        """Group sequences into runs of at most ``max_count`` with adjacent memory."""
         found: list[Run] = []
         at = sorted((self._found[s][0].tokens, self._found[s][1]) for s in sequences)
         begin = 0
@@ -188,7 +188,7 @@ class KvMemory:
         return found
 
     def _leave(self, size_class: _SizeClass, at: int) -> None:
-        """Remove a sequence from its slot, which the last one of its size takes."""
+        """Remove a sequence from its slot, and move the last one of its size there."""
         moved, last = size_class.sequences.pop(), len(size_class.sequences)
         if at != last:
             number, slot = divmod(at, size_class.slots)

@@ -1,5 +1,4 @@
-"""The C code of decoders' layers (``layers.c``): its functions, and whether they can be
-used on this processor."""
+"""The C functions of decoder layers (``layers.c``), and whether they can run here."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("layers.c")
 
 DTYPES = (torch.float32, torch.bfloat16)
-LANES = 8  # the sizes of rows and heads are multiples of it
+LANES = 8  # numbers in a vector; sizes of rows and heads are multiples of it
 
 DIGEST = "a1483ae402855df4"
-"""Of the results of ``digest`` on every processor."""
+"""Result of ``digest`` on every processor."""
 
 _TOKENS, _SIZE = 120, 64  # tokens and head size of the inputs of ``digest``
 
 
 class Form(ctypes.Structure):
-    """Sizes and strides of an attention, as in the C code."""
+    """Sizes and strides of an attention call, as in the C code."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "key_heads", "size", "values")),
@@ -59,15 +58,15 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL:
-    """Return the code; raises NotImplementedError if it cannot be had."""
+    """Return the compiled code; raises NotImplementedError if it is not available."""
     return _typed(compiled_code.load(SOURCE))
 
 
 @functools.cache
 def can_run() -> bool:
-    """Return whether the code is compiled, and right on this processor."""
+    """Return whether the code is available, and correct on this processor."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False  # torch has been told to use fewer, or the processor has no more
+        return False  # the processor has no AVX2, or torch is configured not to use it
     try:
         if not library().multiworld_can_run():
             return False
@@ -80,7 +79,7 @@ def can_run() -> bool:
 
 
 def digest() -> str:
-    """Return a digest of the bits of results that are always the same."""
+    """Return a digest of results whose bits must be the same everywhere."""
     results = [each for dtype in DTYPES for each in _results(dtype)]
     bits = b"".join(each.view(torch.uint8).numpy().tobytes() for each in results)
     return hashlib.sha256(bits).hexdigest()[:16]

@@ -1,6 +1,5 @@
-"""Test of whole layers: rows are bit-identical in steps of any shape. Matmuls,
-attention and activations are each batch-invariant; only this shows whether that
-suffices."""
+"""Trial that shows whether rows of whole layers are bit-identical in all steps: that
+matmuls, attention and activations are each batch-invariant may not suffice."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from torch import Tensor
 from multiworld.errors import ModelFailedError
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
-Part = tuple[int, int]  # a sequence, 0 or 1, and a number of its next rows
+Part = tuple[int, int]  # sequence (0 or 1), and number of its next rows
 
-# Ways to compute 64 rows of sequence 0, some of them beside another sequence.
+# Ways to divide 64 rows of sequence 0 into steps, some with rows of sequence 1.
 STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
     (((0, 61),), *(((0, 1),),) * 3),
     (((0, 17), (1, 30)), ((1, 1), (0, 1)), ((0, 46), (1, 2))),

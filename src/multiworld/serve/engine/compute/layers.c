@@ -1,12 +1,12 @@
-/* Layers of decoders without their products: attention, norms, rotations and gates, for
- * x86 with AVX2 and FMA. A row has the same bits in every call. Numbers in memory are
- * float32 or bfloat16; all operations are float32's, and results are rounded once.
+/* Decoder layers without their matmuls: attention, norms, rotary embeddings and gates,
+ * for x86 with AVX2 and FMA. A row has the same bits in every call. Numbers in memory
+ * are float32 or bfloat16; all arithmetic is in float32, and results are rounded once.
  *
- * A row attends to the keys of its sequence in pieces of 32, which begin at the first
- * key, with an online softmax. What is added in which order follows from the row's
- * position alone: not from other rows, the number of threads, or the processor.
+ * A row attends to the keys of its sequence in pieces of 32, from the first key on,
+ * with an online softmax. The order of all additions depends only on the position of
+ * the row, and not on other rows, the number of threads or the processor.
  *
- * Compile with -ffp-contract=off: every operation on floats is rounded.
+ * Compile with -ffp-contract=off, so that every operation on floats is rounded.
  */
 
 #include <math.h>
@@ -17,12 +17,12 @@
 #include <immintrin.h>
 
 #define FOR_AVX2 __attribute__((target("avx2,fma")))
-/* Part of its caller, where ``bf16`` is a constant. */
+/* Inlined into callers in which ``bf16`` is a constant. */
 #define INLINE FOR_AVX2 static inline __attribute__((always_inline))
 #define LANES 8
 #define PIECE 32 /* keys */
 #define PARTS (PIECE / LANES)
-#define ROWS 48      /* of a task, at most; all of them use a piece of columns */
+#define ROWS 48      /* maximum of a task; its rows share the columns of a piece */
 #define TOGETHER 3   /* rows whose scores are computed at once */
 #define MAX_SIZE 256 /* of a head; a multiple of 8 */
 
@@ -52,7 +52,7 @@ INLINE const void *after(const void *from, long count, const int bf16) {
     return (const char *)from + count * width_of(bf16);
 }
 
-/* Eight numbers, from number ``at`` on. */
+/* Return eight numbers, starting with number ``at``. */
 INLINE __m256 get(const void *from, long at, const int bf16) {
     if (!bf16)
         return _mm256_loadu_ps((const float *)from + at);
@@ -69,7 +69,7 @@ INLINE float get_one(const void *from, long at, const int bf16) {
     return found;
 }
 
-/* Write eight numbers; those of bfloat16 are the nearest, of two the even one. */
+/* Write eight numbers; to bfloat16 they are rounded to nearest, ties to even. */
 INLINE void put(void *to, long at, __m256 x, const int bf16) {
     if (!bf16) {
         _mm256_storeu_ps((float *)to + at, x);
@@ -123,7 +123,7 @@ FOR_AVX2 static inline float sum(__m256 x) {
     return _mm_cvtss_f32(m);
 }
 
-/* Write eight keys, from ``key`` on, as columns of [size, PIECE]. */
+/* Write eight keys, starting with ``key``, as columns of [size, PIECE]. */
 INLINE void turn(const void *key, long size, float *columns, const int bf16) {
     for (long at = 0; at < size; at += 8) {
         __m256 a[8], b[8];
@@ -147,7 +147,7 @@ INLINE void turn(const void *key, long size, float *columns, const int bf16) {
     }
 }
 
-/* Scores of ``count`` rows with a piece. */
+/* Compute the scores of ``count`` rows with the keys of a piece. */
 #define SCORES(name, count)                                                            \
     FOR_AVX2 static void name(const float *const *rows, const float *columns,          \
                               long size, float scale, float (*scores)[PIECE]) {        \
@@ -174,12 +174,12 @@ SCORES(scores_1, 1)
 SCORES(scores_2, 2)
 SCORES(scores_3, 3)
 
-/* What a row has found in the pieces before. */
+/* State of a row's online softmax after some pieces. */
 typedef struct {
     float values[MAX_SIZE] __attribute__((aligned(32)));
     __m256 weight;
     float largest;
-    long first, end; /* keys that it attends to */
+    long first, end; /* range of keys that the row attends to */
 } State;
 
 INLINE void add_values(State *state, const float *weights, float less,
@@ -216,7 +216,7 @@ INLINE void add_values(State *state, const float *weights, float less,
     }
 }
 
-/* Attend to the keys of a piece, which begins at ``begin``. */
+/* Add a piece, which starts at key ``begin``, to the state of a row. */
 INLINE void attend_piece(State *state, float *scores, long begin, const void *values,
                          long size, const int bf16) {
     const long from = state->first > begin ? state->first - begin : 0;
@@ -248,14 +248,14 @@ INLINE void attend_piece(State *state, float *scores, long begin, const void *va
     add_values(state, scores, less, values, size, from, to, bf16);
 }
 
-/* Ask memory for bytes that are needed soon; they need not exist. */
+/* Prefetch bytes into the cache; addresses past the end of memory are allowed. */
 INLINE void prefetch(const void *from, long count) {
     for (long at = 0; at < count; at += 64)
         _mm_prefetch((const char *)from + at, _MM_HINT_T1);
 }
 
-/* Attend with some rows of one key head, of which each has as many as there are heads in
- * a group: those from ``from`` to ``to``. */
+/* Compute the attention of the rows ``from`` to ``to`` (exclusive) of one key head.
+ * Each token of the sequence has one row for each query head that uses the key head. */
 INLINE void attend_task(const Form *form, const Rows *rows, const void *query,
                         long key_head, long from, long to, void *found,
                         const int bf16) {
@@ -303,7 +303,7 @@ INLINE void attend_task(const Form *form, const Rows *rows, const void *query,
             for (int part = 0; part < PARTS; part++)
                 turn(after(here, part * LANES * size, bf16), size,
                      columns + part * LANES, bf16);
-        else /* memory ends: lanes of no key are not looked at */
+        else /* memory ends: lanes without a key are masked */
             for (long key = 0; key < PIECE; key++)
                 for (long at = 0; at < size; at++)
                     columns[at * PIECE + key] =
@@ -346,8 +346,8 @@ FOR_AVX2 static void attend_bfloat16(const Form *form, const Rows *rows,
 }
 
 /* Append keys and values of rows, [key heads, rows, size], to the memory of their
- * sequences, and attend with queries, [heads, rows, size]. ``found`` gets the results,
- * [rows, heads, size of values]. */
+ * sequences, and compute the attention of queries, [heads, rows, size]. ``found`` gets
+ * the results, [rows, heads, size of values]. */
 void multiworld_attend(const Form *form, const void *query, const void *key,
                        const void *value, const Rows *rows, long sequences, void *found,
                        int threads) {
@@ -357,7 +357,7 @@ void multiworld_attend(const Form *form, const void *query, const void *key,
     long tasks = 0, all_rows = 0;
     for (long number = 0; number < sequences; number++)
         all_rows += heads * rows[number].count * group;
-    /* Fewer rows for each task where some threads would have none. */
+    /* Smaller tasks if some threads would have none. */
     const long share = all_rows / (4 * threads) / TOGETHER * TOGETHER;
     const long most = share < TOGETHER ? TOGETHER : share < ROWS ? share : ROWS;
     for (long number = 0; number < sequences; number++)
@@ -397,10 +397,10 @@ void multiworld_attend(const Form *form, const void *query, const void *key,
     }
 }
 
-#define ALONE 16384 /* numbers up to which one thread takes less time than several */
+#define ALONE 16384 /* numbers up to which one thread is faster than several */
 
-/* x / sqrt(mean of squares + epsilon), times the weight; ``width`` is a multiple of 8.
- * The squares are added in 32 lanes. */
+/* Write x / sqrt(mean of squares + epsilon) times the weight; ``width`` is a multiple
+ * of 8. The squares are added in 32 lanes. */
 INLINE void normalize(const void *x, const void *weight, float epsilon, long width,
                       void *found, const int bf16) {
     __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
@@ -438,7 +438,7 @@ INLINE void norm_row(const void *x, const void *more, void *both, const void *we
               bf16);
 }
 
-/* Write the norms of rows, [rows, width]; with ``more``, of ``both = x + more``. */
+/* Write the norms of rows, [rows, width]: of x, or with ``more`` of both = x + more. */
 FOR_AVX2 void multiworld_norm(const void *x, const void *more, void *both,
                               const void *weight, float epsilon, long rows, long width,
                               void *found, int threads, int bf16) {
@@ -451,7 +451,7 @@ FOR_AVX2 void multiworld_norm(const void *x, const void *more, void *both,
 }
 
 /* Rotate heads, [heads, size], by the angles of a row; ``size`` is a multiple of 16.
- * With a weight, each head is normalized before. */
+ * With a weight, each head is normalized first. */
 INLINE void rotate(void *heads, long count, long size, const void *cosines,
                    const void *sines, const void *weight, float epsilon,
                    const int bf16) {
@@ -505,13 +505,13 @@ INLINE void gate_lanes(void *gate, const void *up, long at, const int bf16) {
     const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
     const __m256 x = get(gate, at, bf16);
     const __m256 power = exponential(_mm256_or_ps(x, sign)); /* e^-|x| */
-    /* x is negative: the power, else one. */
+    /* The power if x is negative, else one. */
     const __m256 above = _mm256_blendv_ps(one, power, x);
     const __m256 share = _mm256_div_ps(above, _mm256_add_ps(one, power));
     put(gate, at, _mm256_mul_ps(_mm256_mul_ps(x, share), get(up, at, bf16)), bf16);
 }
 
-/* gate = gate / (1 + e^-gate) * up, of ``count`` numbers, a multiple of 8. */
+/* gate = gate / (1 + e^-gate) * up, for ``count`` numbers, a multiple of 8. */
 FOR_AVX2 void multiworld_gate(void *gate, const void *up, long count, int threads,
                               int bf16) {
 #pragma omp parallel for num_threads(threads) if (count > ALONE)

@@ -1,6 +1,6 @@
-"""Speed of this machine's bfloat16 matmuls: oneDNN has fast ones only on some
-processors (AVX512, or dedicated instructions); others emulate them, several times
-slower than float32."""
+"""Speed of bfloat16 matmuls on this machine. oneDNN has fast kernels only for some
+processors (AVX512, or dedicated instructions); on others it emulates them, several
+times slower than float32."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.packed_linear import PackedLinear
 
 SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
-EMULATED = 100.0  # result where the weights cannot even be packed
-# Environment variables that make a processor behave like a lesser one.
+EMULATED = 100.0  # result if oneDNN cannot even pack the weights
+# Environment variables that restrict the instructions in use.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def bfloat16_cost() -> float:
-    """Return the time of a bfloat16 matmul, as a multiple of float32."""
+    """Return the time of a bfloat16 matmul as a multiple of that in float32."""
     # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(
@@ -35,7 +35,7 @@ def _measured() -> float:
     torch.set_num_threads(1)
     try:
         return _best_s(torch.bfloat16) / _best_s(torch.float32)
-    except RuntimeError:  # no kernel packs such weights
+    except RuntimeError:  # no kernel takes packed bfloat16 weights
         return EMULATED
     finally:
         torch.set_num_threads(threads)

@@ -1,9 +1,10 @@
 """KV cache in pages, and attention over them, for GPUs.
 
-The pages of a layer are one tensor, [pages, page size, key heads, size]. A sequence has
-a list of pages; a step uploads its lists as a table. torch's ``varlen_attn`` reads the
-pages where they lie. Where it does not run (on a CPU, in float32, in a torch that takes
-no table), the pages are gathered and attended to as in ``kv_cache``.
+The keys of a layer are one tensor, [pages, page size, key heads, size], and so are its
+values. A sequence has a list of pages; a step uploads the lists of its sequences as a
+table. torch's ``varlen_attn`` reads the pages through the table. Where it does not run
+(on a CPU, in float32, in a torch whose kernel takes no table), the pages are gathered,
+and the attention is computed as in ``kv_cache``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 logger = logging.getLogger("multiworld.serve")
 
-FEWEST = 64  # pages to allocate at least
-# Pages of no sequence: tables are padded with the one that is always zero, and padding
-# rows of a step write to the other.
+FEWEST = 64  # minimum number of pages to allocate
+# Pages of no sequence: ``ZERO`` always contains zeros and pads tables; padding rows of
+# a step are written to ``SCRATCH``.
 ZERO, SCRATCH = RESERVED = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
@@ -43,7 +44,7 @@ Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 def torch_kernel() -> Callable[..., Tensor] | None:
     """Return torch's attention over pages; None if this torch has none."""
     try:
-        # Brings torch's compiler along (a second, 100 MB), so it waits for use.
+        # Imported late: it loads torch's compiler (1 s, 100 MB).
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # a torch built without it
         return None
@@ -53,14 +54,14 @@ def torch_kernel() -> Callable[..., Tensor] | None:
 
 
 class PagedKvCache:
-    """``KvCache``, in pages; what is not written yet is zero."""
+    """``KvCache`` in pages; tokens that are not written yet are zero."""
 
     def __init__(
         self, page_size: int = 16, tokens: int = 0, transfers: Transfers = HOST
     ) -> None:
         self.page_size = self.granule = page_size
         self.transfers = transfers
-        # At first; doubled when they do not suffice.
+        # Initial number of pages of a layer; doubled when they do not suffice.
         needed = len(RESERVED) - (-tokens // page_size)
         self.count = max(FEWEST, needed)  # pages of a layer
         self._free = list(range(len(RESERVED), self.count))
@@ -89,7 +90,7 @@ class PagedKvCache:
         return PagedAttention(self, rows)
 
     def make_room(self, rows: Sequence[Rows]) -> None:
-        """Give sequences pages for their rows; those at position 0 start anew."""
+        """Allocate pages for the rows of a step; sequences at position 0 start over."""
         for each in rows:
             if each.begin == 0:
                 self.free(each.sequence)
@@ -102,7 +103,7 @@ class PagedKvCache:
         self._clear(added)
 
     def _make_room(self, sequence: Hashable, tokens: int) -> list[int]:
-        """Give a sequence pages for ``tokens`` tokens; return those that it lacked."""
+        """Allocate pages for ``tokens`` tokens of a sequence; return the new ones."""
         pages = self._pages.setdefault(sequence, [])
         missing = -(-tokens // self.page_size) - len(pages)
         while missing > len(self._free):
@@ -112,7 +113,7 @@ class PagedKvCache:
         return added
 
     def _clear(self, pages: Sequence[int]) -> None:
-        """Remove the numbers of other sequences, which may be NaN."""
+        """Zero pages, as they may have NaNs of earlier sequences."""
         if pages and self._pools:
             places = self.transfers.upload(torch.tensor(pages))
             for pool in self._pools.values():
@@ -123,7 +124,7 @@ class PagedKvCache:
         def doubled(pages: Tensor) -> Tensor:
             return torch.cat([pages, torch.zeros_like(pages)])
 
-        # All or none: memory may not suffice.
+        # For all layers or none: memory may not suffice.
         self._pools = {
             layer: (doubled(keys), doubled(values))
             for layer, (keys, values) in self._pools.items()
@@ -135,12 +136,12 @@ class PagedKvCache:
         return self._pages[sequence]
 
     def slots(self, sequence: Hashable, begin: int, end: int) -> list[int]:
-        """Return the places of tokens among those of all pages."""
+        """Return the slots of tokens: their indices among the tokens of all pages."""
         size, pages = self.page_size, self._pages[sequence]
         return [pages[at // size] * size + at % size for at in range(begin, end)]
 
     def pool(self, layer: int, like: tuple[Tensor, Tensor]) -> Pool:
-        """Return the pages of a layer; ``like`` has keys, [key heads, rows, size]."""
+        """Return a layer's pages; ``like``: key and value, [key heads, rows, size]."""
         found = self._pools.get(layer)
         if found is None:
             keys, values = (
@@ -155,14 +156,14 @@ class PagedKvCache:
         return found
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> Pool:
-        """Write keys and values, [key heads, rows, size], to their places."""
+        """Write keys and values, [key heads, rows, size], to slots."""
         pool = self.pool(layer, (key, value))
         for pages, new in zip(pool, (key, value), strict=True):
             pages.flatten(0, 1).index_copy_(0, slots, new.transpose(0, 1))
         return pool
 
     def has_kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Return whether torch's kernel takes such tensors; it is tried once."""
+        """Return whether torch's kernel takes such tensors; tried once for a shape."""
         if not may_have_kernel(query):
             return False
         shape = query.shape[0], *keys.shape[2:], values.shape[3]
@@ -253,7 +254,7 @@ class PagedAttention(Attention):
         )
         self._others = [n for n, each in enumerate(rows) if each.count > 1]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
-        # The pages of the sequences with one row, and what is hidden of them.
+        # Tables of the sequences with one row, and masks of their keys, by window.
         self._singles_by: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -315,13 +316,13 @@ class PagedAttention(Attention):
 
 
 class SingleRowsAttention(Attention):
-    """Attention of one row of each sequence, by tables that are on the device."""
+    """Attention of one row of each sequence, with tables that are on the device."""
 
     def __init__(
         self,
         cache: PagedKvCache,
         slots: Tensor,  # of the rows, [rows], int64
-        ends: Tensor,  # tokens of each sequence with its row, [rows]
+        ends: Tensor,  # lengths of the sequences, their rows included, [rows]
         table: Tensor,  # pages of each sequence, [rows, pages], int32
     ) -> None:
         self._cache, self._slots, self._table = cache, slots, table
@@ -402,7 +403,7 @@ def over_pages(
     window: int | None,
 ) -> Tensor:
     """Return the attention of rows, [rows, heads, size], by torch's kernel."""
-    # One split: a row's bits do not depend on the lengths of others.
+    # One split, so that a row's bits do not depend on the lengths of other sequences.
     kernel = torch_kernel()
     assert kernel is not None
     return kernel(

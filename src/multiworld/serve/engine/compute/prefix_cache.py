@@ -1,4 +1,4 @@
-"""KV blocks and outputs of prefixes that several sequences share."""
+"""Cache of prefixes: KV blocks and output rows that several sequences use."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A block of a prompt that a step completes, and that is to be cached."""
+    """A block of a prompt that a step completes, to be cached."""
 
     key: Key
-    name: Digest  # of the prefix that the block ends
+    name: Digest  # digest of the prefix that ends with this block
     begin: int  # position of its first token
     end: int  # position after its last token
 
 
 class PrefixCache:
-    """LRU cache of at most ``limit`` bytes of blocks, by their prefixes' names."""
+    """LRU cache of blocks, by digest of their prefix, with at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -71,14 +71,14 @@ class PrefixCache:
         return name in self._blocks
 
     def put(self, name: Digest, block: Block) -> None:
-        """Keep the last block of a prefix, if there is room."""
+        """Cache the last block of a prefix, if there is room."""
         if name in self._blocks or not self._make_room(block.nbytes):
             return
         self._blocks[name] = block
         self.nbytes += block.nbytes
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop the least recently used blocks; return whether that suffices."""
+        """Drop least recently used blocks not in use; return whether that suffices."""
         if nbytes > self._limit:
             return False
         excess, dropped = self.nbytes + nbytes - self._limit, list[Digest]()

@@ -1,23 +1,26 @@
 """Sampling of the next token of each sequence of a step.
 
-A token is a function of logits, parameters and the tokens so far, whatever the other
-sequences of the step are. All of its randomness is one hash of the seed, the choice and
-the index of the token, so a recomputed sequence samples the same tokens.
+A token is a function of the logits, the parameters and the tokens so far. It does not
+depend on the other sequences of the step. All of its randomness is one hash of the
+seed, the choice and the index of the token, so a recomputed sequence samples the same
+tokens.
 
-Words race: each has a clock, an exponential variate that the hash and the word give,
-and the one whose clock divided by its probability is least is drawn, with exactly that
-probability (the Gumbel-max trick in other words). First the blocks of the vocabulary
-race by their sums, and then the words of the first block. Logits that differ by
-rounding draw another word only if two are equally fast up to that rounding. With the
-cumulative distribution, the boundaries of all words would move, and in a flat
-distribution one of them easily passes the random number.
+Below, a word is a token of the vocabulary. To draw one, the words race (a form of the
+Gumbel-max trick): each word has a clock, which is an exponential variate that the hash
+and the word determine. The word with the smallest ratio of clock to probability wins,
+so each word is drawn with exactly its probability. First the blocks of the vocabulary
+race with their summed probabilities, then the words of the winning block. If logits
+differ by rounding, another word wins only if two words are equally fast up to that
+rounding. Drawing from the cumulative distribution would be less robust: rounding moves
+the boundaries of all words, and in a flat distribution one of them easily passes the
+random number.
 
 The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
-each block, which suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
-words lie in the blocks with the largest maxima. Other sequences take five passes
-(scale, softmax in three, sum), one more for ``min_p`` or ``top_p``, and up to 34 more
-if more than 64 words remain: bisection for the probability of the last of them. A mask
-takes one more. Nothing is sorted but the 64 likeliest words.
+each block. That suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
+words are in the blocks with the largest maxima. Other sequences take five passes (one
+to scale, three for softmax, one to sum), and one more for ``min_p`` or ``top_p``. If
+more than 64 words remain, up to 34 further passes find the probability of the last of
+them by bisection. A mask takes one more pass. Only the 64 likeliest words are sorted.
 
 ``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
 in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
@@ -43,12 +46,12 @@ if TYPE_CHECKING:  # names and meanings are vLLM's
     from multiworld.serve.wire.generation_messages import Sampling as Parameters
 
 BLOCK = 128  # words of the vocabulary in a block
-COLUMN = 16  # words of the chosen blocks that are compared by their largest first
+COLUMN = 16  # words of a column; columns are compared by their largest words first
 FEW = 64  # likeliest words that ``top_k`` and ``top_p`` consider first
-# Of the logits whose probabilities are computed at a time, in the cache.
+# Bytes of logits whose probabilities are computed at a time, to stay in the cache.
 CHUNK_BYTES = 4 * 2**20
-WORDS = 2**32  # number of the first word's clock; those of blocks begin at 0
-GREEDY_BELOW = 1e-5  # temperatures below it are 0, as in vLLM
+WORDS = 2**32  # number of the first word's clock; the clocks of blocks start at 0
+GREEDY_BELOW = 1e-5  # temperatures below this count as 0, as in vLLM
 
 # What each byte of a mask adds to the logits of its eight words.
 _BITS = torch.where(
@@ -58,7 +61,7 @@ _BITS = torch.where(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sampled token; log-probabilities are those before any parameter applies."""
+    """A sampled token; its log-probabilities are those before any parameter applies."""
 
     token: int
     logprob: float | None = None
@@ -103,12 +106,12 @@ class TokenHistory:
         return (self._words[:known], self._less[:known]) if known else None
 
     def is_within(self, vocabulary: int) -> bool:
-        """Return whether biases and penalties concern words of the vocabulary only."""
+        """Return whether biases and penalties apply only to words of the vocabulary."""
         return self._within[0] >= 0 and self._within[1] < vocabulary
 
     @property
     def is_too_short(self) -> bool:
-        """Whether ``min_tokens`` forbids an end."""
+        """Whether ``min_tokens`` forbids an end token."""
         return bool(self.ends) and self.index < self.parameters.min_tokens
 
     def append(self, token: int) -> None:
@@ -123,7 +126,7 @@ class TokenHistory:
             self._count()
 
     def _count(self) -> None:
-        """Count the occurrences of each word: 0 for one of the prompt only."""
+        """Count how often each word occurs in the output; 0 if only in the prompt."""
         self._places: dict[int, int] = {}
         self._times: list[int] = []
         words: list[int] = []
@@ -166,9 +169,9 @@ def sample(
     histories: Sequence[TokenHistory],  # unchanged
     masks: Sequence[Tensor | None] = (),
 ) -> list[Choice | ValueError]:
-    """Sample the next token of each sequence."""
-    # ``masks``: for each sequence, or for none, the words that its structure allows,
-    # one bit each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
+    """Sample the next token of each sequence; a ValueError for one that has none."""
+    # ``masks``: empty, or the words that each sequence's structure allows, one bit
+    # each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
     width = logits.shape[-1]
     foreign = [n for n, h in enumerate(histories) if not h.is_within(width)]
     if foreign:
@@ -213,7 +216,7 @@ def _without(
     histories: Sequence[TokenHistory],
     masks: Sequence[Tensor | None],
 ) -> list[Choice | ValueError]:
-    """Sample for all sequences but those with words that the vocabulary lacks."""
+    """Sample for all sequences except ``foreign``, which have words out of range."""
     others = [n for n in range(len(histories)) if n not in foreign]
     found = sample(
         logits[others],
@@ -229,8 +232,8 @@ def _adjust(
     logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Apply masks, biases, penalties and ``min_tokens`` to logits."""
-    # Previous values, except for the masks: indices and values, in order.
-    # index_select and scatter_ are four to ten times as fast as an index here.
+    # Returns the previous values, except those that masks changed: indices and values,
+    # in order. Here index_select and scatter_ are 4 to 10 times as fast as indexing.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
@@ -269,7 +272,7 @@ def _adjust(
 
 
 def _blocks(scores: Tensor) -> Tensor:
-    """Return [rows, vocabulary] as [rows, blocks, BLOCK]; the rest is -inf."""
+    """Return [rows, vocabulary] as [rows, blocks, BLOCK], padded with -inf."""
     missing = -scores.shape[-1] % BLOCK
     if missing:
         scores = pad(scores, (0, missing), value=-math.inf)
@@ -279,7 +282,7 @@ def _blocks(scores: Tensor) -> Tensor:
 def _kinds(
     rows: Sequence[int], histories: Sequence[TokenHistory]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the rows of temperature 0, of a small ``top_k``, and the others."""
+    """Return the rows with temperature 0, with a small ``top_k``, and the others."""
     greedy, few, many = [], [], []
     for i in rows:
         parameters = histories[i].parameters
@@ -293,7 +296,7 @@ def _kinds(
 
 
 def _likeliest(blocks: Tensor, maxima: Tensor, rows: Sequence[int]) -> dict[int, int]:
-    """Return the likeliest word of some rows; the first of several."""
+    """Return the likeliest word of some rows; the first one on a tie."""
     block = maxima[rows].argmax(-1)
     word = blocks[rows, block].argmax(-1)
     return dict(zip(rows, (block * BLOCK + word).tolist(), strict=True))
@@ -321,7 +324,7 @@ def _drawn_of_few(
     rows: Sequence[int],
     histories: Sequence[TokenHistory],
 ) -> dict[int, int]:
-    """Draw words of rows with ``top_k`` < FEW, but of none with many ties."""
+    """Draw words for rows with ``top_k`` < FEW; leave out rows with too many ties."""
     found, words = _largest(_some(blocks, rows), _some(maxima, rows))
     parameters = [histories[i].parameters for i in rows]
     last = found.gather(1, _column([p.top_k - 1 for p in parameters], torch.int64))
@@ -340,17 +343,17 @@ def _drawn_of_few(
     chosen = _drawn_by_word(likely, words, _hashes([histories[i] for i in rows]))
     has_more = (found[:, -1:] == last)[:, 0].tolist()
     triples = zip(rows, chosen, has_more, strict=True)
-    # Others: more words than FEW are as likely as the last one kept.
+    # Left out: more than FEW words may be as likely as the last one kept.
     return {i: token for i, token, more in triples if not more}
 
 
 def _drawn_of_all(
     blocks: Tensor, rows: Sequence[int], histories: Sequence[TokenHistory]
 ) -> dict[int, int]:
-    """Draw words of rows that the whole vocabulary has to be considered for."""
+    """Draw words for rows that need the whole vocabulary, not just FEW words."""
     parameters = [histories[i].parameters for i in rows]
     temperature = torch.tensor([p.temperature for p in parameters])[:, None]
-    # softmax gives a row the same bits wherever it stands; exp would not.
+    # softmax gives a row the same bits at every position; exp would not.
     likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
     parts = likely.view(len(rows), -1, BLOCK)
     sums = parts.sum(-1).double()
@@ -383,7 +386,7 @@ def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
 def _drawn_of_likeliest(
     parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], hashes: Tensor
 ) -> list[int | None]:
-    """Draw words of rows in which no more than FEW words remain; of others None."""
+    """Draw words for rows in which at most FEW words remain; None for others."""
     # ``parts``: probabilities, [rows, blocks, BLOCK]; ``whole``: their sums, [rows, 1].
     found, words = _largest(parts, parts.amax(-1))
     likely = found.double()
@@ -408,7 +411,7 @@ def _drawn_of_likeliest(
 
 
 def _drawn_by_block(parts: Tensor, sums: Tensor, hashes: Tensor) -> list[int]:
-    """Draw words by their probabilities; ``sums`` are those of the blocks."""
+    """Draw words by their probabilities; ``sums``: probabilities of the blocks."""
     block = (sums / clocks(hashes, torch.arange(sums.shape[1])[None])).argmax(-1)
     words = block[:, None] * BLOCK + torch.arange(BLOCK)
     inside = parts[torch.arange(len(parts)), block].double()
@@ -418,8 +421,8 @@ def _drawn_by_block(parts: Tensor, sums: Tensor, hashes: Tensor) -> list[int]:
 
 
 def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
-    """Draw one of a few words of each row, as ``_drawn_by_block`` would."""
-    # ``likely``: float64, [rows, words]; ``words``: their places in the vocabulary.
+    """Draw one of a few words for each row, as ``_drawn_by_block`` would."""
+    # ``likely``: float64, [rows, words]; ``words``: their numbers in the vocabulary.
     blocks = words // BLOCK
     sums = likely.new_zeros(len(words), int(blocks.amax()) + 1)
     sums.scatter_add_(1, blocks, likely)
@@ -432,7 +435,7 @@ def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
 
 
 def _threshold(likely: Tensor, parameters: Parameters) -> float:
-    """Return the probability of the least likely word that remains; 0: all do."""
+    """Return the probability of the least likely word that remains; 0: all remain."""
     # ``likely``: [vocabulary, padded to blocks], float32.
     min_probability = 0.0
     top_k, top_p = parameters.top_k, parameters.top_p
@@ -452,20 +455,20 @@ def _threshold(likely: Tensor, parameters: Parameters) -> float:
 def _nucleus(
     likely: Tensor, maxima: Tensor, min_probability: float, top_p: float
 ) -> float:
-    """Return the largest probability such that the words above have ``top_p``."""
-    # Those at least as likely as it have a share of ``top_p`` of those at least as
-    # likely as ``min_probability``.
+    """Return the largest threshold at which the remaining words reach ``top_p``."""
+    # ``top_p`` is the share of the words at or above the threshold, among the words at
+    # or above ``min_probability``.
     whole = _mass(likely, min_probability)
     goal = top_p * whole
     found, _ = _largest(likely.view(1, -1, BLOCK), maxima[None])
     sums = found[0].double().cumsum(0)
     if float(sums[-1]) >= goal:
         return float(found[0, int(torch.searchsorted(sums, goal))])
-    # Words below ``small`` have less than whole - goal in all, so none of them remains.
+    # All words below ``small`` together have less than whole - goal, so none remains.
     small = 0.99 * (whole - goal) / len(likely)
     low, high = _bits(max(min_probability, small)), _bits(float(found[0, -1])) + 1
     below, above = _mass(likely, _float(low)), float(sums[-1])
-    # With one word left in between, any bound there keeps the same words.
+    # With only one word in between, any threshold there keeps the same words.
     while high - low > 1 and below - above > 1.5 * _float(low):
         middle = (low + high) // 2
         mass = _mass(likely, _float(middle))
@@ -477,7 +480,7 @@ def _nucleus(
 
 
 def _mass(likely: Tensor, min_probability: float) -> float:
-    """Return the sum of the probabilities from ``min_probability`` on."""
+    """Return the sum of the probabilities of at least ``min_probability``."""
     if min_probability > 0:
         likely = threshold(likely, _below(min_probability), 0.0)
     # By blocks: sums of more than 32,768 depend on the number of threads.
@@ -485,7 +488,7 @@ def _mass(likely: Tensor, min_probability: float) -> float:
 
 
 def _bits(value: float) -> int:
-    """Return the bits of a positive float32; their order is that of the values."""
+    """Return the bits of a positive float32, which are ordered like the values."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
@@ -494,7 +497,7 @@ def _float(bits: int) -> float:
 
 
 def _below(value: float) -> float:
-    """Return the float32 before a positive one."""
+    """Return the largest float32 below a positive one; 0 below the smallest."""
     return _float(max(0, _bits(value) - 1))
 
 
@@ -527,7 +530,7 @@ def _some(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _hashes(histories: Sequence[TokenHistory]) -> Tensor:
-    """Return the hash of the next token of each sequence, int64, [sequences, 1]."""
+    """Return the hash of each sequence's next token, int64, [sequences, 1]."""
     found = [
         hash_of(h.parameters.seed, h.parameters.choice, h.index) for h in histories
     ]
@@ -535,7 +538,7 @@ def _hashes(histories: Sequence[TokenHistory]) -> Tensor:
 
 
 def hash_of(seed: int, choice: int, index: int) -> int:
-    """Return the hash of a token of a choice: BLAKE2b (RFC 7693), 64 bits, signed."""
+    """Return the hash of one token: BLAKE2b (RFC 7693), 64 bits, signed."""
     data = struct.pack("<QQQ", seed % 2**64, choice, index)
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -549,13 +552,13 @@ def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
     mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
     mixed = mixed ^ _shifted(mixed, 31)
-    # In (0, 1): 52 bits, and half of the last one.
+    # In (0, 1): 52 random bits, plus half of the last one.
     uniform = (_shifted(mixed, 12).double() + 0.5) * 2.0**-52
     return uniform.log().neg()
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return int64 values shifted to the right, as if they had no sign."""
+    """Shift int64 values to the right as if they were unsigned."""
     found: Tensor = (values >> bits) & (2 ** (64 - bits) - 1)
     return found
 
@@ -573,7 +576,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 def finish_of(
     token: int, count: int, parameters: Parameters, ends: Sequence[int]
 ) -> Literal["", "stop", "length"]:
-    """Return ``stop`` or ``length`` if a token is the last one; else empty."""
+    """Return ``stop`` or ``length`` if a token ends the sequence; otherwise empty."""
     if token in ends:
         return "stop"
     return "length" if count >= parameters.max_tokens else ""

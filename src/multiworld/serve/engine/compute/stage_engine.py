@@ -1,4 +1,4 @@
-"""Computation of one replica, in its thread: its stage for the steps that arrive."""
+"""The engine of one replica, in its compute thread: computes its stage in steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from multiworld.serve.wire.protocol import Key, StreamId
 
 logger = logging.getLogger("multiworld.serve")
 
-# Rows of a prompt that are scored in one call, which copies the logits of each row.
+# Maximum number of prompt rows scored in one call, which copies their logits.
 SCORED_AT_ONCE = 32
 
 # (Rows, positions, attention, wanted) to hidden states or logits:
@@ -65,23 +65,23 @@ StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Tail:
-    """A sequence at the last stage."""
+    """State of a sequence at the last stage."""
 
     start: SequenceStart
     history: TokenHistory
     matcher: Matcher | None = None
-    # Probabilities of its prompt's tokens so far, if requested.
+    # Log-probabilities of its prompt's tokens so far, if requested.
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
         default_factory=list
     )
 
     def scores(self, part: StepPart) -> bool:
-        """Return whether the token after each row of a part is to be scored."""
+        """Return whether a part contains prompt rows whose next tokens are scored."""
         is_asked = self.start.sampling.prompt_logprobs is not None
         return is_asked and part.begin < self.start.prompt - 1
 
     def prepare(self, part: StepPart) -> Tensor | None:
-        """Return the tokens that the structure allows after a part; None: all."""
+        """Return a mask of the tokens that a structure allows next; None: all."""
         count = part.begin + part.count
         self.history.truncate(count)  # later ones are sampled again
         if self.matcher is None:
@@ -107,9 +107,9 @@ class Computed:
     parts: tuple[StepPart, ...]
     hidden: Tensor | None = None  # of all rows, [rows, hidden]; None in the last stage
     tokens: tuple[TokenItem, ...] = ()
-    # The model raised an error for these.
+    # Sequences for which the model raised an error.
     failed: tuple[tuple[Key, Exception], ...] = ()
-    # Copies of blocks to cache. Output rows that earlier steps computed are missing.
+    # Copies of blocks to cache. They lack output rows that earlier steps computed.
     blocks: tuple[tuple[BlockSpan, Block], ...] = ()
 
     def rows(self) -> dict[Key, Tensor]:
@@ -122,13 +122,13 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Chores:
-    """Tasks of an engine before its next step."""
+    """Tasks for an engine before its next step."""
 
     free: Sequence[StreamId] = ()
-    drop: Sequence[StreamId] = ()  # their KV is freed, and recomputed later
-    # They start, or continue as another attempt.
+    drop: Sequence[StreamId] = ()  # their KV blocks are freed, and recomputed later
+    # Sequences that start, or continue as another attempt.
     open: Sequence[tuple[SequenceStart, Matcher | None]] = ()
-    # Streams that start with cached blocks, and the number of their tokens.
+    # Streams that start with cached blocks, by stream: the blocks and number of tokens.
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -139,9 +139,9 @@ def engine_of(
     *,
     is_last: bool,
     model: Generation,
-    is_deterministic: bool,  # or ModelFailedError
-    transfers: Transfers = HOST,  # of the device that the stage was loaded on
-    tokens: int = 0,  # of KV memory to allocate at first, on a GPU
+    is_deterministic: bool,  # raises ModelFailedError if impossible
+    transfers: Transfers = HOST,  # to the device that the stage was loaded on
+    tokens: int = 0,  # initial capacity of the KV cache, on a GPU
 ) -> StageEngine:
     """Return the engine of a loaded stage; on a CPU its weights are packed."""
     if not transfers.is_host:
@@ -207,7 +207,7 @@ class StageEngine:
         self._tails[start.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute a step; if it fails, compute each of its parts alone."""
+        """Compute a step; if it fails, compute each of its parts separately."""
         # ``rows``: token ids, [rows], or hidden states, [rows, hidden].
         is_retried = False
         try:
@@ -215,7 +215,7 @@ class StageEngine:
                 return self._compute(parts, rows)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and self.graphs is not None:
-                is_retried = self.graphs.clear()  # with the memory of graphs
+                is_retried = self.graphs.clear()  # then retry
             if len(parts) == 1 and not is_retried:
                 _log(error)
                 return Computed((), failed=((parts[0].key, error),))
@@ -234,8 +234,8 @@ class StageEngine:
         )
 
     def with_blocks(self, found: Computed, spans: Sequence[BlockSpan]) -> Computed:
-        """Return a step's results with copies of blocks that the step completed."""
-        # Before the next chores, which may free the memory of the blocks.
+        """Return the results of a step with copies of the blocks that it completed."""
+        # Call this before the next chores, which may free the memory of the blocks.
         parts, outputs = {part.key: part for part in found.parts}, found.rows()
         blocks: list[tuple[BlockSpan, Block]] = []
         for span in spans:
@@ -265,7 +265,7 @@ class StageEngine:
     def _outputs(
         self, parts: Sequence[StepPart], rows: Tensor, wanted: Sequence[int]
     ) -> Tensor:
-        """Return hidden states of all rows, or logits of those wanted."""
+        """Return hidden states of all rows, or logits of the ``wanted`` rows."""
         sequences = [Rows(p.key[:2], p.begin, p.count) for p in parts]
         if self.graphs is not None and (not self.is_last or len(wanted) == len(rows)):
             found = self.graphs.compute(sequences, rows)
@@ -280,7 +280,7 @@ class StageEngine:
     def _sampled(
         self, parts: Sequence[StepPart], rows_of: Sequence[Sequence[int]], found: Tensor
     ) -> Computed:
-        """Score prompts and sample the next tokens, from the logits of wanted rows."""
+        """Score prompts, and sample the next tokens from the logits of wanted rows."""
         failed: dict[Key, Exception] = {}
         asking: list[tuple[StepPart, int, Tensor | None]] = []
         end = 0
@@ -324,9 +324,9 @@ class StageEngine:
         return found
 
     def _score(self, part: StepPart, logits: Tensor) -> None:
-        """Record the probabilities of the prompt's tokens after these rows."""
+        """Record the log-probabilities of the prompt tokens that follow these rows."""
         tail = self._tails[part.key[:2]]
-        del tail.scored[part.begin :]  # they are recomputed
+        del tail.scored[part.begin :]  # these are recomputed
         most = tail.start.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.start.prompt - 1)
         for begin in range(part.begin, end, SCORED_AT_ONCE):
@@ -342,8 +342,8 @@ class StageEngine:
 
 
 def _log(error: Exception) -> None:
-    """Log the failure of a sequence, unless its client caused it or it is expected."""
-    # Cancelled: the structure of a sequence that ended before it was compiled.
+    """Log why a sequence failed, unless that is expected."""
+    # Cancelled: the sequence ended before its structure was compiled.
     if isinstance(error, InvalidRequestError):
         logger.info("refused a sequence: %s", error)
     elif not isinstance(error, MissingTokensError | CancelledError):

@@ -28,7 +28,7 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 class TextMeter:
-    """Measures the prefill of ``context`` tokens, and steps of one row per sequence."""
+    """Measures a prefill of ``context`` tokens, and steps with one row per sequence."""
 
     def __init__(
         self,

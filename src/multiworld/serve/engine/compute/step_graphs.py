@@ -1,14 +1,15 @@
 """CUDA graphs of steps in which each sequence has one row.
 
-Launching the kernels of such a step one by one takes the host several times as long as
-they run. A CUDA graph, which is recorded ("captured") once, launches all of them at
-once. It computes a fixed number of rows over a fixed number of pages, from tensors that
-stay where they are. So a step is padded with rows that belong to no sequence, and its
-page tables are padded with pages of zeros.
+The host takes several times as long to launch the kernels of such a step one by one as
+the GPU takes to run them. A CUDA graph, which is recorded ("captured") once, launches
+all of them at once. It computes a fixed number of rows over a fixed number of pages,
+from tensors at fixed addresses. So a step is padded with rows that belong to no
+sequence, and its page tables are padded with pages of zeros.
 
 The first step of a padded shape is computed without a graph, which also initialises
-libraries. The second records one, with padding rows alone, and compares its result
-with that of the computation which it replaces.
+libraries. The second step records a graph while it computes padding rows only. It then
+compares the graph's result for the rows of the step with a result computed without the
+graph.
 """
 
 from __future__ import annotations
@@ -37,18 +38,16 @@ Call = Callable[[], Tensor]
 # returns the same tensor.
 Record = Callable[[Call], Call]
 
-# Pages of a sequence at least, so that all short ones need one graph.
+# Minimum number of pages of a sequence, so that all short sequences use one graph.
 MIN_PAGES = 16
-# Tokens that a graph attends to at most, with padding: the gathered keys and values of
-# a layer are memory that graphs keep.
+# Maximum number of tokens that a graph attends to, padding included: graphs keep the
+# memory of the gathered keys and values of a layer.
 MAX_TOKENS = 1 << 15
 
 
 def recorder(device: torch.device) -> Record:
-    """Return the recorder of a GPU.
-
-    Its graphs share memory: the result of one is to be copied before another one runs.
-    """
+    """Return the recorder of a GPU."""
+    # Its graphs share memory, so copy the result of one before another one runs.
     last: weakref.ref[torch.cuda.CUDAGraph] | None = None
     stream: torch.cuda.Stream | None = None
 
@@ -68,7 +67,7 @@ def recorder(device: torch.device) -> Record:
                 ):
                     found = call()
             finally:
-                torch.cuda.set_stream(before)  # torch does not if its capture fails
+                torch.cuda.set_stream(before)  # torch does not if the capture fails
         last = weakref.ref(graph)
 
         def replay() -> Tensor:
@@ -81,7 +80,7 @@ def recorder(device: torch.device) -> Record:
 
 
 class StepGraphs:
-    """Computes steps of single rows by graphs, where a stage can be recorded."""
+    """Computes steps of single rows with CUDA graphs, if the stage can be recorded."""
 
     def __init__(
         self, function: Callable[..., Tensor], cache: PagedKvCache, record: Record
@@ -108,7 +107,7 @@ class StepGraphs:
         if shape[0] * shape[1] * cache.page_size > MAX_TOKENS:
             return None
         cache.make_room(sequences)
-        if cache.count != self._count:  # its memory is elsewhere now
+        if cache.count != self._count:  # the cache has grown, so its memory has moved
             self._count = cache.count
             self.clear()
         inputs = _inputs(cache, sequences, rows, *shape)
@@ -128,16 +127,17 @@ class StepGraphs:
     def _recorded(
         self, step: _PaddedStep, inputs: _Inputs, padding: _Inputs, rows: int
     ) -> Tensor:
-        """Record a step, and compute it; a graph with other results is not used."""
+        """Record a step and return its outputs; discard a graph with other results."""
         assert self._record is not None
         replay: Call | None = None
         why = ""
-        # So a graph that repeats what the host decided while it was recorded is found.
+        # Record padding: if the graph repeats decisions that the host made for it, its
+        # results for the inputs are wrong, and it is discarded.
         step.fill(padding)
         try:
             replay = self._record(step.compute)
         except torch.OutOfMemoryError:
-            pass  # it is recorded another time
+            pass  # try again in a later step
         except Exception as error:
             why = repr(error.__context__ or error)
         step.fill(inputs)
@@ -146,7 +146,7 @@ class StepGraphs:
             return step.compute()
         found = replay()[:rows].clone()
         expected = step.compute()
-        # By their bits: NaN is not equal to itself.
+        # Compare bits, because NaN is not equal to itself.
         if torch.equal(*(each.view(torch.uint8) for each in (found, expected[:rows]))):
             step.replay = replay
         else:
@@ -154,7 +154,7 @@ class StepGraphs:
         return expected
 
     def _give_up(self, why: str) -> None:
-        """Free all graphs; use none any more, unless only memory was missing."""
+        """Free all graphs, and use none from now on unless only memory was missing."""
         self.clear()
         if why:
             logger.warning("CUDA graphs are not used, so steps are slower: %s", why)
@@ -163,7 +163,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a padded step reads, on the host or on the device."""
+    """Inputs of a padded step, on the host or on the device."""
 
     # Token, position, slot and pages of each row, [rows, 3 + pages], int64.
     numbers: Tensor
@@ -224,5 +224,5 @@ def _inputs(
 
 
 def _power(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
-"""Copies between the host and the device that a stage computes on: token ids,
-positions, indices and masks up; hidden states, logits and cached keys and values down.
-All else stays where it is."""
+"""Copies between the host and the device of a stage. Token ids, positions, indices and
+masks are uploaded; hidden states, logits and cached keys and values are downloaded.
+Everything else stays on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Copies to and from one device; on the CPU they copy nothing."""
+    """Copies to and from one device; on the CPU nothing is copied."""
 
     device: torch.device
 
@@ -24,7 +24,7 @@ class Transfers:
         return tensor if self.is_host else tensor.to(self.device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host; waits until it is computed."""
+        """Return a tensor on the host; wait until it is computed."""
         return tensor if self.is_host else tensor.to("cpu")
 
 

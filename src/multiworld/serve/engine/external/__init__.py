@@ -1,1 +1,1 @@
-"""Engines of others: vLLM, llama.cpp, and servers with OpenAI's API."""
+"""External engines: vLLM, llama.cpp, and servers with OpenAI's API."""

@@ -1,4 +1,4 @@
-"""Arguments of engines, as the spec has them. Pure."""
+"""Arguments of engines (``engine_args`` of the spec): checks and flags. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.engine.external.whole_engine import EngineSettings, Run
 
-# Arguments of all servers that would put them elsewhere, or give them other names.
+# Arguments of any engine's server that would change its address or the names it serves.
 ELSEWHERE = (
     "uds",
     "root_path",
@@ -28,7 +28,7 @@ ELSEWHERE = (
 
 
 def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
-    """Raise SpecError if ``engine_args`` sets what the service sets itself."""
+    """Raise SpecError if ``engine_args`` sets an argument that the service sets."""
     for name in args:
         field = name.replace("-", "_")
         if (known := reserved.get(field)) is not None or field in ELSEWHERE:
@@ -37,7 +37,7 @@ def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> Non
 
 
 def check_adapter(run: Run, settings: EngineSettings) -> None:
-    """Raise InvalidRequestError if a run's adapter is gone: by an update, meanwhile."""
+    """Raise InvalidRequestError if an update has removed the adapter of a run."""
     if run.adapter not in settings.adapters:
         text = f"adapter {run.adapter!r} is no longer served"
         raise InvalidRequestError(text, param="model")
@@ -46,7 +46,7 @@ def check_adapter(run: Run, settings: EngineSettings) -> None:
 def gpu_environment(
     settings: EngineSettings, visible: Sequence[str] | None
 ) -> dict[str, str]:
-    """Return variables that let an engine see only the GPUs of its replica."""
+    """Return environment variables that show an engine only its replica's GPUs."""
     names = [str(g) if visible is None else visible[g] for g in settings.gpus]
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(names)}
 

@@ -1,4 +1,4 @@
-"""Embeddings of an engine: one stage, whose function asks the engine's server."""
+"""Embeddings by an external engine: a model of one stage, which calls its server."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ RESERVED = dict.fromkeys(
 )
 
 ROUTE = "/v1/embeddings"
-LLAMA_ROWS = 8192  # most tokens of a text for llama.cpp
-LOOK_S = 0.5  # between checks whether the engine's processes are stopped
-PROBE_S = 60.0  # for the first answer of a server that somebody else runs
-PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # between requests to a busy server
-LOST_S = 30.0  # for the exit of a replica whose engine does not answer
+LLAMA_ROWS = 8192  # maximum tokens of a text for llama.cpp
+LOOK_S = 0.5  # seconds between checks whether a process of the engine is stopped
+PROBE_S = 60.0  # seconds for the first answer of a server that somebody else runs
+PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # seconds between requests to a busy server
+# Seconds to wait for the exit of this replica while its engine does not answer.
+LOST_S = 30.0
 
 
 def model(
@@ -114,9 +115,9 @@ _EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
 
 
 class EngineEncoder:
-    """The server of this replica, for the thread that computes."""
+    """The function of an embedding stage, which calls the engine's server."""
 
-    is_on_host = True  # takes and gives tensors there; the server has the device
+    is_on_host = True  # tensors stay on the host; only the server uses the device
 
     def __init__(self, engine: str, settings: EngineSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -128,13 +129,13 @@ class EngineEncoder:
             _command_of(engine, settings, 0)  # checks the arguments
         self._loop: asyncio.Runner | None = None
         self._server: EngineServer | None = None
-        self._model = settings.path  # its name at the server
+        self._model = settings.path  # name of the model at the server
         folder = Path(settings.path).expanduser()
         self._hidden = number_of(read_json(folder / "config.json"), HIDDEN, folder)
 
     def started(self) -> EngineEncoder:
         """Start the server, or choose one; wait until it answers."""
-        self._loop = asyncio.Runner()  # of this thread
+        self._loop = asyncio.Runner()  # the event loop of this thread
         try:
             self._server = self._loop.run(self._found())
         except BaseException:
@@ -142,7 +143,8 @@ class EngineEncoder:
             raise
         lost = partial(_lost, self._server)
         if self._choice is not None:
-            other = self._choice.client_of(self._server.url)  # of the other thread
+            # A client for the thread that watches.
+            other = self._choice.client_of(self._server.url)
             lost = partial(_lost_elsewhere, self._choice, other)
         watch = threading.Thread(
             target=self._watch, args=[lost], name="engine watch", daemon=True
@@ -185,11 +187,11 @@ class EngineEncoder:
             ) from error
 
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Exit this process once the server is lost, or has a stopped process."""
+        """Exit this process once the server is lost or a process of it is stopped."""
         assert self._server is not None
         try:
             why = asyncio.run(lost())
-        except Exception as error:  # such as no descriptor; nothing would watch it
+        except Exception as error:  # for instance, no file descriptor is left
             why = f"it cannot be watched: {type(error).__name__}: {error}"
         logger.error("the engine is lost: %s; this replica exits", why)
         self._server.kill()
@@ -199,7 +201,7 @@ class EngineEncoder:
         return {"model": self._model, "input": inputs, "encoding_format": "base64"}
 
     def __call__(self, tensors: Tensors) -> Tensors:
-        """Embed rows; raises ModelFailedError if the engine does not."""
+        """Embed rows; raises ModelFailedError if the engine fails."""
         assert self._loop is not None
         rows = zip(tensors["input_ids"], tensors["attention_mask"] != 0, strict=True)
         inputs: list[list[int]] = [ids[is_token].tolist() for ids, is_token in rows]
@@ -210,7 +212,7 @@ class EngineEncoder:
             raise ModelFailedError(f"{self._engine} failed: {error}") from error
 
     def _checked(self, found: Sequence[_Item]) -> Tensor:
-        """Return embeddings, [rows, hidden]; raise RunFailedError if some is not."""
+        """Return embeddings, [rows, hidden]; raise RunFailedError if one is invalid."""
         embedding = torch.stack([_vector(one.embedding) for one in found])
         if embedding.shape[1] != self._hidden or not embedding.isfinite().all():
             raise RunFailedError(
@@ -225,7 +227,7 @@ class EngineEncoder:
             data = await self._server.post(ROUTE, body)
         except RunFailedError:
             await self._wait_lost()
-            # It had closed the connection, which was idle, or was busy.
+            # The server had closed the idle connection, or was busy.
             try:
                 data = await self._later(body)
             except RunFailedError:
@@ -234,8 +236,7 @@ class EngineEncoder:
         return items_of(data, len(body["input"]))
 
     async def _wait_lost(self) -> None:
-        """Wait as long as the server does not answer: this replica exits if it is lost,
-        and another one computes."""
+        """Wait while the server does not answer; if it is lost, this replica exits."""
         assert self._server is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOST_S):
@@ -245,7 +246,7 @@ class EngineEncoder:
                     await asyncio.sleep(LOOK_S)
 
     async def _later(self, body: Mapping[str, Any]) -> bytes:
-        """Try again, and again while the server is busy."""
+        """Repeat a request, with pauses while the server is busy."""
         assert self._server is not None
         for pause_s in PAUSES_S:
             try:
@@ -256,10 +257,7 @@ class EngineEncoder:
 
 
 def items_of(data: bytes, count: int) -> list[_Item]:
-    """Return the embeddings of ``count`` inputs, in their order.
-
-    Raises RunFailedError if there are others.
-    """
+    """Return ``count`` embeddings in input order; raises RunFailedError otherwise."""
     found = sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
     if [one.index for one in found] != [*range(count)]:
         raise RunFailedError("it did not return one embedding for each input")
@@ -267,7 +265,7 @@ def items_of(data: bytes, count: int) -> list[_Item]:
 
 
 async def _lost(server: EngineServer) -> str:
-    """Wait until the server has exited, or is stopped; return which."""
+    """Wait until the server has exited or is stopped; return which."""
     lost = asyncio.ensure_future(server.wait_lost())
     while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
         if (stopped_s := server.stopped_s()) > SILENT_S:
@@ -290,10 +288,10 @@ def _vector(text: str) -> Tensor:
 
 def _command_of(engine: str, settings: EngineSettings, port: int) -> list[str]:
     if engine == VLLM:
-        # Prompts of one tenant must not be found by another.
+        # One tenant must not find the cached prompts of another.
         own = {"runner": "pooling", "enable_prefix_caching": False}
         return vllm.server_command(settings, port, own)
-    # A text is computed at once, so it must fit into one physical batch.
+    # A text is computed in one piece, so it must fit into one physical batch.
     folder = Path(settings.path).expanduser()
     config = read_json(folder / "config.json")
     rows = min(LLAMA_ROWS, max_length_of(folder, config))

@@ -1,7 +1,7 @@
-"""The temporary folder of an engine; the folders of killed replicas are removed.
+"""Temporary folder of an engine; folders that killed replicas left are removed.
 
-A replica that is killed cannot remove its folder. Its lock, however, ends with it: so
-the next replica on the host finds which folders nobody uses any more.
+A killed replica cannot remove its folder, but the kernel releases its lock on the
+folder. So the next replica on the host can tell which folders are unused.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ PREFIX = "multiworld-engine-"
 
 
 class EngineFolder:
-    """A new folder, which this process holds locked until ``remove``."""
+    """A new folder, which this process keeps locked until ``remove``."""
 
     def __init__(self) -> None:
         made = Path(tempfile.mkdtemp(prefix="multiworld-new-"))
         self._lock = _open(made)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # It has this name only once it is locked.
+        # The folder gets this name only once it is locked.
         self.path = made.rename(made.with_name(PREFIX + made.name.rpartition("-")[2]))
         _remove_unused(made.parent)
 
     def remove(self) -> None:
-        """Remove it with its files; repeated calls do nothing."""
+        """Remove the folder and its files; repeated calls do nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -43,11 +43,11 @@ def _remove_unused(parent: Path) -> None:
         try:
             lock = _open(path)
         except OSError:
-            continue  # another user's, or gone
+            continue  # it belongs to another user, or is gone
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            pass  # its replica lives
+            pass  # its replica is still running
         finally:
             os.close(lock)

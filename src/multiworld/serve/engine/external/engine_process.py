@@ -1,8 +1,8 @@
-"""The process of an engine: its own process group, which ends with the replica.
+"""The processes of an engine: a process group that is killed with its replica.
 
-The engine runs in an environment of its own, which may have another torch. All of its
-processes form one process group on a leash: if the replica is lost, for whatever
-reason, the kernel kills the group at once, stopped or not.
+The engine runs in its own environment, which may have another release of torch. All of
+its processes form one process group on a leash (see ``machines.leash``): if the replica
+is lost for whatever reason, the kernel kills the group at once, even if it is stopped.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from multiworld.serve.engine.external.held_cores import HeldCores
 from multiworld.serve.machines import leash
 from multiworld.serve.machines.usage import family_of
 
-END_S = 5.0  # for an engine to exit before it is killed
-KILLED_S = 1.0  # for a killed one to be gone; it may wait in a driver for ever
-LAST_S = 1.0  # for the last output of one that has exited
-BURST = 2**20  # bytes of its output that go to the log at once
-RATE = 256  # and a second
-LAST_LINES = 50  # of its output, which are written in any case
-LINE_BYTES = 2**16  # of a line, at most
-FAMILY_S = 1.0  # for which the list of an engine's processes is used
+END_S = 5.0  # seconds for an engine to exit before it is killed
+KILLED_S = 1.0  # seconds for a killed engine to disappear; it may hang in a driver
+LAST_S = 1.0  # seconds to read the last output of an engine that has exited
+BURST = 2**20  # bytes of output that may go to the log at once
+RATE = 256  # further bytes of output a second that may go to the log
+LAST_LINES = 50  # number of last lines, which always go to the log
+LINE_BYTES = 2**16  # maximum bytes of a line
+FAMILY_S = 1.0  # seconds for which the list of an engine's processes stays valid
 
 
 class Allowance:
-    """Bytes of output that may be written: ``BURST`` at once, and ``RATE`` a second."""
+    """Rate limit of output: ``BURST`` bytes at once, and ``RATE`` bytes a second."""
 
     def __init__(self, now: float) -> None:
         self._left, self._at, self.left_out = float(BURST), now, 0
 
     def allows(self, size: int, now: float) -> bool:
-        """Tell whether ``size`` more bytes may be written, which then count."""
+        """Return whether ``size`` more bytes may be written; if so, count them."""
         self._left = min(BURST, self._left + RATE * (now - self._at))
         self._at = now
         if size > self._left:
@@ -58,15 +58,13 @@ def pass_on(
     write: Callable[[bytes], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write the lines of a pipe into the log, as many as are allowed, until its end.
-
-    llama.cpp writes a kilobyte for every token.
-    """
+    """Write the lines of a pipe into the log, within the allowance, until its end."""
+    # llama.cpp writes a kilobyte for every token.
     write = write or functools.partial(os.write, 2)
     allowance, last = Allowance(clock()), deque[bytes](maxlen=LAST_LINES)
 
     def put(lines: Iterable[bytes]) -> None:
-        with contextlib.suppress(OSError):  # such as that of a full disk
+        with contextlib.suppress(OSError):  # for instance, the disk is full
             for line in lines:
                 write(line)
 
@@ -90,7 +88,7 @@ class EngineProcess:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        cores: int = 0,  # that no other engine has; 0: it has all
+        cores: int = 0,  # cores that no other engine has; 0: it may use all
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -139,11 +137,11 @@ class EngineProcess:
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
-        await asyncio.to_thread(self._output.join, LAST_S)  # its last words
+        await asyncio.to_thread(self._output.join, LAST_S)  # its last output
         return self._process.wait()
 
     def stopped_s(self) -> float:
-        """Return the seconds for which one of its processes has been stopped."""
+        """Return the seconds for which a process of the engine has been stopped."""
         now = self._clock()
         if now - self._family_at >= FAMILY_S:
             self._family, self._family_at = family_of(self.pid), now
@@ -166,7 +164,7 @@ class EngineProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill all of its processes at once, and release the leash."""
+        """Kill all processes of the engine at once, and release the leash."""
         self._signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILLED_S)
@@ -177,7 +175,7 @@ class EngineProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._leash < 0:
-            return  # its number may be another's by now
+            return  # the number of the group may be reused
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -201,9 +199,10 @@ def free_port() -> int:
 
 
 class HeldPort:
-    """A free port that no other engine gets, until it is released.
+    """A free port that no other engine on this host gets until ``release``.
 
-    vLLM listens on its port long after that was chosen, and beside others that do.
+    vLLM starts to listen long after its port was chosen, even if another process then
+    listens on the same port.
     """
 
     def __init__(self) -> None:
@@ -211,7 +210,7 @@ class HeldPort:
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         while not self.number:
             number = free_port()
-            with contextlib.suppress(OSError):  # another engine's, which still starts
+            with contextlib.suppress(OSError):  # reserved by another engine
                 self._claim.bind(f"\0multiworld engine port {number}")
                 self.number = number
 

@@ -1,4 +1,4 @@
-"""The HTTP server of an engine: of this replica, or one that somebody else runs."""
+"""An engine's HTTP server, which is a child of this replica or somebody else's."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from multiworld.serve.wire.deadlines import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
-HEALTH_S = 0.25  # between looks at a server that starts, or is somebody else's
-ANSWER_S = 5.0  # for a server to answer a look
-MAX_LOOKS = 4  # in a row without an answer: then somebody else's server is lost
+HEALTH_S = 0.25  # seconds between health checks
+ANSWER_S = 5.0  # seconds for a server to accept a connection or answer a health check
+MAX_LOOKS = 4  # failed checks in a row after which somebody else's server is lost
 MAX_LINE = 2**22  # bytes of a line of a stream; vLLM's first one repeats the prompt
-MAX_ANSWER = 2**24  # bytes of an answer that is no stream
-MAX_ERROR = 500  # reported characters of a server's error
+MAX_ANSWER = 2**24  # bytes of an answer that is not a stream
+MAX_ERROR = 500  # characters of a server's error that are reported
 
 
 class EngineServer:
-    """A server, and the client of this replica.
+    """An engine's server, as a replica starts, watches and calls it.
 
-    If ``url`` is empty, ``start`` starts the server. A request that is no stream fails
-    after ``silence_s`` seconds without any byte. Cancelling a request closes its
-    connection, which aborts it.
+    If ``url`` is empty, ``start`` starts the server. A request that is not a stream
+    fails after ``silence_s`` seconds without any byte. Cancelling a request closes its
+    connection, and the server then aborts it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EngineServer:
     ) -> None:
         self.title, self.url, self._health = title, url, health
         self._silence_s, self._max_line = silence_s, max_line
-        self._busy_until = 0.0  # the loop's time, by the server's Retry-After
+        self._busy_until = 0.0  # loop time until which Retry-After asks to wait
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -66,10 +66,10 @@ class EngineServer:
 
     @property
     def port(self) -> int:
-        """Its port on this host, if it is a child."""
+        """Port on this host if the server is a child, otherwise 0."""
         return 0 if self._port is None else self._port.number
 
-    # Its life.
+    # Lifecycle.
 
     async def start(
         self,
@@ -77,9 +77,9 @@ class EngineServer:
         settings: EngineSettings,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the server as a child, and wait until it answers."""
+        """Start the server as a child, and wait until it answers health checks."""
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
-        # vLLM takes the memory that another engine allocates meanwhile for its own.
+        # While it starts, vLLM counts memory that another engine allocates as its own.
         is_shared = settings.gpu_memory_share is not None
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
         try:
@@ -99,7 +99,7 @@ class EngineServer:
             while not exited.done() and not await self.answers():
                 await asyncio.wait([exited], timeout=HEALTH_S)
                 if self._process.stopped_s() > SILENT_S:
-                    self._process.kill()  # it could not exit by itself
+                    self._process.kill()  # a stopped process cannot exit by itself
                     raise EngineLostError(f"{self.title} was stopped while it started")
             if exited.done():
                 raise EngineLostError(
@@ -144,7 +144,7 @@ class EngineServer:
     # Requests.
 
     async def get(self, path: str) -> bytes:
-        """Return the answer of a route; nothing if it has none with status 200."""
+        """Return the body of a route's answer; empty unless its status is 200."""
         return await self._get(path) or b""
 
     async def _get(self, path: str) -> bytes | None:
@@ -161,7 +161,7 @@ class EngineServer:
             return None
 
     def _check_wait(self) -> None:
-        """Raise BusyError while the server has asked to be left alone."""
+        """Raise BusyError while the server's Retry-After lasts."""
         left_s = self._busy_until - asyncio.get_running_loop().time()
         if left_s > 0.0:
             raise BusyError(f"{self.title} asked to wait, for {left_s:.1f} s more")
@@ -197,7 +197,7 @@ class EngineServer:
                 self.url + path,
                 data=msgspec.json.encode(body),
                 headers=self._headers,
-                timeout=_timeout(None),  # the replica's worker watches it
+                timeout=_timeout(None),  # the replica's worker watches for silence
                 allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
@@ -227,7 +227,7 @@ class EngineServer:
             self._http = aiohttp.ClientSession(
                 timeout=_timeout(self._silence_s),
                 connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=self._max_line // 2,  # a line may have twice this
+                read_bufsize=self._max_line // 2,  # a line may have twice as many
             )
         return self._http
 
@@ -266,16 +266,16 @@ def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
 
 
 class RefusedError(RunFailedError):
-    """The server does not answer such requests; one that is busy may later."""
+    """The server cannot answer such requests, as opposed to being busy."""
 
 
 BUSY = 429, 503
-MAX_WAIT_S = 60.0  # that a server may ask for with Retry-After
-LATER = 401, 403, 408  # its keys may change
+MAX_WAIT_S = 60.0  # maximum seconds that a server may ask for with Retry-After
+LATER = 401, 403, 408  # worth another attempt; for instance, keys may change
 
 
 def wait_of(retry_after: str, now: float) -> float:
-    """Return the seconds of a ``Retry-After``, maybe a date; 0 if it is neither."""
+    """Convert a ``Retry-After``, in seconds or as a date, to seconds; 0 if invalid."""
     if retry_after.isdecimal() and retry_after.isascii():
         return min(MAX_WAIT_S, float(retry_after[:9]))
     try:

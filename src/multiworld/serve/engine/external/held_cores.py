@@ -1,7 +1,8 @@
 """Cores that engines on this host hold, so that no two engines compute on one core.
 
-Two engines on one core wait for each other's time slices in every step; and vLLM binds
-its threads to the first cores, which are the same for all replicas.
+Two engines on one core would wait for each other's time slices in every step. vLLM
+binds its threads to the first cores that it may use, which would be the same for all
+replicas.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ logger = logging.getLogger("multiworld.serve")
 
 
 class HeldCores:
-    """``numbers`` of whole cores, held until ``release`` or the end of this process.
+    """Whole cores (``numbers``), held until ``release`` or the end of this process.
 
-    None are held if fewer than ``count`` are free.
+    If fewer than ``count`` cores are free, none are held.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,7 +44,7 @@ class HeldCores:
 
     @contextlib.contextmanager
     def of_children(self) -> Iterator[None]:
-        """Let processes that this thread starts meanwhile run on these cores."""
+        """Run the processes that this thread starts in the context on these cores."""
         before = os.sched_getaffinity(0)
         if self.numbers:
             os.sched_setaffinity(0, self.numbers)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 logger = logging.getLogger("multiworld.serve")
 
-POLL_S = 0.25  # between looks at a lock that another process holds
+POLL_S = 0.25  # seconds between attempts to take a lock that another process holds
 
 
 def host_lock(kind: str, name: str) -> int | None:
-    """Return a descriptor that holds a lock, or None if another process holds it."""
+    """Return a descriptor that holds a lock; None if another process holds it."""
     folder = Path(tempfile.gettempdir()) / f"multiworld-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -32,11 +32,11 @@ def host_lock(kind: str, name: str) -> int | None:
 
 @contextlib.asynccontextmanager
 async def all_locked(kind: str, names: Iterable[str]) -> AsyncIterator[None]:
-    """Wait until nobody else holds any of these locks, and hold them."""
+    """Wait until all of these locks are free, and hold them in the context."""
     held: list[int] = []
     try:
         try:
-            for name in sorted(set(names)):  # one order, so that nobody waits for ever
+            for name in sorted(set(names)):  # one order, to avoid deadlock
                 while (lock := host_lock(kind, name)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
                 held.append(lock)

@@ -1,7 +1,8 @@
 """llama.cpp as an engine: ``llama-server``, or xllamacpp's server in its environment.
 
-Its own sampler draws each token by a request of its own, whose seed follows from the
-seed of the sequence, the choice and the index. So a sequence continues exactly.
+llama.cpp's own sampler draws the tokens. Each token is a request of its own, whose seed
+is derived from the seed of the sequence, the choice and the token's index. So an
+interrupted sequence continues exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from multiworld.serve.engine.external.token_server_engine import TokenServerEngi
 from multiworld.serve.engine.external.token_servers import LlamaCpp
 from multiworld.serve.engine.external.whole_engine import EngineSettings
 
-# Arguments that the service sets itself, with the field of the spec to use.
+# Arguments that the service sets itself, and the field of the spec to use, if any.
 RESERVED = {
     "host": "",
     "port": "",
@@ -38,14 +39,14 @@ RESERVED = {
     "lora_init_without_apply": "",
 }
 
-ALL_LAYERS = 999  # more than any model has: all of them are on the GPU
+ALL_LAYERS = 999  # more layers than any model has, so that all are on the GPU
 
 
 class LlamaCppEngine(TokenServerEngine):
-    """One llama.cpp server of this replica."""
+    """The llama.cpp server of a replica."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._parallel = settings.max_num_seqs + 1  # one for a probe
+        self._parallel = settings.max_num_seqs + 1  # one more, for a probe
         self._context = self._parallel * (settings.max_model_len or 0)
         super().__init__(settings, self._context)
         self._dialect = LlamaCpp(tuple(settings.adapters))
@@ -67,7 +68,7 @@ class LlamaCppEngine(TokenServerEngine):
         own: dict[str, Any] = {
             "parallel": self._parallel,
             "ctx_size": self._context,
-            # Prompts of one tenant must not be found by another.
+            # One tenant must not find the cached prompts of another.
             "cache_ram": 0,
         }
         command = server_command(settings, port, own)
@@ -81,7 +82,7 @@ class LlamaCppEngine(TokenServerEngine):
 def server_command(
     settings: EngineSettings, port: int, own: Mapping[str, Any]
 ) -> list[str]:
-    """Return the command line of llama.cpp's server, with further arguments ``own``."""
+    """Return the command line of llama.cpp's server with further arguments ``own``."""
     every: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
@@ -89,7 +90,7 @@ def server_command(
         "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
     }
     if not {"mmap", "no_mmap", "load_mode"} & settings.args.keys():
-        # A mapped file may be overwritten while it is served.
+        # A mapped file could be overwritten while it is served.
         every["no_mmap"] = True
     flags = flags_of({**every, **own, **settings.args, "model": weights_of(settings)})
     if not settings.python:

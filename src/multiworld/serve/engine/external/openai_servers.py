@@ -1,8 +1,8 @@
 """Servers with OpenAI's API that somebody else runs, as engines.
 
-Each replica uses one of the given addresses. What a server can do is found out when the
-replica starts: whether it takes and returns token ids, as vLLM's completions and
-llama.cpp's own route do, or text only.
+Each replica uses one of the given addresses. When the replica starts, it finds out
+whether the server takes and returns token ids, as vLLM's completions and llama.cpp's
+own route do, or text only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from multiworld.serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 
-PROBE_S = 60.0  # for a server to generate its first token for us
+PROBE_S = 60.0  # seconds for a server to generate the token of a probe
 
 
 class _Props(msgspec.Struct):
@@ -38,7 +38,7 @@ class _Props(msgspec.Struct):
 
 
 class OpenAiEngine(TokenServerEngine):
-    """One of the servers, of this replica as long as it runs."""
+    """The server that a replica uses for as long as the replica runs."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -59,8 +59,7 @@ class OpenAiEngine(TokenServerEngine):
         await self.warm_up()
 
     async def _check(self, server: EngineServer) -> None:
-        """Raise EngineLostError if a server, other than that of this replica, does not
-        compute."""
+        """Raise EngineLostError if a server without replicas cannot compute."""
         other = TokenServerEngine(self._settings)
         model = await self._choice.model_at(server)
         other._server = server
@@ -68,13 +67,13 @@ class OpenAiEngine(TokenServerEngine):
         await other.warm_up()
 
     async def wait_lost(self) -> str:
-        """Wait until the server is lost, or another one has no replica; say which."""
+        """Wait until the server is lost, or another has no replica; return which."""
         return await self._choice.wait_lost(super().wait_lost())
 
     async def _dialect_of(
         self, server: EngineServer, model: str, *, is_shared: bool
     ) -> token_servers.Dialect:
-        """Return the dialect of a server that can be used for the model."""
+        """Return a server's dialect; raise EngineLostError if it cannot be used."""
         adapters = self._settings.adapters
         if await self._has_token_ids(server, model):
             is_exact = self._settings.exact
@@ -100,7 +99,7 @@ class OpenAiEngine(TokenServerEngine):
         return token_servers.CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer, *, is_shared: bool) -> None:
-        """Check that each sequence has a slot of its own, with its keys and values."""
+        """Raise EngineLostError unless each sequence can have its own KV slot."""
         try:
             answer = await server.get("/props")
             count = msgspec.json.decode(answer, type=_Props).total_slots
@@ -130,7 +129,7 @@ class OpenAiEngine(TokenServerEngine):
             choices = token_servers.CHUNK.decode(data).choices
         except (InvalidRequestError, RefusedError, msgspec.DecodeError):
             return False
-        except (ServeError, TimeoutError) as error:  # it may be busy, and known later
+        except (ServeError, TimeoutError) as error:  # a busy server may answer later
             raise EngineLostError(
                 f"{server.url} did not say whether it returns token ids: {error}"
             ) from error

@@ -1,14 +1,15 @@
-"""How a sequence is divided among requests to a server that samples itself. Pure.
+"""Division of a sequence into requests to a server that samples itself. Pure.
 
-Such a server has one random state for each request, so a request that was cut off
-cannot be continued exactly: the state is lost with the server. So the output is
-divided into pieces, each of them one request whose seed follows from the seed of the
-sequence, the choice and the index of its first token. To continue within a piece, the
-whole piece is requested again: its known tokens come again, and then the next ones.
+Such a server has one random state for each request. If a request is interrupted, the
+state is lost with the server, so the output could not continue exactly. Therefore the
+output is divided into pieces. Each piece is one request, whose seed is derived from the
+seed of the sequence, the choice and the index of the piece's first token. To continue
+within a piece, the whole piece is requested again: the server repeats the known tokens,
+and then generates the next ones.
 
-A server applies penalties to what it generated in the same request only. The tokens of
-earlier pieces are penalised by ``logit_bias``, which subtracts the same numbers; the
-presence penalty would count twice, and therefore needs pieces of one token.
+A server applies penalties only to tokens that it generated in the same request. For the
+tokens of earlier pieces, ``logit_bias`` subtracts the same penalties. The presence
+penalty would then count twice for a token in both, so it needs pieces of one token.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from dataclasses import dataclass
 
 from multiworld.serve.wire.generation_messages import Sampling
 
-GREEDY_BELOW = 1e-5  # temperatures below this are 0, as in vLLM
+GREEDY_BELOW = 1e-5  # temperatures below this count as 0, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One request."""
+    """One request of a sequence."""
 
     tokens: tuple[int, ...]  # the prompt, and the output tokens before the piece
-    known: tuple[int, ...]  # output tokens of the piece that are known already
+    known: tuple[int, ...]  # output tokens of the piece that earlier requests returned
     count: int  # maximum number of tokens to generate, ``known`` included
-    seed: int  # of the request, 32 bits
+    seed: int  # of the request, 31 bits
     bias: dict[int, float]  # to add to logits, by token
-    min_tokens: int  # of the piece, before which no end may come
+    min_tokens: int  # of the piece; no end token may come earlier
 
 
 def next_piece(
@@ -46,9 +47,9 @@ def next_piece(
 ) -> Piece:
     """Return the request that continues a sequence.
 
-    A piece has at most ``size`` tokens; None: one request for all that is left, which
-    is not exact if a token is sampled. ``anew`` begins a piece at the next token,
-    whatever the known ones are.
+    A piece has at most ``size`` tokens; None: one request for all remaining tokens,
+    which is not exact if tokens are sampled. ``anew`` starts a piece at the next token,
+    even within a piece.
     """
     index, size = len(tokens) - prompt, size_of(sampling, size)
     start = index
@@ -73,24 +74,25 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def size_of(sampling: Sampling, size: int | None) -> int | None:
-    """Return the maximum number of tokens of a piece; None: there is none."""
+    """Return the maximum number of tokens of a piece; None: no maximum."""
     if size is not None and sampling.presence_penalty:
         return 1
-    # A server applies its penalties after the biases, and takes so many biases: what
-    # it penalises itself and what biases do differ, so pieces must be the same always.
+    # A server applies its penalties after the biases, and accepts a limited number of
+    # biases. So its own penalties and those by biases differ, and pieces must always be
+    # the same.
     is_whole = is_greedy(sampling) and not sampling.frequency_penalty
     return None if is_whole and size != 1 else size
 
 
 def seed_of(sampling: Sampling, start: int) -> int:
-    """Return the seed of a piece, from that of the sequence; 31 bits."""
+    """Return the seed of a piece, derived from that of the sequence; 31 bits."""
     data = struct.pack("<QQQ", sampling.seed % 2**64, sampling.choice, start)
     digest = hashlib.blake2b(data, digest_size=4, person=b"piece").digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def bias_of(sampling: Sampling, made: Sequence[int]) -> dict[int, float]:
-    """Return ``logit_bias``, with the penalties for output tokens so far."""
+    """Return ``logit_bias``, minus the penalties for the output tokens so far."""
     found = dict(sampling.logit_bias)
     if sampling.presence_penalty or sampling.frequency_penalty:
         for token, times in Counter(made).items():

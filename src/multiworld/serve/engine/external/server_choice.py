@@ -1,4 +1,4 @@
-"""Servers that somebody else runs, of which each replica uses one."""
+"""Choice of a replica's server among servers that somebody else runs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from multiworld.serve.engine.external.whole_engine import (
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 5.0  # between looks for a server without a replica
-FAILED_S = 60.0  # until a server that could not be used is tried again
-TOKEN_BYTES = 16  # of a token id in an event, which may repeat the whole prompt
-MAX_CLAIMS = 64  # replicas on this host that use one server, at most
+LOOK_S = 5.0  # seconds between checks for a server without a replica
+FAILED_S = 60.0  # seconds until a server that could not be used is tried again
+TOKEN_BYTES = 16  # bytes of a token id in an event, which may repeat the whole prompt
+MAX_CLAIMS = 64  # maximum number of replicas on this host that use one server
 
 
 class ServerArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """``engine_args``."""
+    """``engine_args`` of ``engine: openai``."""
 
     urls: list[str]
-    model: str = ""  # its name at the servers; empty: the only one they have
+    model: str = ""  # name at the servers; empty: the only one they have
     api_key_env: str = ""  # environment variable with the API key; empty: none is sent
-    health: str = "/health"  # answers with 200 while a server serves
+    health: str = "/health"  # route that answers with 200 while a server serves
 
 
 class _Model(msgspec.Struct):
@@ -47,10 +47,10 @@ class _Models(msgspec.Struct):
 
 
 class ServerChoice:
-    """The server of one replica. Raises ``SpecError`` if the arguments are not valid.
+    """The choice of a replica's server. Raises SpecError for invalid arguments.
 
-    A replica claims a server by a bound name without a file, which belongs to its
-    process, however that ends.
+    To claim a server, a replica binds a socket to a name without a file. The kernel
+    releases the name when the replica's process ends, for whatever reason.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class ServerChoice:
         self.args, self._check = _arguments(settings.args), check
         self._silence_s = 2 * settings.hung_s
         self._longest = settings.longest
-        # Replicas on several hosts do not all begin with the same server.
+        # Replicas on several hosts do not all start with the same server.
         number = settings.replica.rpartition("/")[2]
         first = int(number) % len(self.args.urls) if number.isdecimal() else 0
         self._urls = [*self.args.urls[first:], *self.args.urls[:first]]
         self._failed_at: dict[str, float] = {}
-        self._url = ""  # of its server
+        self._url = ""  # of the chosen server
         self._claim: socket.socket | None = None
-        self._number = 0  # among the replicas on this host that use the server
+        self._number = 0  # of this replica among the server's on this host
 
     @property
     def is_shared(self) -> bool:
         return self._number > 0
 
     def client_of(self, url: str) -> EngineServer:
-        """Return a client; one serves one event loop."""
+        """Return a client of a server, for one event loop."""
         key = os.environ.get(self.args.api_key_env, "")
         return EngineServer(
             *("the server", url.rstrip("/"), key, self.args.health),
@@ -105,7 +105,7 @@ class ServerChoice:
     async def _choose(self, failed: Mapping[str, str]) -> EngineServer:
         """Return the server that answers and has the fewest replicas on this host.
 
-        Raises EngineLostError if none answers, besides those that have ``failed``.
+        Servers in ``failed`` are left out. Raises EngineLostError if none answers.
         """
         left = [url for url in self._urls if url.rstrip("/") not in failed]
         servers = [self.client_of(url) for url in left]
@@ -128,7 +128,7 @@ class ServerChoice:
         return chosen
 
     def _claimed(self, url: str, number: int) -> bool:
-        """Return whether this replica is the ``number``-th to use a server."""
+        """Claim a server as its ``number``-th user; return whether that succeeded."""
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             claim.bind(_claim_of(url, number))
@@ -142,7 +142,8 @@ class ServerChoice:
     async def model_at(self, server: EngineServer) -> str:
         """Return the name of the model at a server.
 
-        Raises EngineLostError if it has several, and the arguments name none.
+        Raises EngineLostError if the server has several models and the arguments name
+        none, or if its model takes fewer tokens than this one.
         """
         try:
             given = await server.get("/v1/models")
@@ -165,7 +166,7 @@ class ServerChoice:
         )
 
     async def wait_lost(self, server_lost: Awaitable[str]) -> str:
-        """Wait until the server is lost, or another one has no replica; say which."""
+        """Wait until the server is lost, or another has no replica; return which."""
         lost = asyncio.ensure_future(server_lost)
         tasks = [lost]
         try:
@@ -187,10 +188,8 @@ class ServerChoice:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _deserted(self) -> str:
-        """Return a server that answers and that no replica uses; empty: none.
-
-        If the others have left its own server, the replica has that for itself.
-        """
+        """Return a server that answers and that no replica uses; empty: none."""
+        # The others may have left this replica's server, which is then its own.
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:
@@ -208,7 +207,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except EngineLostError as error:  # what answers may not compute
+            except EngineLostError as error:  # it answers, but may not compute
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

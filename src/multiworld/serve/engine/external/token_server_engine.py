@@ -1,4 +1,4 @@
-"""A server that samples itself as an engine: llama.cpp, or any with OpenAI's API."""
+"""Engine around a server that samples itself: llama.cpp, or one with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Owner = tuple[str, str]  # the tenant of a sequence, and its adapter
 
 
 class Slots:
-    """Places of sequences in a server; each keeps the keys and values of the last."""
+    """Slots of a server for sequences; each keeps the KV of the last sequence in it."""
 
     def __init__(self, count: int) -> None:
         self._kept: dict[int, tuple[Owner | None, tuple[int, ...]]]
@@ -39,8 +39,8 @@ class Slots:
     async def take(self, run: Run) -> tuple[int, bool]:
         """Wait for the free slot with the longest common prefix.
 
-        Also return whether its keys and values may be used: those of another tenant or
-        adapter may not.
+        Also return whether its keys and values may be used: they must be of the same
+        tenant and adapter.
         """
         await self._places.acquire()
         wanted, given = (run.tenant, run.adapter), tuple(run.tokens)
@@ -54,13 +54,13 @@ class Slots:
         return slot, owner == wanted
 
     def free(self, slot: int, owner: Owner | None, tokens: Sequence[int]) -> None:
-        """Free a slot, which now has these tokens; of nobody if that is not sure."""
+        """Free a slot that has these tokens; ``owner`` None: it is not certain."""
         self._kept[slot] = owner, tuple(tokens)
         self._places.release()
 
 
 def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix, in tokens."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -71,14 +71,12 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return low
 
 
-END_S = 0.25  # for the end of an answer whose tokens are all there
+END_S = 0.25  # seconds to wait for the end of an answer after its last token
 
 
 async def _wait_end(answers: AsyncGenerator[list[EngineToken]]) -> None:
-    """Wait briefly for the end of an answer, so that its connection is used again.
-
-    A server that never ends it has answered all the same.
-    """
+    """Wait briefly for the end of an answer, so that its connection is reused."""
+    # All tokens are there, so it is no error if the server never ends the answer.
     with contextlib.suppress(TimeoutError, RunFailedError):
         async with asyncio.timeout(END_S):
             async for _ in answers:
@@ -98,14 +96,14 @@ class TokenServerEngine:
         self.phase = "waiting"
         self._server: EngineServer | None = None
         self._dialect: Dialect | None = None
-        # Tokens that the server has room for; 0: not known.
+        # Capacity of the server in tokens; 0: not known.
         self._capacity, self._tokens = capacity, 0
-        # One more for a probe or a preparation, which have no place of their own.
+        # One more for a probe or a preparation, which are not part of ``max_num_seqs``.
         self._slots = Slots(settings.max_num_seqs + 1)
 
     @property
     def usage(self) -> float:
-        """Used fraction of the server's room for tokens; 0.0 if it is not known."""
+        """Used fraction of the server's capacity; 0.0 if that is not known."""
         return min(1.0, self._tokens / self._capacity) if self._capacity else 0.0
 
     async def warm_up(self) -> None:
@@ -172,21 +170,18 @@ class TokenServerEngine:
                             return
                 if len(tokens) == before and anew:
                     raise RunFailedError(f"{self.title} ended a sequence early")
-                # Without a new token, the known ones came differently this time.
+                # The server did not repeat the known tokens, so start a piece here.
                 anew, keep = len(tokens) == before, True
         finally:
             self._tokens -= len(tokens)
-            # Without an answer, the slot may still have another tenant's tokens.
+            # Without an answer, the slot may still have the tokens of another tenant.
             owner = (run.tenant, run.adapter) if has_answered else None
             self._slots.free(slot, owner, tokens)
 
     async def _new(
         self, run: Run, piece: Piece, slot: int, keep: bool
     ) -> AsyncGenerator[list[EngineToken]]:
-        """Yield the tokens of a piece after those that are known.
-
-        It ends at once if the known ones come differently.
-        """
+        """Yield a piece's new tokens; stop if the server does not repeat known ones."""
         assert self._server is not None
         assert self._dialect is not None
         known, body = 0, self._dialect.body(run, piece, slot, keep)

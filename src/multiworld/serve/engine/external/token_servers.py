@@ -26,23 +26,24 @@ from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
 
-# Tokens in a piece. It divides the number of requests, and bounds the tokens that are
-# computed again after a loss.
+# Tokens in a piece. Longer pieces need fewer requests; shorter ones have fewer tokens
+# to compute again after a loss.
 PIECE = 32
-# Biases of a request: with more, an error ends the engine of vLLM's GPU runner.
+# Maximum number of biases of a request; more crash the engine of vLLM's GPU runner.
 MAX_BIASES = 1024
-# Stop tokens with ``min_tokens``, besides the model's own: with 128, the same happens.
+# Maximum number of stop tokens with ``min_tokens``, besides the model's own; 128 are
+# too many.
 MAX_STOPS = 96
-# Log-probabilities of a request for that of a token that llama.cpp's answer lacks: it
-# is mostly among the first; otherwise those of nearly all are read, some megabytes.
+# Numbers of log-probabilities to request if llama.cpp's answer lacks the one of its
+# token. That is usually among the first MANY; otherwise nearly ALL are read: megabytes.
 MANY, ALL = 256, 100_000
 FORCED = 1e6  # a bias above all logits
-TRIES = 16  # requests at most; each excludes one more such token
+TRIES = 16  # maximum number of such requests; each excludes one more token
 TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
 
 def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
-    """Return the error for a parameter that a server does not cover."""
+    """Return the error for a parameter that a server does not support."""
     text = f"this model's engine, {title}, does not support {name}; {remedy}"
     return InvalidRequestError(text, param=name)
 
@@ -58,8 +59,8 @@ class Dialect:
     piece: int | None  # maximum number of tokens of a piece; None: no maximum
 
     def check(self, sampling: Sampling) -> None:
-        """Raise ``InvalidRequestError`` for parameters that the server lacks."""
-        # What no server that samples itself covers.
+        """Raise InvalidRequestError for parameters that the server does not support."""
+        # No server that samples itself supports these.
         if sampling.grammar:
             remedy = "a structure that was begun cannot be continued after a loss"
             raise refuse(self.title, "structured output", remedy)
@@ -101,9 +102,9 @@ class _Completion(Answer):
 class LlamaCpp(Dialect):
     """``/completion`` of llama.cpp's server: token ids in, token ids out.
 
-    Its stream leaves out tokens that end within a character. So each token is one
-    request, which finds the keys and values of the others in its slot. Its answers
-    leave out the log-probabilities of such tokens: those come from another request.
+    The server's streams leave out tokens that end within a character. So each token is
+    a request of its own, which reuses the keys and values in its slot. Answers leave
+    out the log-probabilities of such tokens, which further requests then find.
     """
 
     title, path = "llama.cpp", "/completion"
@@ -112,7 +113,7 @@ class LlamaCpp(Dialect):
     def __init__(self, adapters: Sequence[str] = ()) -> None:
         self._adapters = adapters
         self._decoder = msgspec.json.Decoder(_Completion)
-        self._whole: int | None = None  # a token that ends no character too early
+        self._whole: int | None = None  # a token that ends with a whole character
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
@@ -122,7 +123,7 @@ class LlamaCpp(Dialect):
         ]
         if piece.min_tokens:
             bias += [(token, False) for token in run.ends]
-        # In vLLM's order; those without an effect cost time.
+        # In vLLM's order; samplers without an effect would cost time.
         order = {"penalties": given.repetition_penalty != 1.0, "temperature": True}
         order |= {"min_p": given.min_p > 0.0, "top_k": given.top_k > 0}
         order |= {"top_p": given.top_p < 1.0}
@@ -169,10 +170,10 @@ class LlamaCpp(Dialect):
     async def _scored(
         self, server: EngineServer, body: dict[str, Any], token: int, count: int
     ) -> EngineToken:
-        """Find the log-probability of a token among those of a request without it.
+        """Return a token with its log-probability, found in further requests.
 
-        Log-probabilities are those before sampling, so neither the biases nor the
-        token that is sampled there change them.
+        They ban the token or force another one. Log-probabilities are those before
+        sampling, which neither biases nor the sampled token change.
         """
         banned, many = [token], max(count, MANY)
         for _ in range(TRIES):
@@ -180,7 +181,7 @@ class LlamaCpp(Dialect):
             if self._whole is not None:
                 bias = [(self._whole, FORCED)]
             other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
-            # The slot has this prompt by now.
+            # By now the slot has this prompt.
             other["cache_prompt"] = True
             data = await server.post(self.path, {**body, **other})
             found = await asyncio.to_thread(answer_of, self._decoder, data)
@@ -193,7 +194,7 @@ class LlamaCpp(Dialect):
                     break
                 many = ALL
             elif found.tokens:
-                banned += found.tokens  # it ends within a character, too
+                banned += found.tokens  # these end within a character, too
                 self._whole = None
             else:
                 break
@@ -203,11 +204,11 @@ class LlamaCpp(Dialect):
 def pairs_of(
     scores: Sequence[_Probability], count: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return the likeliest tokens with their log-probabilities."""
+    """Return the likeliest tokens with their log-probabilities, at most ``count``."""
     return tuple((one.id, one.logprob) for one in scores[:count])
 
 
-# vLLM's completions, and those of others with its fields.
+# vLLM's completions route, and those of other servers with vLLM's fields.
 
 
 class _Scores(msgspec.Struct):
@@ -216,7 +217,7 @@ class _Scores(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-# Why an answer ends that a server's filter has cut.
+# Finish reason of an answer that a server's content filter has ended.
 FILTERED = "content_filter"
 
 
@@ -233,10 +234,11 @@ class _Chunk(Answer):
 
 @dataclass
 class Completions(Dialect):
-    """``/v1/completions`` with token ids in and out, as vLLM has them."""
+    """``/v1/completions`` with token ids in and out, as in vLLM."""
 
     model: str  # its name at the server
-    adapters: Mapping[str, str] = field(default_factory=dict)  # there, by our names
+    # Names of adapters at the server, by our names.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server with OpenAI's API"
     path: str = "/v1/completions"
     piece: int | None = PIECE
@@ -249,7 +251,7 @@ class Completions(Dialect):
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
-        # ``bias`` may have all penalties.
+        # With pieces of one token, ``bias`` has all penalties.
         is_biased = size_of(given, self.piece) == 1
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -257,7 +259,7 @@ class Completions(Dialect):
             "max_tokens": piece.count,
             "stream": True,
             "temperature": given.temperature,
-            # Those without an effect, too: the server would use its own defaults.
+            # Sent even without an effect: the server has defaults of its own.
             "top_p": given.top_p,
             "top_k": given.top_k,
             "min_p": given.min_p,
@@ -288,7 +290,7 @@ class Completions(Dialect):
         for choice in answer_of(CHUNK, data).choices[:1]:
             check_finish(choice)
             scores = choice.logprobs or _Scores()
-            # Those of a piece that are known come again.
+            # The server repeats the known tokens of a piece.
             ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
             for place, token in enumerate(ids):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
@@ -299,7 +301,7 @@ CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def check_finish(choice: _Choice) -> None:
-    """Raise InvalidRequestError if a server has cut an answer for its content."""
+    """Raise InvalidRequestError if the server's content filter ended an answer."""
     if choice.finish_reason == FILTERED:
         raise InvalidRequestError(
             f"the server ended the answer with {FILTERED}; another server would not "
@@ -310,10 +312,10 @@ def check_finish(choice: _Choice) -> None:
 def strongest(
     bias: Mapping[int, float], asked: Mapping[int, float]
 ) -> list[tuple[int, float]]:
-    """Return the biases that a server takes: those asked for, then the largest.
+    """Return the biases that a server takes: the requested ones, then the largest.
 
-    Which these are follows from the tokens, so a stream continues exactly. Of equal
-    ones the last are taken: dicts begin with the tokens that came first.
+    The selection depends only on the tokens, so a stream continues exactly. Of equal
+    biases, the last ones are taken: dicts start with the tokens that came first.
     """
     pairs = list(bias.items())
     if len(pairs) > MAX_BIASES:
@@ -338,11 +340,11 @@ def _scored(token: int, place: int, scores: _Scores, count: int | None) -> Engin
 
 @dataclass
 class CompletionsOfText(Dialect):
-    """``/v1/completions`` with text in and out: OpenAI's fields only, not exact."""
+    """``/v1/completions`` with text in and out; streams do not continue exactly."""
 
     model: str  # its name at the server
     tokenizer: Tokenizer
-    end: int  # token that stands for the server's end of a text
+    end: int  # token that stands for the end of the server's answer
     adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
@@ -383,15 +385,15 @@ class CompletionsOfText(Dialect):
             check_finish(choice)
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
-            if choice.finish_reason == "stop":  # without an end, it continues after it
+            if choice.finish_reason == "stop":  # otherwise the sequence would continue
                 found.append(EngineToken(run.ends[0] if run.ends else self.end))
         return found
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without what the server adds in front itself.
+        """Return the text of tokens, without those that the server adds in front.
 
-        It is refused if the server would read control tokens in it that are not there,
-        such as one that a user has written.
+        Raises InvalidRequestError if the server would read other control tokens in the
+        text, for instance one that a user has written.
         """
         first = self.tokenizer.encode("")[:1]
         if first and list(tokens[:1]) == first:
@@ -408,7 +410,7 @@ class CompletionsOfText(Dialect):
 
 
 def check_text(tokenizer: Tokenizer) -> None:
-    """Check that texts can be encoded in parts."""
+    """Raise SpecError unless the tokenizer can encode a text in parts."""
     text = "Begin, a middle; end."
     parts = [text[:5], text[5:11], text[11:]]
     tokens = [t for part in parts for t in tokenizer.encode(part, has_special=False)]

@@ -1,14 +1,15 @@
 """vLLM as an engine: its OpenAI server, which takes and returns token ids.
 
 A token depends only on the logits, the request and the tokens so far, so a sequence
-continues on another replica as if nothing had happened. vLLM decides which of its
-runners it takes, and says so when it has started:
+continues on another replica as if it had not been interrupted. vLLM chooses one of its
+two runners, and reports its choice when it has started:
 
-- Runner V2 samples by itself, by a hash of the seed and the position. A logits
-  processor of ours lets it count from the true prompt (``vllm_plugin.continuation``).
-  A trial when it starts shows that this release continues exactly.
-- Runner V1 is asked for the most likely token, and a logits processor of ours leaves it
-  no choice: it samples with the function of our own engine (``vllm_plugin.sampling``).
+- Runner V2 samples by itself, with a hash of the seed and the position. Our logits
+  processor makes it count from the end of the true prompt
+  (``vllm_plugin.continuation``). A trial at the start shows that this release of vLLM
+  continues sequences exactly.
+- Runner V1 is asked for the most likely token, and our logits processor leaves it only
+  one token, which the sampler of our own engine has drawn (``vllm_plugin.sampling``).
 """
 
 from __future__ import annotations
@@ -63,20 +64,20 @@ from multiworld.serve.wire.generation_messages import Sampling
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 THREADS = "OMP_NUM_THREADS"
-MAX_THREADS = 8  # the other cores are for other replicas
+MAX_THREADS = 8  # maximum OMP threads; other cores are for other replicas
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 
 PLUGIN = "multiworld_vllm"  # package that vLLM imports; see ``write_plugin``
 
-CPU_KV_BYTES = 4 * 2**30  # on a CPU, for keys and values, unless memory is booked
-CPU_SHARE = 0.75  # of booked memory; the rest is for vLLM's other processes
-# Tokens of a KV block on a CPU, unless ``engine_args`` says otherwise; the kernels want
-# multiples of 32. With vLLM's own 128, the prefix cache lacks up to 127 tokens of a
-# sequence that continues here.
+CPU_KV_BYTES = 4 * 2**30  # bytes for keys and values on a CPU, unless memory is booked
+CPU_SHARE = 0.75  # fraction of booked memory; the rest is for vLLM's other processes
+# Tokens of a KV block on a CPU, unless ``engine_args`` sets it; kernels require
+# multiples of 32. With vLLM's default of 128, the prefix cache would lack up to 127
+# tokens of a sequence that continues here.
 CPU_BLOCK = 32
 SCALE_OUT = "enable_scale_out"
 
-# Arguments that the service sets itself, with the field of the spec to use.
+# Arguments that the service sets itself, and the field of the spec to use, if any.
 RESERVED = {
     "model": "path",
     "host": "",
@@ -100,22 +101,23 @@ RESERVED = {
     "data_parallel_start_rank": "replicas",
     "data_parallel_hybrid_lb": "replicas",
     "data_parallel_external_lb": "replicas",
-    # The processes of a replica are of one machine, and one group.
+    # The processes of a replica run on one machine, in one process group.
     "distributed_executor_backend": "",
     "nnodes": "",
     "node_rank": "",
-    # A GPU more for each, which is not booked.
+    # It needs more GPUs, which are not booked.
     "prefill_context_parallel_size": "",
     "enable_lora": "adapters",
     "lora_modules": "adapters",
 }
 
-# Bytes of a folder for vLLM's own sockets: 107 bytes of a path, less "/" and a UUID.
+# Maximum bytes of the path of the folder for vLLM's sockets: a socket's path has at
+# most 107 bytes, which include "/" and a UUID.
 MAX_SOCKETS = 70
 
-USAGE_S = 1.0  # between measurements of the used KV memory
+USAGE_S = 1.0  # seconds between measurements of the used KV memory
 
-# vLLM's metric of the used fraction.
+# vLLM's metric of the used fraction of its KV memory.
 USAGE = re.compile(
     rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)", re.M
 )
@@ -123,28 +125,28 @@ USAGE = re.compile(
 # Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
 # otherwise; vLLM reserves memory for each.
 MAX_LORAS = 8
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can expect
-FAILURES = "failures"  # folder of the reports of failed sequences
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's ``max_lora_rank``
+FAILURES = "failures"  # folder for the reports of failed sequences
 LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
 TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
-MAX_LOGPROBS = 20  # of a token, unless ``engine_args`` says otherwise
-# With ``min_tokens``: runner V2 has memory for 128, and adds its own end token. More
-# would end the engine.
+MAX_LOGPROBS = 20  # maximum per token, unless ``engine_args`` sets it
+# Maximum number of stop tokens with ``min_tokens``: runner V2 has memory for 128, and
+# adds its own end token. More would crash the engine.
 MAX_STOPS = 120
 
-# Between the seeds of a request's choices, so that seeds of other requests are far off:
+# Difference between the seeds of a request's choices, far from other requests' seeds:
 # 2**64 divided by the golden ratio, as in SplitMix (Steele, Lea and Flood, 2014).
 SEED_STEP = 0x9E3779B97F4A7C15
 
-# Of the trial of runner V2: attempts, likely tokens, length, and interruption.
+# Trial of runner V2: attempts, likely tokens, total tokens, tokens before the cut.
 TRIALS, TRIAL_WORDS, TRIAL_TOKENS, TRIAL_CUT = 3, 8, 16, 6
-STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
+STRUCTURE = "structured output failed"  # prefix of reports of failed structures
 
 
 class _Logprob(msgspec.Struct):
     logprob: float
     token_id: int | None = None
-    token: str = ""  # "token_id:" and a number, of releases before 0.32
+    token: str = ""  # "token_id:" and a number, in releases before 0.32
 
     def number(self) -> int:
         number = self.token.removeprefix(TOKEN)
@@ -176,7 +178,7 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 class VllmEngine:
-    """One vLLM server of this replica."""
+    """The vLLM server of a replica."""
 
     has_adapters = True
 
@@ -192,11 +194,11 @@ class VllmEngine:
         self._is_async: bool | None = False if settings.device == "cpu" else None
         refuse_reserved(settings.args, RESERVED)
 
-    # Its life.
+    # Lifecycle.
 
     @property
     def noise(self) -> str:
-        """What its sampling depends on; streams never change it."""
+        """Name of vLLM's random source; see ``WholeEngine.noise``."""
         runner = self.runner
         return f"vLLM {runner.release} {runner.runner}" if runner.is_v2 else ""
 
@@ -210,7 +212,8 @@ class VllmEngine:
             if runner.is_v2 or not runner.is_async:
                 self._remove_files()
                 raise
-            # Only runner V1 minds, and which one it takes was not known before.
+            # Only runner V1 refuses asynchronous scheduling, and vLLM's choice of the
+            # runner was not known before.
             self._is_async = False
             try:
                 await self._start_server()
@@ -238,7 +241,7 @@ class VllmEngine:
         await self._server.start(command, self._settings, self._environment())
 
     async def _warm_up(self) -> None:
-        """Generate with what clients may ask: a release may answer in another form."""
+        """Generate as clients may ask, since a release may answer in another form."""
         scores = 1 if self._max_logprobs else 0
         asked = Sampling(
             temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
@@ -252,9 +255,10 @@ class VllmEngine:
             )
 
     async def _continues(self) -> bool:
-        """Return whether an interrupted sequence continues exactly, penalties too."""
-        # Of few tokens, so that penalties decide. Kernels may round otherwise after a
-        # prefill, which changes one of many tokens: one trial of three suffices.
+        """Return whether an interrupted sequence continues exactly, with penalties."""
+        # Only few tokens are likely, so that penalties decide. Kernels may round
+        # differently after a prefill, which can change a token: one exact trial of
+        # three suffices.
         few = dict.fromkeys(range(min(TRIAL_WORDS, self._vocabulary)), 100.0)
         for seed in range(TRIALS):
             asked = Sampling(
@@ -304,15 +308,15 @@ class VllmEngine:
         folder = str(self._folder.path)
         found = {"PYTHONPATH": python_path(folder), **OFFLINE}
         if not has_processors(self._settings.python):
-            found[V2_RUNNER] = "0"  # its V2 has no place for ours
+            found[V2_RUNNER] = "0"  # its runner V2 takes no logits processors
         if self._settings.device != "cpu" and THREADS not in os.environ:
             found[THREADS] = str(sampling_threads(self._settings.cpus))
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
-            found["VLLM_RPC_BASE_PATH"] = folder  # it leaves them if it is killed
+            found["VLLM_RPC_BASE_PATH"] = folder  # a killed vLLM leaves its sockets
         return found
 
     async def wait_lost(self) -> str:
-        """Wait until vLLM's server has exited; return why. Measures ``usage``."""
+        """Wait until vLLM's server has exited; return why. Also measure ``usage``."""
         assert self._server is not None
         measuring = asyncio.ensure_future(self._measure(self._server))
         try:
@@ -378,7 +382,7 @@ class VllmEngine:
             async with aclosing(events):
                 async for data in events:
                     tokens = tokens_of(data, run)
-                    # The logits processor reports before vLLM returns a token.
+                    # The logits processor reports failures before vLLM returns tokens.
                     if report.exists():
                         raise failure_of(report)
                     if tokens:
@@ -402,7 +406,7 @@ class VllmEngine:
             "extra_args": {"multiworld": json.dumps(options)},
         }
         if given.logprobs is not None:
-            # Without a token more, the sampled one takes the place of the least likely.
+            # One more: otherwise the sampled token replaces the least likely one.
             sampling["logprobs"] = given.logprobs + 1
         body = {"request_id": name, "token_ids": list(run.tokens), "stream": True}
         body["sampling_params"] = sampling
@@ -415,11 +419,11 @@ class VllmEngine:
 
 
 def sampling_of(run: Run) -> dict[str, Any]:
-    """Return how vLLM's runner V2 is to sample.
+    """Return the parameters for vLLM's runner V2.
 
-    Positions are absolute, so only what is counted from the end of vLLM's prompt, which
-    includes the tokens so far, differs from an undisturbed run: ``min_tokens``, here,
-    and penalties, by the logits processor.
+    Positions are absolute. Only what vLLM counts from the end of its prompt, which
+    includes the tokens so far, would differ from an undisturbed run: ``min_tokens`` is
+    corrected here, and penalties are corrected by the logits processor.
     """
     given = run.sampling
     made = len(run.tokens) - run.prompt
@@ -428,7 +432,7 @@ def sampling_of(run: Run) -> dict[str, Any]:
         "top_p": given.top_p,
         "top_k": given.top_k,
         "min_p": given.min_p,
-        # The first choice is that of vLLM itself, with the same seed.
+        # The first choice has the seed that vLLM itself would use.
         "seed": (given.seed + given.choice * SEED_STEP) % 2**63,
         "presence_penalty": given.presence_penalty,
         "frequency_penalty": given.frequency_penalty,
@@ -439,7 +443,7 @@ def sampling_of(run: Run) -> dict[str, Any]:
 
 
 def failure_of(report: Path) -> ServeError:
-    """Return the error that the logits processor reported of a sequence."""
+    """Return the error that the logits processor reported for a sequence."""
     text = report.read_text(errors="replace")
     if text.startswith(STRUCTURE):
         return InvalidRequestError(text)
@@ -453,7 +457,7 @@ def failure_of(report: Path) -> ServeError:
 def server_command(
     settings: EngineSettings, port: int, own: Mapping[str, Any]
 ) -> list[str]:
-    """Return the command line of a server of vLLM, with further arguments ``own``."""
+    """Return the command line of vLLM's server with further arguments ``own``."""
     every: dict[str, Any] = {
         "model": settings.path,
         "host": "127.0.0.1",
@@ -466,7 +470,7 @@ def server_command(
 
 
 def max_logprobs_of(args: Mapping[str, Any]) -> int:
-    """Return how many likely tokens a client may ask for; -1: any number."""
+    """Return how many likely tokens a client may request; -1: any number."""
     given = next((args[name] for name in LOGPROBS_LIMIT if name in args), None)
     return MAX_LOGPROBS if given is None else int(given)
 
@@ -476,13 +480,14 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
     given = {name.replace("-", "_") for name in settings.args}
     if "gpu_memory_utilization" in given:
         return {}
-    if settings.device != "cpu":  # which must be free, whatever keys and values take
+    # vLLM requires this share to be free, even if the size of the KV cache is given.
+    if settings.device != "cpu":
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     if "kv_cache_memory_bytes" in given:
         return {}
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
-    # By default vLLM takes nearly all memory of a machine, whose replicas are several.
+    # By default, vLLM takes nearly all memory of a machine; other replicas need some.
     if settings.memory_mb is None:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
     share = CPU_SHARE * settings.memory_mb * MIB / psutil.virtual_memory().total
@@ -490,15 +495,15 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def sampling_threads(cpus: float | None) -> int:
-    """Return how many threads of a server on GPUs sample, which vLLM lets one do."""
+    """Return how many threads sample in a server on GPUs; vLLM's default is one."""
     return max(1, min(MAX_THREADS, int(cpus or len(os.sched_getaffinity(0)))))
 
 
 def has_argument(python: str, name: str) -> bool:
     """Return whether the vLLM of an environment has an argument.
 
-    Older releases serve token ids without ``--enable-scale-out``, and refuse it. Where
-    no source is found, the release is taken for a new one.
+    Older releases serve token ids without ``--enable-scale-out``, and refuse that flag.
+    If no source is found, a newer release is assumed.
     """
     lib = Path(python or sys.executable).absolute().parent.parent / "lib"
     pattern = "python*/site-packages/vllm/entrypoints/*/cli_args.py"
@@ -507,7 +512,7 @@ def has_argument(python: str, name: str) -> bool:
 
 
 def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for LoRA adapters; none if there are none."""
+    """Return vLLM's arguments for LoRA adapters, if there are any."""
     if not adapters:
         return {}
     folders = {name: Path(path).expanduser() for name, path in adapters.items()}
@@ -521,8 +526,8 @@ def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, An
     return {
         "enable_lora": True,
         "max_lora_rank": rank,
-        # On CPUs vLLM computes sequences without an adapter with the last one
-        # (https://github.com/vllm-project/vllm/pull/48421), so that one stays empty.
+        # On CPUs, vLLM computes sequences without an adapter with the last adapter slot
+        # (https://github.com/vllm-project/vllm/pull/48421), so that slot stays empty.
         "max_loras": len(folders) + 1 if is_cpu else min(len(folders), MAX_LORAS),
         "lora_modules": [f"{name}={folder}" for name, folder in folders.items()],
     }
@@ -538,9 +543,9 @@ def _rank_of(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """The runner that vLLM has taken."""
+    """The runner that vLLM has chosen."""
 
-    runner: str = ""  # "v1" or "v2"; empty: it has taken none yet
+    runner: str = ""  # "v1" or "v2"; empty: not chosen yet
     release: str = ""  # of vLLM
     is_async: bool = False
 
@@ -550,7 +555,7 @@ class Runner:
 
 
 def runner_in(folder: Path) -> Runner:
-    """Return the runner that vLLM's processes have noted in a folder."""
+    """Return the runner that vLLM's processes have recorded in a folder."""
     try:
         return Runner(**json.loads((folder / PLUGIN / RUNNER).read_bytes()))
     except FileNotFoundError:
@@ -558,13 +563,13 @@ def runner_in(folder: Path) -> Runner:
 
 
 def python_path(folder: str) -> str:
-    """Return where vLLM's processes import from: a folder, and where they would."""
+    """Return the import path of vLLM's processes: a folder, and the current path."""
     before = os.environ.get("PYTHONPATH")
     return f"{folder}{os.pathsep}{before}" if before else folder
 
 
 def has_processors(python: str) -> bool:
-    """Return whether runner V2 takes logits processors, in an environment's vLLM."""
+    """Return whether the runner V2 of an environment's vLLM takes logits processors."""
     lib = Path(python or sys.executable).absolute().parent.parent / "lib"
     pattern = "python*/site-packages/vllm/v1/worker/gpu/sample/logits_processor"
     return any(lib.glob(pattern))
@@ -573,8 +578,8 @@ def has_processors(python: str) -> bool:
 def write_plugin(folder: Path, settings: EngineSettings) -> None:
     """Write the package that vLLM's processes import, with our sampler and tokenizer.
 
-    It needs torch, and llguidance for structured output, but nothing of this package,
-    whose torch could replace vLLM's.
+    The package needs torch, and llguidance for structured output. It must not import
+    multiworld, whose torch could replace vLLM's.
     """
     from multiworld.serve.text.tokenizer import Tokenizer
 

@@ -1,9 +1,9 @@
-"""Whole engines: what an adapter to an external engine has to provide. Pure.
+"""Interface between replicas and adapters to external ("whole") engines. Pure.
 
-A whole engine computes all layers of a model, so one replica is the only stage, and its
-loss costs a prefill. The gateway holds the tokens of every stream; an engine gets all
-tokens so far, and returns the next ones. It need not remember anything: a sequence that
-is interrupted begins again elsewhere, with more tokens.
+A whole engine computes all layers of a model. So the model has a single stage, and the
+loss of a replica costs a prefill. The gateway keeps the tokens of every stream; an
+engine gets all tokens so far, and returns the next ones. It need not keep any state: an
+interrupted sequence starts again on another replica, with more tokens.
 
 To write an adapter, implement ``WholeEngine``, and name a function that takes
 ``EngineSettings`` and returns the adapter in the spec, as
@@ -30,7 +30,7 @@ class EngineLostError(ServeError):
 
 
 class RequestRefusedError(InvalidRequestError):
-    """A server refused the request; another one may have accepted it before."""
+    """A server refused the request; another server may have accepted it earlier."""
 
 
 class RunFailedError(ServeError):
@@ -40,7 +40,7 @@ class RunFailedError(ServeError):
 
 
 class BusyError(RunFailedError):
-    """The engine takes no more at present; its replica is not at fault."""
+    """The engine accepts no more sequences at present; its replica is not at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class EngineSettings:
             An engine on a CPU should use as many threads as it has cores.
         memory_mb: Memory that the replica has booked, in MiB; None: it books none.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
-        longest: Maximum number of tokens of a sequence that is sent; 0: not known.
+        longest: Maximum number of tokens of the sequences that are sent; 0: not known.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
         exact: Whether a stream must continue with the tokens of an undisturbed stream.
@@ -99,10 +99,11 @@ class Run:
 
     Attributes:
         tokens: The prompt (``prompt`` tokens) and the output tokens so far.
-        sampling: How tokens are chosen. The token at each index must be a function of
-            the tokens before it, ``seed``, ``choice`` and the index.
+        sampling: Sampling parameters. The token at each index must be a function of the
+            tokens before it, ``seed``, ``choice`` and the index.
         ends: Tokens that end the sequence.
-        tenant: Sequences of different tenants must not share cached prefixes.
+        tenant: Tenant of the sequence. Sequences of different tenants must not share
+            cached prefixes.
         adapter: Name of the LoRA adapter to compute with, one of
             ``EngineSettings.adapters``; empty: none.
     """
@@ -144,12 +145,14 @@ class WholeEngine(Protocol):
 
     Attributes:
         usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
-        phase: What the engine does until it has started, for ``multiworld status``.
-        has_adapters: Whether it computes with ``Run.adapter``; may be left out if not.
-        noise: Name of what it samples by, once it has started: a stream that has tokens
-            continues only on replicas with the same name. May be left out, or be empty,
-            if tokens depend on nothing but the logits and ``Run``, as with
-            ``engine.compute.sampler``.
+        phase: What a starting engine is doing, for ``multiworld status``; empty once it
+            serves.
+        has_adapters: Whether the engine supports ``Run.adapter``; may be left out if it
+            does not.
+        noise: Name of the engine's random source, known once it has started. A stream
+            that has tokens continues only on replicas with the same name. May be left
+            out, or be empty, if tokens depend on nothing but the logits and ``Run``, as
+            with ``engine.compute.sampler``.
     """
 
     @property
@@ -167,7 +170,7 @@ class WholeEngine(Protocol):
         """
 
     def check(self, sampling: Sampling) -> None:
-        """Check that the engine covers the parameters of a request.
+        """Check that the engine supports the parameters of a request.
 
         Raises:
             InvalidRequestError: It does not; the text names the parameter.
@@ -178,7 +181,7 @@ class WholeEngine(Protocol):
 
         Yields:
             One or more tokens at a time, up to and including one of ``run.ends``, or
-            until ``run.remaining`` were yielded.
+            until ``run.remaining`` tokens were yielded.
 
         Raises:
             InvalidRequestError: The engine refuses the request; it is not retried.
@@ -202,4 +205,4 @@ class WholeEngine(Protocol):
         """
 
     def kill(self) -> None:
-        """Stop the engine at once, if it still runs."""
+        """Stop the engine at once, if it is still running."""

@@ -1,4 +1,4 @@
-"""A model that a whole engine computes: its facts, and the adapter of its engine."""
+"""A model that a whole engine computes: its properties, and its engine's adapter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
 from multiworld.serve.wire.deadlines import HUNG_S
 
-PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
+PART = re.compile(r"-\d+-of-\d+$")  # suffix of the name of one part of a GGUF file
 HERE = "multiworld.serve.engine.external"
 
 # Functions that make the adapters of known engines, by the engine's name.
@@ -69,7 +69,7 @@ def model(path: str, spec: ModelSpec) -> Model:
         made = make(settings)  # checks the arguments
     except MultiWorldError:
         raise
-    except Exception as error:  # of an adapter
+    except Exception as error:  # raised by somebody else's adapter
         raise SpecError(
             f"engine: {spec.engine} raised {type(error).__name__}: {error}"
         ) from error
@@ -81,7 +81,7 @@ def model(path: str, spec: ModelSpec) -> Model:
 
 
 def _wrong(made: object) -> str:
-    """Return why something is no ``WholeEngine``; empty if it is one."""
+    """Return why something is not a ``WholeEngine``; empty if it is one."""
     methods = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill"
     for name in methods:
         found = getattr(made, name, None)
@@ -98,7 +98,7 @@ def _wrong(made: object) -> str:
 
 
 def _load_encoder(spec: ModelSpec, context: StageContext) -> EngineEncoder:
-    """Return the function of an engine that embeds, which is not started yet."""
+    """Return the encoder of an engine that embeds, which is not started yet."""
     assert spec.engine is not None
     settings = settings_of("", spec, None, context.device, context.gpus)
     return EngineEncoder(spec.engine, settings)
@@ -109,7 +109,7 @@ def _load(context: StageContext) -> StageFunction:
 
 
 def _identity_of(adapters: Mapping[str, str]) -> list[object]:
-    """Return what changes if the weights of an adapter do."""
+    """Return what changes with the adapters' weights: sizes and times of files."""
     found: list[object] = []
     for name, path in adapters.items():
         place = Path(path).expanduser()
@@ -120,9 +120,9 @@ def _identity_of(adapters: Mapping[str, str]) -> list[object]:
 
 
 def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
-    """Return the name of the weights as this engine computes them."""
+    """Return a name for the weights together with the engine's options."""
     try:
-        if spec.engine == OPENAI:  # its servers have them
+        if spec.engine == OPENAI:  # the servers have the weights
             files = [folder / "config.json", folder / "tokenizer.json"]
             return weights.name_of_files(filter(Path.is_file, files), what)
         if spec.engine == LLAMA_CPP:
@@ -132,7 +132,7 @@ def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
             return weights.name_of_files(files, what)
         return weights.name_of(folder, what)
     except SpecError:
-        return ""  # in a format that only the engine knows
+        return ""  # the weights are in a format that only the engine knows
 
 
 def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
@@ -153,7 +153,7 @@ def settings_of(
     device: str = "cpu",
     gpus: tuple[int, ...] = (),
 ) -> EngineSettings:
-    """Return the environment of a replica's engine; without facts it embeds."""
+    """Return the settings of a replica's engine; ``facts`` None: it embeds."""
     generation, path = spec.generation or GenerationSpec(), folder_of(spec)
     assert path is not None
     return EngineSettings(

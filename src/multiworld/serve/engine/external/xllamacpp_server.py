@@ -1,6 +1,6 @@
-"""llama.cpp's server by the package xllamacpp, with the flags of ``llama-server``.
+"""llama.cpp's server from the package xllamacpp, with the flags of ``llama-server``.
 
-It runs in the environment of ``engine_python``, and needs nothing of this package.
+It runs in the environment of ``engine_python``, and does not import multiworld.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Parameters of xllamacpp that are called otherwise than the flags.
+# Names of xllamacpp's parameters that differ from those of the flags.
 NAMES = {
     "ctx_size": "n_ctx",
     "parallel": "n_parallel",
@@ -25,10 +25,8 @@ NAMES = {
 
 
 def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) -> Any:
-    """Set parameters by flags; ``--n-ctx 5`` sets ``n_ctx``.
-
-    ``adapter`` makes the parameter for an adapter's file.
-    """
+    """Set parameters by flags; ``adapter`` makes the value for an adapter's file."""
+    # ``--n-ctx 5`` sets ``n_ctx``.
     for flag, text in itertools.pairwise([*flags, "--"]):
         if not flag.startswith("--") or flag == "--":
             continue
@@ -59,14 +57,14 @@ def _named(flag: str) -> str:
 
 
 def value_of(default: Any, text: str) -> Any:
-    """Return a flag's value as the type that the parameter has."""
+    """Convert the value of a flag to the type of its parameter."""
     if isinstance(default, bool):
         return text.startswith("--") or text == "true"
     return type(default)(text)
 
 
 def main(flags: list[str]) -> None:
-    """Serve until the process is ended."""
+    """Serve until SIGTERM or SIGINT."""
     import xllamacpp
 
     def adapter(path: str) -> Any:

@@ -1,1 +1,1 @@
-"""Architectures, weights, and how models are cut into stages."""
+"""Architectures and weights of models, and how models are cut into stages."""

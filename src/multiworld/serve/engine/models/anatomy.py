@@ -1,7 +1,8 @@
 """The parts of a transformers model before, in and after its chain of layers.
 
-The model's ``base_model_pp_plan`` names them; tables name them for architectures
-without one. ``strip`` replaces those of other stages with modules without weights.
+The model's ``base_model_pp_plan`` names the parts. For architectures without a plan,
+tables here name them. ``strip`` replaces the parts of other stages with modules that
+have no weights.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ TESTED = (
 
 COMPARED = frozenset(TESTED.replace(";", ",").split(", "))
 
-# Names of the chain of layers in architectures without a plan.
+# Names of the chain of layers, in architectures without a plan.
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
 
-EMBEDDINGS = ("embeddings",)  # they take ``inputs_embeds`` themselves
+EMBEDDINGS = ("embeddings",)  # modules that take ``inputs_embeds`` themselves
 POSITIONS = ("wpe", "decoder.embed_positions")  # added to the token embeddings
 
 # Names of token embeddings and projections, which precede ``inputs_embeds``.
@@ -57,7 +58,7 @@ AFTER = (
     "decoder.project_out",
 )
 
-# Names of factors of the embeddings, applied to ``inputs_embeds`` too.
+# Names of factors of the embeddings, which models apply to ``inputs_embeds``, too.
 FACTORS = ("embedding_multiplier",)
 
 
@@ -90,7 +91,7 @@ class NoPositions(nn.Module):
     """Replaces the position embeddings of another stage; they are already added."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a scalar zero, which changes nothing when it is added."""
+        """Return a scalar zero, so that adding it changes nothing."""
         return torch.zeros(())
 
 
@@ -121,7 +122,7 @@ def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
 
 def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
     present = dict(whole.named_modules())
-    if "encoder.rel_embeddings" in present:  # DeBERTa: its norm is of these
+    if "encoder.rel_embeddings" in present:  # DeBERTa's norm is for these
         present.pop("encoder.LayerNorm", None)
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
@@ -146,9 +147,9 @@ def _without_chain(whole: nn.Module, folder: Path) -> SpecError:
 def strip(
     whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
 ) -> None:
-    """Replace the modules of other stages with some without weights, in place.
+    """Replace the modules of other stages, in place, with modules without weights.
 
-    With ``keeps_tokens``, the table of the token embeddings stays: the head shares it.
+    ``keeps_tokens``: the token embeddings stay, because the head shares their weights.
     """
     table = _table_of(whole) if keeps_tokens and not span.is_first else None
     chain = whole.get_submodule(anatomy.chain)

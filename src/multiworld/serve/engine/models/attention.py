@@ -1,4 +1,4 @@
-"""What a decoder's layers need of the engine that they compute in."""
+"""The attention of a step, as the layers of a decoder call it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What one layer gives to the attention of a step, for all rows of the step.
+    """Arguments of the attention of one layer, for all rows of a step.
 
     Attributes:
-        layer: Its number in the model.
+        layer: Number of the layer in the model.
         query: [heads, rows, size].
         key: [key heads, rows, size]; heads are a multiple of key heads.
         value: Like ``key``; its size may differ.
         scale: Factor of the scores; None: 1 / sqrt(size).
-        window: How many tokens a row attends to, with itself; None: all earlier ones.
+        window: Tokens that a row attends to, itself included; None: all earlier ones.
         softcap: Scores become ``softcap * tanh(score / softcap)``; None: they do not.
     """
 
@@ -37,7 +37,7 @@ class AttentionCall:
         return size**-0.5 if self.scale is None else self.scale
 
     def empty(self) -> Tensor:
-        """Return memory for the result, [rows, heads, size of values]."""
+        """Allocate the result, [rows, heads, size of values]."""
         heads, rows, _ = self.query.shape
         return self.query.new_empty((rows, heads, self.value.shape[2]))
 
@@ -56,11 +56,11 @@ class Attention(ABC):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return ``compute`` of these, for layers."""
+        """Return ``compute`` of an ``AttentionCall`` with these arguments."""
         return self.compute(
             AttentionCall(layer, query, key, value, scale, window, softcap)
         )
 
     @abstractmethod
     def compute(self, call: AttentionCall) -> Tensor:
-        """Append keys and values of the rows; return [rows, heads, size of values]."""
+        """Append keys and values; return the result, [rows, heads, size of values]."""

@@ -1,4 +1,4 @@
-"""Folders of this user: the cache of artifacts that are made once per machine."""
+"""Folders of the user, such as the cache of artifacts made once per machine."""
 
 from __future__ import annotations
 

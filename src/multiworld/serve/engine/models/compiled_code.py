@@ -1,8 +1,8 @@
 """C code that is compiled on this machine when a process first needs it.
 
-This takes a second; the result is kept in the cache folder. The code takes its threads
-from torch's OpenMP, as those of two pools would keep each other from the cores. Where
-there is no compiler, no x86-64, or not GNU OpenMP, torch has to compute instead.
+Compilation takes a second; its result is kept in the cache folder. The code runs in the
+threads of torch's OpenMP, because a second pool of threads would compete for the cores.
+Without a C compiler, x86-64, Linux or GNU OpenMP, torch has to compute instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multiworld.serve.engine.models.caches import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# Every operation on floats is rounded; their errors and exceptions are not looked at.
+# Every operation on floats is rounded; errno and floating-point exceptions are ignored.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILE_S = 20.0
 
@@ -36,7 +36,7 @@ SWITCH = "MULTIWORLD_COMPILE"
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """Return a compiled file; raises NotImplementedError if it cannot be had."""
+    """Return a compiled file; raises NotImplementedError if it is not available."""
     found = outcome(source)
     if isinstance(found, str):
         raise NotImplementedError(found)
@@ -45,7 +45,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 @functools.cache
 def outcome(source: Path) -> ctypes.CDLL | str:
-    """Return a compiled file, or why it cannot be had."""
+    """Return a compiled file, or why it is not available."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH} is 0"
     try:
@@ -86,12 +86,12 @@ def _openmp() -> str:
 
 
 def _compilers() -> list[str]:
-    """Return the commands of C compilers; ``CC`` says which one to use."""
+    """Return the commands of C compilers to try: only ``CC`` if that is set."""
     given = os.environ.get("CC", "").strip()
     if given:
         return [given]
     found = {name: shutil.which(name) for name in ("cc", "gcc")}
-    # Often they are one program.
+    # Often both are the same program.
     programs = {os.path.realpath(path): name for name, path in found.items() if path}
     return sorted(programs.values())
 
@@ -103,11 +103,11 @@ def _file(source: Path, compiler: str) -> str:
 
 
 def _folder() -> Path | None:
-    """Return the folder of compiled files, if nobody else can write to it."""
+    """Return the folder of compiled files, unless others can write to it."""
     try:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # there may be no home
+    except (OSError, RuntimeError):  # for instance, there is no home directory
         return None
     return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
 
@@ -131,7 +131,7 @@ def _compiled(source: Path, compiler: str) -> ctypes.CDLL:
     folder = _folder()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         unlinked, made = Path(scratch) / "unlinked.o", Path(scratch) / "made.so"
-        # Functions of OpenMP stay undefined: they are those of torch's.
+        # Functions of OpenMP stay undefined here: torch's OpenMP provides them.
         compile_it = *FLAGS, "-fopenmp", "-fPIC", "-c", str(source), "-o", str(unlinked)
         _run(compiler, *compile_it)
         _run(compiler, "-shared", str(unlinked), "-o", str(made))
@@ -139,7 +139,7 @@ def _compiled(source: Path, compiler: str) -> ctypes.CDLL:
         found = ctypes.CDLL(str(made))
         if folder:
             with made.open("rb") as written:
-                os.fsync(written)  # half a file would end a process that maps it
+                os.fsync(written)  # a half-written file would crash processes
             made.replace(folder / _file(source, compiler))
         return found
 
@@ -151,7 +151,7 @@ def _run(compiler: str, *arguments: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # so that its children end with it
+        start_new_session=True,  # so that its children are killed with it
     ) as running:
         try:
             _, errors = running.communicate(timeout=COMPILE_S)

@@ -1,9 +1,10 @@
-"""Whether a transformers model can be cut between its layers.
+"""Check that a transformers model can be cut between its layers.
 
-Stages of an architecture that nobody has compared may do work twice, or leave it out:
-a norm after the last layer with an unknown name, a factor of the embeddings that is
-applied to ``inputs_embeds`` too. Without its layers, a model must be the same in one
-piece and in three. That is tried on random weights and a few words.
+In an architecture whose stages no test compares, stages may apply something twice or
+leave it out: a norm with an unknown name after the last layer, or a factor of the
+embeddings that the model also applies to ``inputs_embeds``. So a trial removes the
+layers from a model, and compares the rest in one piece and in three, on random weights
+and a few tokens.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ REMEDY = (
     "serve it in one stage, use an engine, or write a factory that returns its stages"
 )
 
-WORDS, ROWS = 64, 5  # of the vocabulary, and of the sequence
-MAX_NUMBERS = 10**8  # outside the layers; of more, no trial is made
+WORDS, ROWS = 64, 5  # tokens of the vocabulary, and of the sequence
+MAX_NUMBERS = 10**8  # maximum number of weights outside the layers in a trial
 
 
 def check(kind: Any, config: Any, folder: Path) -> None:
-    """Raise ``SpecError`` if a model of this config is another one when it is cut."""
+    """Raise SpecError if a model's stages would not compute the same as the whole."""
     try:
         is_same = _is_same(kind, copy.deepcopy(config), folder)
     except SpecError:
         raise
-    except Exception as error:  # without layers, which it may need
+    except Exception as error:  # it may not run without layers
         raise SpecError(
             f"{folder}: a trial could not show that {config.model_type} can be cut "
             f"into stages ({type(error).__name__}: {error}); {REMEDY}"
@@ -63,7 +64,7 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     base.set_submodule(anatomy.chain, chain)
     holder = base.get_submodule(anatomy.chain.rpartition(".")[0])
     if getattr(holder, "conv", None) is not None:
-        return False  # of DeBERTa: between the first two layers
+        return False  # DeBERTa's convolution is between the first two layers
     if config.model_type in NEED_LAYERS:
         return True
     size = sum(tensor.numel() for tensor in _tensors(base))
@@ -80,13 +81,13 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     together = _run(last, inputs_embeds=passed)
     calls = _counted(whole, anatomy.after)
     in_one = _run(whole, input_ids=ids)
-    # A norm that is used before the layers as well would be left out there.
+    # ``strip`` removes these modules from earlier stages, so they must not run twice.
     is_once = all(count <= 1 for count in Counter(calls).values())
     return is_once and torch.equal(hidden, passed) and torch.equal(together, in_one)
 
 
 def _counted(whole: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return a list that the names of modules are added to, as they are called."""
+    """Return a list to which every call of a named module adds the module's name."""
     calls: list[str] = []
     for name in names:
         module: nn.Module | None = whole.get_submodule(name)
@@ -103,7 +104,7 @@ def _fill(base: nn.Module) -> None:
         elif name.endswith("position_ids"):
             values = torch.arange(tensor.numel()).view(tensor.shape)
             tensor.data.copy_(values.clamp(max=ROWS + 2))
-        else:  # such as the kinds of words
+        else:  # such as token types
             tensor.data.zero_()
 
 
@@ -112,7 +113,7 @@ def _tensors(base: nn.Module) -> list[Tensor]:
 
 
 def _part(base: nn.Module, span: Span, anatomy: Anatomy) -> nn.Module:
-    # With the same tensors, which nobody writes.
+    # The parts share the tensors, which nobody writes.
     part = copy.deepcopy(base, {id(tensor): tensor for tensor in _tensors(base)})
     strip(part, span, anatomy)
     part.set_submodule(anatomy.chain, nn.ModuleList())

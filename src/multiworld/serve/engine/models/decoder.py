@@ -1,5 +1,5 @@
 """A decoder in a Hugging Face folder, cut between layers. Every process of the service
-imports this module, so it imports nothing heavy."""
+imports this module, so it imports nothing heavy but torch."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ def model(
     cut: Sequence[int] | None = None,  # first layer of every stage but the first
     dtype: str | None = None,  # None: as in the folder, or float32 if quantized
     deterministic: bool = False,  # bit-identical outputs under all conditions
-    # ``int8``: weights of a byte, products with exact sums.
+    # ``int8``: weights of one byte, matrix products with exact sums.
     quantization: str | None = None,
-    generation_config: str = "auto",  # sampling defaults of the folder; none: OpenAI's
+    # "auto": the folder's sampling defaults; "none": OpenAI's.
+    generation_config: str = "auto",
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers."""
     folder = Path(path).expanduser()
     config = read_json(folder / "config.json")
     stored_integers.check_config(folder, config, quantization)
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
-    # By default the numbers of layers are as equal as possible.
+    # By default, stages have about equal numbers of layers.
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
     dtype = huggingface.dtype_of(config, dtype, quantization, folder)
     if deterministic and config.get("attn_logit_softcapping"):
@@ -102,25 +103,25 @@ def model(
 
 
 def _kv_numbers(config: dict[str, Any], layer: int, folder: Path) -> int:
-    """Return the size of one token's key and value in a layer, in numbers."""
+    """Return how many numbers the key and the value of a token have in a layer."""
     config = {**config, **_of_layer(config, layer)}
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
-    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent, kept expanded
+    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent; kept expanded
         key = int(nope) + int(config.get("qk_rope_head_dim") or 0)
         return heads * (key + int(config.get("v_head_dim") or key))
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
     size = int(config.get("head_dim") or config.get("kv_channels") or hidden // heads)
     kept = int(config.get("num_key_value_heads") or heads)
     if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
-        kept = 1  # files of older versions do not say so
+        kept = 1  # config files of older versions lack ``multi_query``
     if config.get("model_type") == "jetmoe":
-        # Each of a token's experts has its queries, and the same key and value.
+        # Each expert of a token gets a copy of the token's key and value.
         kept *= int(config.get("num_experts_per_tok", 1))
     return 2 * size * kept
 
 
 def _of_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
-    """Return what a layer has otherwise than the others, as in gemma4."""
+    """Return the config values in which a layer differs from others, as in gemma4."""
     if (own := config.get("per_layer_config")) is not None:
         found: dict[str, Any] = own.get(str(layer)) or {}
         return found

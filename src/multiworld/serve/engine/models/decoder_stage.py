@@ -1,8 +1,8 @@
 """One stage of a decoder: transformers' own layers with our attention.
 
 The rows of a step are one row of a batch, [1, tokens, hidden], with explicit positions.
-transformers calls the attention by its name, which finds the step's KV blocks in
-``_step``.
+transformers calls our attention by its registered name; the attention of the current
+step is in ``_step``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from multiworld.serve.engine.models.anatomy import anatomy_of
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 from multiworld.serve.engine.models.partition import Span
 
-ATTENTION = "multiworld"  # its name in transformers
+ATTENTION = "multiworld"  # name of our attention in transformers
 
 REMEDY = "use `engine: vllm`, or another model"
 
-# Arguments of layers that attend otherwise.
+# Arguments by which layers ask for other kinds of attention.
 OTHER_ATTENTION = {
     "s_aux": "sinks",
     "sinks": "sinks",
@@ -37,7 +37,7 @@ OTHER_ATTENTION = {
     "block_indices": "chosen blocks",
 }
 
-# Rotations that the longest position of a step changes.
+# Rotary embeddings that depend on the longest position of a step.
 CHANGING_ROTATION = re.compile("'(rope_type|type)': '(dynamic|longrope)'")
 
 MAX_POSITIONS = re.compile(r"'\w*max_position\w*': (\d+)")
@@ -51,7 +51,8 @@ def load(
     dtype: str,
     device: str,
     quantization: str | None = None,
-    kv_numbers: int | None = None,  # booked for keys and values of a token, if known
+    # Numbers booked for the key and value of a token, if known.
+    kv_numbers: int | None = None,
 ) -> DecoderStage:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
@@ -76,7 +77,7 @@ def load(
         whole = transformer_stage.load_owned(
             folder, kind, config, span, dtype, quantization
         )
-    except KeyError as error:  # of older classes: they have a table of their own
+    except KeyError as error:  # older classes have their own table of attentions
         if error.args != (ATTENTION,):
             raise
         raise _without_interface(folder, 0, span) from error
@@ -88,8 +89,7 @@ def load(
 def _check_attention(
     stage: DecoderStage, span: Span, folder: Path, kv_numbers: int | None
 ) -> None:
-    """Refuse layers that attend without our attention: they would see no KV cache; and
-    those whose keys and values are larger than what was booked for them."""
+    """Refuse layers that bypass our attention, or need more KV memory than booked."""
     seen = _Seen()
     device = stage.device
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
@@ -106,7 +106,7 @@ def _check_attention(
             stage(rows, positions, seen, positions)
     except SpecError:
         raise
-    except Exception as error:  # of an architecture that nobody has tried
+    except Exception as error:  # raised in an architecture that no test covers
         kind = getattr(stage.whole.config, "model_type", "the model")
         raise SpecError(
             f"{folder}: {kind} cannot be computed in stages ({type(error).__name__}: "
@@ -149,11 +149,11 @@ def _without_interface(folder: Path, count: int, span: Span) -> SpecError:
 
 
 class _Seen(Attention):
-    """Attention that notes which layers use it."""
+    """Attention that records which layers use it."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        self.kv_numbers = 0  # of a token, in all layers
+        self.kv_numbers = 0  # numbers for a token, in all layers
         self.has_window = False
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -173,7 +173,7 @@ def _register() -> None:
 
 
 def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
-    """Return None: the step determines which tokens attend to which."""
+    """Return no mask, because the step has its own; record the window."""
     if local_size is not None:
         _step.window = local_size
 
@@ -233,13 +233,13 @@ class DecoderStage(nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """Most positions that its config names: 4,096, or more."""
+        """Maximum number of positions that its config names, at least 4,096."""
         found = MAX_POSITIONS.findall(str(self._facts))
         return max(4096, *map(int, found))
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether its steps may be CUDA graphs: the host decides nothing."""
+        """Whether its steps can be CUDA graphs: the host decides nothing in them."""
         facts = self._facts
         has_experts = any("experts" in name and facts[name] for name in facts)
         return not has_experts and not CHANGING_ROTATION.search(str(facts))
@@ -248,14 +248,14 @@ class DecoderStage(nn.Module):
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
-        """Call the attention of the step that is computed."""
+        """Call the attention of the current step."""
         attention: Attention = _step.attention
         return attention.attend(layer, query, key, value, **options)
 
     @staticmethod
     @contextlib.contextmanager
     def attending(attention: Attention) -> Iterator[None]:
-        """Attend with ``attention`` meanwhile."""
+        """Use ``attention`` for the current step, in the context."""
         _step.attention = attention
         try:
             yield

@@ -1,8 +1,9 @@
 """The experts of a mixture as linears, for CPUs.
 
-transformers keeps the weights of all experts of a layer in two tensors. As linears they
-are packed, quantized and made batch-invariant like every other one. Each token adds its
-experts' outputs in the order of their numbers, whatever it is computed with.
+transformers keeps the weights of all experts of a layer in two tensors. As separate
+linears, experts are packed, quantized and made batch-invariant like other linears. The
+outputs of a token's experts are added in the order of the experts' numbers, whatever
+else is in the step.
 """
 
 from __future__ import annotations
@@ -25,17 +26,13 @@ class Experts(nn.Module):
         del found.gate_up_proj, found.down_proj
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums of the experts' outputs, [rows, hidden].
-
-        Args:
-            hidden: [rows, hidden].
-            chosen: Numbers of each row's experts, [rows, experts of a token], int64.
-            weights: Their factors, of the same shape.
-        """
+        """Return the weighted sums of the experts' outputs, [rows, hidden]."""
+        # ``hidden``: [rows, hidden]; ``chosen``: numbers of each row's experts, [rows,
+        # experts of a token], int64; ``weights``: their factors, in the same shape.
         found = torch.zeros_like(hidden)
         for number in sorted(set(chosen.flatten().tolist())):
             if number >= len(self.down):
-                continue  # stands for none
+                continue  # a number that stands for no expert
             rows, places = (chosen == number).nonzero(as_tuple=True)
             inner = self._apply_gate(self.gate_up[number](hidden[rows]))
             out = self.down[number](inner) * weights[rows, places, None]
@@ -51,7 +48,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def split_experts(module: nn.Module) -> None:
-    """Replace the experts of a module's mixtures, in place, where they are known."""
+    """Replace the experts of a module, in place, where their form is known."""
     for holder in list(module.modules()):
         for name, found in list(holder.named_children()):
             if is_known(found):

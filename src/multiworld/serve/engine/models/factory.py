@@ -16,14 +16,14 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
 HUGGINGFACE = (
-    "multiworld.serve.engine.models.huggingface:model"  # of models given by ``path``
+    "multiworld.serve.engine.models.huggingface:model"  # for models given by ``path``
 )
-DECODER = "multiworld.serve.engine.models.decoder:model"  # if they generate text
+DECODER = "multiworld.serve.engine.models.decoder:model"  # for those that generate text
 
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.engine.external.whole_model:model"
 
-# Fields of a spec that an identity contains, besides files and code.
+# Fields of a model's spec that are part of an identity, besides files and code.
 SETTINGS = {
     "factory",
     "options",
@@ -46,7 +46,7 @@ def build_model(spec: ModelSpec) -> Model:
         model: Model = function(folder_of(spec), spec)
         _check_limits(model, spec)
         return model
-    # A factory gets those that it has parameters for, and ``options``.
+    # A factory gets those arguments that it has parameters for, and ``options``.
     offered: dict[str, Any] = {
         "path": folder_of(spec),
         "stages": count,
@@ -111,7 +111,7 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
 
 
 def fetch(app: AppSpec) -> None:
-    """Fetch all models that are on a hub: processes of a service do not."""
+    """Fetch all models on a hub before the processes of a service need them."""
     for spec in app.models.values():
         folder_of(spec)
 
@@ -131,7 +131,7 @@ def folder_of(spec: ModelSpec) -> str | None:
 
 
 def identified(spec: ModelSpec, copies: Path | None) -> ModelSpec:
-    """Return the spec of a version with its identity, made from what is there now."""
+    """Return a version's spec with its identity, computed from the current files."""
     bare = spec.model_copy(update={"identity": None})
     folder = folder_of(bare)
     own = [spec.factory, spec.engine]
@@ -147,7 +147,7 @@ def identified(spec: ModelSpec, copies: Path | None) -> ModelSpec:
 
 
 def changed_since(spec: ModelSpec) -> str:
-    """Return a file that differs from those of a version; empty: none does."""
+    """Return a file that has changed since a version was made; empty: none has."""
     assert spec.identity is not None
     if path := imported_sources.changed(spec.identity.code):
         return path
@@ -162,8 +162,7 @@ def changed_since(spec: ModelSpec) -> str:
 
 
 def _files_beside(spec: ModelSpec) -> dict[str, Path]:
-    """Return the files of a version outside its folder: adapters, and files that
-    arguments of its engine, or its factory, name."""
+    """Return files outside the folder that adapters, arguments or the factory name."""
     given = [*spec.adapters.values(), *spec.engine_args.values()]
     if spec.path is None:
         given += build_model(spec).files
@@ -179,7 +178,7 @@ def _files_beside(spec: ModelSpec) -> dict[str, Path]:
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
-    """Return the modules that replicas need, whose code is imported once."""
+    """Return the modules that replicas need, for the fork server to import."""
     adapter, colon, _ = (spec.engine or "").partition(":")
     own = [adapter] if colon else []
     return [_factory_of(spec).partition(":")[0], *own, *model.preload]
@@ -214,10 +213,8 @@ def import_factory(factory: str) -> Callable[..., Any]:
 
 
 def import_new(app: AppSpec, known: Mapping[str, Mapping[str, ModelSpec]]) -> None:
-    """Call the factories of versions that are not ``known``, and import all policies.
-
-    Errors are for those who use them.
-    """
+    """Build versions that are not ``known``, and import all policies."""
+    # Errors are ignored here: they are reported where the code is used.
     for name, spec in app.models.items():
         if spec.version not in known.get(name, {}):
             with contextlib.suppress(Exception):
@@ -251,7 +248,7 @@ def _call_factory(
         return function(**options)
     except MultiWorldError:
         raise
-    except Exception as error:  # of the user's code
+    except Exception as error:  # raised by the user's code
         raise SpecError(
             f"factory {factory!r} failed with {dict(options)}: "
             f"{type(error).__name__}: {error}"

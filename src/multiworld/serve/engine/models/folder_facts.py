@@ -1,5 +1,5 @@
-"""Facts about text in a Hugging Face folder: tokenizer, end tokens, defaults. Every
-process of the service imports this module, so it imports nothing heavy."""
+"""Facts about generation in a Hugging Face folder: tokenizer and sampling defaults.
+Every process of the service imports this module, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from multiworld.errors import SpecError
 from multiworld.serve.text.folder_json import read_if_there
 
-# Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
+# Fields of ``generation_config.json`` that are defaults for requests, as in vLLM, with
 # their minimum and maximum values.
 DEFAULTS = {
     "temperature": (0.0, 100.0),
@@ -21,7 +21,7 @@ DEFAULTS = {
     "repetition_penalty": (0.01, 100.0),
 }
 
-COLDEST = 1e-5  # temperatures below it are greedy
+COLDEST = 1e-5  # temperatures below this are greedy
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -36,7 +36,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def check_kinds(kinds: Sequence[str], folder: Path) -> None:
-    """Refuse layers with a state that is not keys and values of each token."""
+    """Refuse layers whose state is not a key and a value for each token."""
     others = sorted({*kinds} - {*LAYER_KINDS})
     if others:
         raise SpecError(
@@ -45,7 +45,7 @@ def check_kinds(kinds: Sequence[str], folder: Path) -> None:
         )
 
 
-MAX_TOKENS = 2**20  # of a sequence, where a folder names no maximum
+MAX_TOKENS = 2**20  # maximum tokens of a sequence if a folder names none
 
 
 def defaults(folder: Path, source: str) -> dict[str, float]:
@@ -72,12 +72,12 @@ def defaults(folder: Path, source: str) -> dict[str, float]:
     return found
 
 
-# Tokenizers in use, by folder and its files: versions of a model may share one.
+# Tokenizers in use, by folder and its files; versions of a model may share one.
 _tokenizers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
 def tokenizer(folder: Path) -> Any:
-    """Return a folder's tokenizer: one while it is used and no file changes."""
+    """Return a folder's tokenizer, shared while it is in use and no file changes."""
     from multiworld.serve.text.tokenizer import Tokenizer
 
     key = folder, _files(folder)

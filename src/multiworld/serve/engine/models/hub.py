@@ -12,14 +12,14 @@ from multiworld.serve.engine.models.caches import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
-ANSWER_S = 10.0  # for the hub to answer, if there are files in the cache
+ANSWER_S = 10.0  # seconds for the hub to answer, if there are files in the cache
 
 # Files of a model that stages and tokenizers read.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def _mark_of(folder: str) -> Path:
-    """Return the file that says that all files of a model have been fetched."""
+    """Return the marker file of a model whose files have all been fetched."""
     name = hashlib.sha256(folder.encode()).hexdigest()[:24]
     return cache_folder() / "fetched" / name
 
@@ -32,12 +32,12 @@ def _is_marked(folder: str) -> bool:
 
 
 def _answers(path: str, revision: str) -> bool:
-    """Return whether the hub has the model; if not, the cache is all there is."""
+    """Return whether the hub has the model; otherwise the cache must suffice."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().model_info(path, revision=revision, timeout=ANSWER_S)
-    except Exception:  # of several HTTP libraries, by version
+    except Exception:  # the HTTP library depends on the version
         return False
     return True
 
@@ -65,8 +65,8 @@ def folder_of(path: str, revision: str | None) -> str:
         raise SpecError(
             f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
         ) from error
-    # Files of a fetched revision are never looked up again. The cache may have some of
-    # them, which another program needed.
+    # A revision that was fetched completely is never looked up again. Another program
+    # may have fetched only some of its files into the cache.
     found = ""
     try:
         with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet

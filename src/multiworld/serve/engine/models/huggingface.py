@@ -1,6 +1,6 @@
-"""A transformer in a Hugging Face folder, cut between layers: encoders (BERT and its
-relatives), and decoders without a cache. Every process imports this module, so it
-imports nothing heavy. Nothing is downloaded."""
+"""A transformer in a Hugging Face folder, cut between layers: an encoder (BERT and its
+relatives), or a decoder without a cache. Every process imports this module, so it
+imports nothing heavy but torch. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 def model(
     path: str,
     stages: int = 1,
-    max_length: int | None = None,  # tokens of a text; by default as in the folder
-    # First layer of every stage but the first; by default even.
+    max_length: int | None = None,  # maximum tokens of a text; by default the folder's
+    # First layers of all stages but the first; by default, layers are divided evenly.
     cut: Sequence[int] | None = None,
-    # Dtype to compute in; by default as in the folder, with int8 ``float32``.
+    # Dtype to compute in; by default the folder's, or ``float32`` with int8.
     dtype: str | None = None,
-    # ``int8``: weights of a byte, matrix products with exact sums.
+    # ``int8``: weights of one byte, matrix products with exact sums.
     quantization: str | None = None,
 ) -> Model:
     """Return the model in a folder, cut into stages between layers.
 
     Inputs are ``input_ids`` and ``attention_mask``, [rows, length], int64. A sentence
     encoder (a folder with ``modules.json``) returns ``embedding``, [rows, hidden],
-    pooled, and normalized, as the folder says. Other models return
+    pooled and normalized as its folder specifies. Other models return
     ``last_hidden_state``, [rows, length, hidden].
     """
     folder = Path(path).expanduser()
@@ -130,7 +130,7 @@ def check_ids(vocabulary: int, longest: int, tensors: Tensors) -> None:
         )
 
 
-# Suffixes of architectures with a head, which is not served.
+# Suffixes of architectures with a head; heads are not served.
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
 
 
@@ -181,7 +181,7 @@ def cuts_of(
 
 
 def example(vocabulary: int, longest: int) -> Tensors:
-    """Return inputs of a model with that many tokens and positions."""
+    """Return example inputs for a vocabulary and a maximum length."""
     size = 1, min(EXAMPLE_TOKENS, longest)
     return {
         "input_ids": torch.full(size, min(100, vocabulary - 1), dtype=torch.int64),
@@ -207,7 +207,7 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
     )
 
 
-# Architectures whose positions begin after the number of the padding token.
+# Architectures that count positions from the padding token's number plus one.
 COUNTED_FROM_PADDING = (
     "camembert",
     "data2vec-text",
@@ -234,13 +234,13 @@ def configured_length(config: dict[str, Any], default: int) -> int:
     return int(found or default)
 
 
-# Rotary embeddings that are others for all rows of a step once one of its sequences is
+# Rotary embeddings that change for all rows of a step once one of its sequences is
 # longer than the original maximum.
 CHANGING = ("longrope", "su", "dynamic")
 
 
 def longest_of(config: dict[str, Any], default: int) -> int:
-    """Return the maximum length of a sequence that no other one can change."""
+    """Return the maximum length up to which a sequence cannot affect others."""
     found = configured_length(config, default)
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):

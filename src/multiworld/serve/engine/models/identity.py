@@ -1,4 +1,4 @@
-"""Identities of versions: made once, and checked before a version is loaded."""
+"""Identities of versions: computed once, and checked before a version is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from multiworld.errors import SpecError
 from multiworld.serve.spec.identity import CHANGED, FileMark, Identity
 
-# Files of a folder that decide about tokens. Others may come and go.
+# Files of a folder that determine the output. Other files may change.
 PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -34,9 +34,9 @@ PATTERNS = (
     "additional_chat_templates/*.jinja",
 )
 
-WHOLE_BYTES = 1 << 30  # size up to which all of a file is hashed
-SAMPLES, SAMPLE_BYTES = 64, 1 << 18  # parts of a larger file that are hashed
-COPIED_BYTES = 1 << 26  # size up to which a file is copied if it cannot be cloned
+WHOLE_BYTES = 1 << 30  # maximum bytes of a file that is hashed completely
+SAMPLES, SAMPLE_BYTES = 64, 1 << 18  # number and bytes of hashed parts of a larger file
+COPIED_BYTES = 1 << 26  # maximum bytes of a file that is copied if it cannot be cloned
 
 FICLONE = 0x40049409  # ioctl: share the blocks of another file (linux/fs.h)
 
@@ -45,28 +45,19 @@ _digests: dict[tuple[object, ...], str] = {}
 
 
 def identity_of(
-    folder: str | None,
-    others: Mapping[str, Path],
-    code: Mapping[str, str],
-    settings: object,
-    copies: Path | None = None,
+    folder: str | None,  # of the model, if it has one
+    others: Mapping[str, Path],  # files elsewhere, by absolute path
+    code: Mapping[str, str],  # hashes of source files, by module name
+    settings: object,  # options of the spec that define the version
+    copies: Path | None = None,  # folder for copies of the files; None: none
 ) -> Identity:
-    """Return the identity of a version.
-
-    Args:
-        folder: The model's folder, if it has one.
-        others: Files elsewhere, by absolute path.
-        code: Hashes of source files, by name of the module.
-        settings: The options of the spec that define the version.
-        copies: Folder for copies of the files, so that the version can still be
-            loaded when the originals have been replaced; None: keep none.
-    """
+    """Return the identity of a version; copies keep it loadable if files change."""
     found = {} if folder is None else files_of(Path(folder))
     made = hashlib.blake2b(digest_size=16)
     kept = ""
     if copies is not None and found:
         fresh = copies / f"new-{os.urandom(8).hex()}"
-        _keep(found, fresh)  # before the files are marked: a link changes their inode
+        _keep(found, fresh)  # before the files are marked: a link changes their ctime
         kept = str(fresh)
     files = {name: mark_of(path) for name, path in found.items()}
     elsewhere = {name: mark_of(path) for name, path in others.items()}
@@ -83,16 +74,15 @@ def identity_of(
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder that decide about tokens, by relative path."""
+    """Return the files of a folder that determine the output, by relative path."""
     paths = (path for pattern in PATTERNS for path in folder.glob(pattern))
     return {str(p.relative_to(folder)): p for p in sorted(paths) if p.is_file()}
 
 
 def usable_folder(identity: Identity, folder: str) -> str:
-    """Return the folder to load a version from: its own, or that with the copies.
+    """Return the folder to load a version from: its own, or that of the copies.
 
-    Raises:
-        SpecError: A file of the version has changed, and there is no copy of it.
+    Raises SpecError if a file of the version has changed and there is no copy of it.
     """
     changed = difference(identity, Path(folder))
     if not changed:
@@ -110,7 +100,7 @@ def refusal(changed: str) -> str:
 
 
 def difference(identity: Identity, folder: Path, *, is_copy: bool = False) -> str:
-    """Return a file that differs from a version's, or is new; empty if none does."""
+    """Return a file that changed since a version was made, or is new; empty: none."""
     found = files_of(folder)
     for name, mark in identity.files.items():
         path = found.pop(name, None)
@@ -122,7 +112,7 @@ def difference(identity: Identity, folder: Path, *, is_copy: bool = False) -> st
 
 
 def changed_beside(identity: Identity) -> str:
-    """Return a file outside the folder that differs; empty if none does."""
+    """Return a file outside the folder that differs; empty: there is none."""
     for name, mark in identity.others.items():
         if _differs(Path(name), mark):
             return name
@@ -160,7 +150,7 @@ def _differs(path: Path, mark: FileMark) -> bool:
             return True
     except OSError:
         return True
-    # Written to in place: what lies between the samples may differ.
+    # Written to in place: the file may differ between the samples.
     is_same_file = _inode_of(now)[:2] == mark.inode[:2]
     return not mark.is_whole and is_same_file and not is_same_time
 
@@ -195,7 +185,7 @@ def _parts_of(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _keep(files: Mapping[str, Path], into: Path) -> None:
-    """Clone files, or link them, or copy small ones; leave out what cannot be."""
+    """Clone files; failing that, copy small ones and link large ones, or skip them."""
     for name, path in files.items():
         target = into / name
         with contextlib.suppress(OSError):

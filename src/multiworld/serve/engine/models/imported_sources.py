@@ -1,4 +1,4 @@
-"""Source files of imported factories, and whether they have changed since."""
+"""Source files of imported factories, and whether they have changed since then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiworld.errors import SpecError
 # Hashes of source files when they were imported, by path.
 _sources: dict[str, str] = {}
 
-# Modules of these places are not noted: they are installed, not written for a model.
+# Modules here are not recorded: they are installed, not written for a model.
 INSTALLED = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib")
 )
@@ -25,7 +25,7 @@ OWN = "multiworld."
 
 
 def note(module: ModuleType) -> None:
-    """Note the files of a factory's code."""
+    """Record the hashes of the source files of a factory's module."""
     for path in _files_of(module):
         with contextlib.suppress(OSError):
             if path not in _sources:
@@ -33,14 +33,14 @@ def note(module: ModuleType) -> None:
 
 
 def note_preloaded(module: ModuleType) -> None:
-    """Note the files of a module that may be a factory, in a fork server."""
+    """Record a module that a fork server has imported, in case it is a factory."""
     path = str(getattr(module, "__file__", None))
     if not (module.__name__.startswith(OWN) or path.startswith(INSTALLED)):
         note(module)
 
 
 def digests(factories: Iterable[str]) -> dict[str, str]:
-    """Return the hashes of the code of factories as it was imported, by module."""
+    """Return the hashes of the factories' source files as imported, by module."""
     names = [factory.partition(":")[0] for factory in factories]
     found: dict[str, str] = {}
     for name in names:
@@ -57,7 +57,7 @@ def digests(factories: Iterable[str]) -> dict[str, str]:
 
 
 def changed(code: Mapping[str, str]) -> str:
-    """Return a source file that was imported with other content; empty: none."""
+    """Return a source file that was imported with different content; empty: none."""
     for name, digest in code.items():
         path = getattr(sys.modules.get(name), "__file__", None)
         if isinstance(path, str):
@@ -103,7 +103,7 @@ def _imports_of(module: ModuleType) -> set[str]:
     """Return the names of the modules that a module's source may import."""
     try:
         tree = ast.parse(Path(str(module.__file__)).read_bytes())
-    except (OSError, ValueError, SyntaxError):  # not of Python, or half written
+    except (OSError, ValueError, SyntaxError):  # not Python, or incompletely written
         return set()
     found: set[str] = set()
     for node in ast.walk(tree):

@@ -1,16 +1,17 @@
 """Matrix products in int8 with exact sums, for CPUs.
 
-Weights have a byte, and a scale for each output. Each row of activations is scaled to
+A weight is one byte, and each output has a scale. Each row of activations is scaled by
 its largest magnitude and written as two integers of 7 bits, ``high + low / 128``, which
-are two rows of one call. Sums of integers do not round, and what follows them is
-exactly rounded: a row has the same bits in a call of any size, at any place, with any
-number of threads, and on any processor. With 7 bits no kernel saturates, as kernels for
-AVX2 would with 8 bits (two products are at most 2 x 128 x 127, which 16 bits hold).
+are two rows of one call. Sums of integers do not round, and each of the operations that
+follow is correctly rounded. So a row has the same bits in a call of any size, at any
+position, with any number of threads, and on any processor. With 7 bits no kernel
+saturates, as kernels for AVX2 would with 8 bits: the sum of two products is at most 2 x
+128 x 127, which fits into 16 bits.
 
-Code that is compiled on this machine computes them. Where that cannot be, torch does:
-by oneDNN, or by FBGEMM where the processor has no instructions for products of bytes
-(VNNI), as its kernels then take a quarter of the time for up to 16 rows. The results
-have the same bits.
+Code that is compiled on this machine computes the products. Where that is not possible,
+torch does, with oneDNN or FBGEMM. FBGEMM is used if the processor has no instructions
+for products of bytes (VNNI): there its kernels take a quarter of the time for up to 16
+rows. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from multiworld.errors import ModelFailedError
 from multiworld.serve.engine.models.integer_products import CompiledProducts
 from multiworld.serve.engine.models.stored_integers import Stored
 
-LEVELS = 63  # largest magnitude of an integer of activations
+LEVELS = 63  # largest magnitude of a high integer
 SHIFT = 64  # zero point: the operator takes unsigned activations
-ROUNDING = 1.5 * 2**23  # float32 has no fractions from here on
-FINER = 128  # steps of the low integer in one of the high; so it is at most 64
+ROUNDING = 1.5 * 2**23  # float32 numbers from here on have no fraction bits
+FINER = 128  # steps of the low integer in one of the high; the low one is at most 64
 
-# Numbers of rows of a call of oneDNN, which makes a kernel for each; others are filled
-# up.
+# Numbers of rows for oneDNN, which makes a kernel for each; other calls are padded.
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 # Names of linears to which transformers' attention and feed-forward give the same rows.
@@ -44,27 +44,26 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 
-# Modules and names of linears that choose the experts of a mixture: these stay floats.
+# Modules that choose experts, and names of such linears; these stay floats.
 ROUTER = re.compile("(Router|Gate|Gating)$")
 ROUTERS = "gate", "router"
 
-# Calls that are compared with exact sums: all numbers of rows that have code of their
-# own, in tiles or not.
+# Numbers of rows that are checked: one per variant of the code, tiles included.
 ROWS_CHECKED = (11, 7, 4, 2, 1)
 
-# Kernels that have refused or miscomputed a shape here, and shapes that they compute.
+# By kernel and shape: why the kernel is not used; empty: it is exact.
 checked: dict[tuple[str, torch.Size, tuple[int, ...]], str] = {}
 
 
 class IntegerLinear(nn.Module):
-    """A product with a weight, [outputs, inputs], in int8, and a bias, [outputs]."""
+    """A linear with an int8 weight, [outputs, inputs], and a bias, [outputs]."""
 
     def __init__(self, weights: Weights, number: int, bias: Tensor | None):
         super().__init__()
         self.in_features = weights.inputs
         self.out_features = weights.outputs[number]
         self.bias = None if bias is None else bias.detach().float()
-        # ``number``: its place among the linears of the weights.
+        # ``number``: index among the linears that share ``weights``.
         self._weights, self._number = weights, number
 
     @property
@@ -86,7 +85,7 @@ class IntegerLinear(nn.Module):
 
 
 class Weights:
-    """Weights in int8, and their scales, of linears that are given the same rows."""
+    """Int8 weights and scales of linears that are given the same rows."""
 
     def __init__(self, weights: Sequence[Stored]) -> None:
         integers, scale = weights[0]
@@ -95,8 +94,7 @@ class Weights:
             scale = torch.cat([scale for _, scale in weights])
         self.outputs = [len(scale) for _, scale in weights]
         self.inputs = integers.shape[1]
-        # The first linear computes for all: an attention's query, key and value are one
-        # call.
+        # The first linear computes all results: query, key and value in one call.
         self._given: Tensor | None = None
         self._found: list[Tensor | None] = []
         self._kernel = packed(integers, scale, self.outputs)
@@ -104,8 +102,7 @@ class Weights:
     def product(self, given: Tensor, number: int) -> Tensor:
         """Return the product of one of the linears, [rows, outputs], float32."""
         found = self._found[number] if given is self._given else None
-        # Always for the first: nothing is left of a step that failed between two of
-        # them.
+        # The first linear always computes, so that no failed step leaves results.
         if number == 0 or found is None:
             rows = given.reshape(-1, self.inputs).float()
             self._given, self._found = given, [*self._kernel.products(rows)]
@@ -129,7 +126,7 @@ class Kernel(Protocol):
 
 
 class TorchKernel:
-    """Products by an operator of torch, and the rest by its operations on floats."""
+    """A kernel that multiplies with an operator of torch, and scales with others."""
 
     def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
         self._outputs = tuple(outputs)
@@ -139,13 +136,13 @@ class TorchKernel:
         raise NotImplementedError
 
     def size(self, count: int) -> int:
-        """Return the number of rows of a call that holds ``count`` rows."""
+        """Return the number of rows of a call for ``count`` rows, padding included."""
         raise NotImplementedError
 
     def sums(self, given: Tensor) -> Tensor:
         """Return sums times the outputs' scales, [rows, outputs], float32.
 
-        ``given`` is overwritten: numbers from -64 to 64, which are rounded to integers.
+        ``given``: numbers from -64 to 64, which are rounded to integers, in place.
         """
         raise NotImplementedError
 
@@ -160,10 +157,7 @@ class TorchKernel:
 
 
 def as_integers(rows: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Write rows as integers, of which the low ones are not rounded yet.
-
-    Returns each row's factor, [rows, 1].
-    """
+    """Write rows as integers, the low ones not rounded; return each row's factor."""
     factor = rows.abs().amax(-1, keepdim=True)
     factor.add_(factor * 0.0)  # a row with an infinite number becomes NaN
     factor.clamp_(min=1e-30).mul_(1 / LEVELS)
@@ -185,8 +179,7 @@ class OneDnn(TorchKernel):
         return SIZES[bisect_left(SIZES, count)]
 
     def sums(self, given: Tensor) -> Tensor:
-        # The sum has no bits for fractions, so that it rounds, and its last byte is the
-        # integer.
+        # The addition rounds: the sum has no fraction bits. Its last byte is used.
         integers = given.add_(ROUNDING + SHIFT).view(torch.int32).to(torch.uint8)
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(integers, 1.0, SHIFT, self._packed),
@@ -200,7 +193,7 @@ class Fbgemm(TorchKernel):
     def pack(self, integers: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         with warnings.catch_warnings():
-            # Quantized tensors will be removed, and oneDNN is used then.
+            # torch will remove quantized tensors; then oneDNN is used.
             warnings.simplefilter("ignore", UserWarning)
             quantized = torch._make_per_channel_quantized_tensor(
                 integers, scale.double(), zeros, 0
@@ -246,7 +239,7 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
 
 
 def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
-    """Return an error unless sums are exact, and each operation is rounded."""
+    """Return an error if a sum is not exact or an operation not rounded; or empty."""
     chance = torch.Generator().manual_seed(0)
     rows = torch.randn(
         ROWS_CHECKED[0], integers.shape[1], generator=chance, dtype=torch.float32
@@ -291,7 +284,7 @@ def quantized(weight: Tensor) -> Stored:
 def quantize_linears(
     module: nn.Module, stored: Mapping[nn.Module, Stored] | None = None
 ) -> None:
-    """Replace the linears of a module, in place; those ``stored`` were quantized."""
+    """Replace the linears of a module, in place; ``stored``: known int8 weights."""
     stored = stored or {}
     for holder in list(module.modules()):
         for names in _groups(holder, stored):
@@ -299,15 +292,14 @@ def quantize_linears(
             pairs = [stored.get(one) or quantized(_weight(one)) for one in linears]
             weights = Weights(pairs)
             for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
-                # This frees the weights, unless another module shares them, as
-                # embeddings do.
+                # This frees the weights, unless embeddings share them.
                 setattr(holder, name, IntegerLinear(weights, number, linear.bias))
 
 
 def _groups(
     holder: nn.Module, stored: Mapping[nn.Module, Stored]
 ) -> list[tuple[str, ...]]:
-    """Return the names of a module's linears, together where they are siblings."""
+    """Return the names of a module's linears, with siblings grouped."""
     is_router = ROUTER.search(type(holder).__name__) is not None
     names = [
         name

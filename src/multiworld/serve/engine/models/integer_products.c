@@ -1,14 +1,15 @@
 /* Matrix products in int8 with exact sums, for x86 with AVX2, AVX-512 VNNI or AMX.
  *
- * They have the same bits as those that integer_linear.py computes with torch's
- * operators. Compile with -ffp-contract=off: every operation on floats is rounded.
+ * The results have the same bits as those that integer_linear.py computes with torch's
+ * operators. Compile with -ffp-contract=off, so that every operation on floats is
+ * rounded.
  *
  * A row of activations becomes two rows of integers, high and low, from -64 to 64. The
- * instructions multiply unsigned by signed bytes, so a weight is stored as itself plus
- * 128, and 128 times the sum of a row's integers is subtracted from each of its sums.
+ * instructions multiply unsigned by signed bytes. So weights are stored with 128 added,
+ * and 128 times the sum of a row's integers is subtracted from each sum of the row.
  *
- * Weights are stored in blocks of 32 outputs. For every four inputs, a block has the
- * four bytes of each output, which one instruction multiplies and adds. All
+ * Weights are stored in blocks of 32 outputs. For every four inputs, a block has four
+ * bytes of each output; one instruction multiplies and adds them. All kinds of
  * instructions read the same layout.
  */
 
@@ -27,9 +28,9 @@
 #define LEVELS 63
 #define FINER 128
 #define BLOCK 32 /* outputs */
-#define FEW 8    /* rows, below which tiles do not pay */
-/* Bytes of weights to ask memory for in advance. With 16 KiB one row of SmolLM2 takes a
- * quarter less time on a Xeon, with 4 KiB a fifth. An address may be past the end. */
+#define FEW 8    /* minimum rows for which tiles pay off */
+/* Bytes by which prefetches of weights are ahead. With 16 KiB, one row of SmolLM2 takes
+ * a quarter less time on a Xeon, with 4 KiB a fifth. An address may be past the end. */
 #define AHEAD 16384
 
 enum { NONE, AVX2, VNNI, AMX };
@@ -37,20 +38,20 @@ enum { NONE, AVX2, VNNI, AMX };
 typedef struct {
     const uint8_t *weights; /* blocks of [inputs / 4][32][4] */
     const float *scale;     /* [blocks * 32] */
-    const int32_t *outputs; /* of each linear; its blocks follow those of the last */
+    const int32_t *outputs; /* of each linear; its blocks follow the previous ones */
     int32_t linears;
-    int32_t inputs; /* a multiple of 4: filled up with zeros */
+    int32_t inputs; /* a multiple of 4, padded with zeros */
 } Packed;
 
-/* Where the results of a block go. */
+/* Destination of the results of a block. */
 typedef struct {
     float *found; /* of the first row */
     long stride;  /* from a row to the next */
     int width;    /* outputs that exist */
 } Place;
 
-/* Return the best kind of instructions that this process may use. Linux gives tiles to
- * processes that ask for them. */
+/* Return the best kind of instructions that this process may use. Linux permits tiles
+ * only to processes that ask for them. */
 int multiworld_best(void) {
     unsigned a, b, c, d;
     __builtin_cpu_init();
@@ -79,8 +80,8 @@ static Place place_of(const Packed *packed, long block, long rows, float *found)
     return (Place){found + begin, stride, width};
 }
 
-/* Write a row's integers, [2, inputs], its factor, and 128 times their two sums. The
- * order of magnitudes is that of their bits, also for NaN. */
+/* Write a row's integers, [2, inputs], its factor, and 128 times the sum of each row of
+ * integers. Magnitudes are compared by their bits, which is also right for NaN. */
 static inline __attribute__((always_inline)) void
 write_row(const float *restrict row, long given, long inputs, int8_t *restrict high,
           int8_t *restrict low, float *factor, int32_t *sums) {
@@ -201,7 +202,7 @@ static void multiply_vnni(const uint8_t *weights, const float *scale,
 
 #define EIGHT(number) number, number, number, number, number, number, number, number
 
-/* A constant, as GCC's ldtilecfg is said to read eight bytes of it. */
+/* A constant, because GCC's ldtilecfg is said to read only eight bytes of it. */
 static const struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -212,8 +213,8 @@ FOR_AMX static void begin_amx(void) { _tile_loadconfig(&TILES); }
 
 FOR_AMX static void end_amx(void) { _tile_release(); }
 
-/* Tiles 0 to 3 are sums, 4 and 5 rows of integers, 6 and 7 weights. Reads up to 32 rows
- * of integers: ``integers`` has room for them. */
+/* Tiles 0 to 3 are sums, 4 and 5 rows of integers, 6 and 7 weights. Up to 32 rows of
+ * integers are read at a time; ``integers`` has room for them. */
 FOR_AMX static void multiply_amx(const uint8_t *weights, const float *scale,
                                  const int8_t *integers, long inputs,
                                  const float *factor, const int32_t *offsets,
@@ -269,7 +270,7 @@ FOR_AVX2 static void write_row_avx2(const float *row, long given, long inputs,
     write_row(row, given, inputs, high, low, factor, sums);
 }
 
-/* Two products are at most 2 x 255 x 64, which 16 bits hold. */
+/* The sum of two products is at most 2 x 255 x 64, which fits into 16 bits. */
 FOR_AVX2 static inline __m256i add_products(__m256i sums, __m256i weights,
                                             __m256i given) {
     __m256i pairs = _mm256_maddubs_epi16(weights, given);
@@ -317,8 +318,9 @@ FOR_AVX2 static void multiply_avx2(const uint8_t *weights, const float *scale,
 }
 
 /* Multiply rows, [rows, given], by packed weights. ``found`` gets the results of each
- * linear, [rows, outputs], one behind the other. ``scratch`` has room for the factor and
- * sums of each row, and for the integers of full tiles. ``kind`` is at most the best. */
+ * linear, [rows, outputs], one after the other. ``scratch`` has room for the factor and
+ * the sums of each row, and for the integers of full tiles. ``kind`` is at most the
+ * best. */
 void multiworld_multiply(const Packed *packed, const float *rows, long count,
                          long given, float *found, uint8_t *scratch, int threads,
                          int kind) {

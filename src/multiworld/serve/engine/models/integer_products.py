@@ -1,7 +1,7 @@
 """Products in int8 by compiled code (``integer_products.c``).
 
-One call from Python takes the place of a dozen of torch's, and reads weights as fast as
-memory gives them. The results have the same bits.
+One call from Python replaces a dozen torch operators, and reads weights as fast as
+memory delivers them. The results have the same bits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from multiworld.serve.engine.models import compiled_code
 SOURCE = Path(__file__).with_name("integer_products.c")
 
 BLOCK = 32  # outputs of a block
-INPUTS = 4  # that one instruction adds; 64 fill a row of a tile
-TILE = 64
-TILE_ROWS = 16  # that tiles are read for, of two rows of integers each
+INPUTS = 4  # inputs that one instruction multiplies and adds
+TILE = 64  # inputs in a row of a tile
+TILE_ROWS = 16  # rows that tiles take at a time, as two rows of integers each
 
 
 class Instructions(IntEnum):
-    """What the compiled code has instructions for, as in the C code."""
+    """Kinds of instructions that the compiled code uses, as in the C code."""
 
     NONE = 0
     AVX2 = 1
@@ -47,7 +47,7 @@ class Packed(ctypes.Structure):
 class CompiledProducts:
     """Packed weights of linears that are given the same rows, for the compiled code.
 
-    Raises NotImplementedError if it cannot be had here.
+    Raises NotImplementedError if the code is not available here.
     """
 
     def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class CompiledProducts:
             _blocks(part, inputs) for part in integers.split_with_sizes(self._outputs)
         ]
         scales = [_filled(part) for part in scale.split_with_sizes(self._outputs)]
-        # ``_packed`` has their addresses.
+        # Kept alive, because ``_packed`` has their addresses.
         self._weights, self._scale = _joined(weights), _joined(scales)
         self._counts = torch.tensor(self._outputs, dtype=torch.int32)
         addresses = (
@@ -95,7 +95,7 @@ class CompiledProducts:
         return results
 
     def _scratch(self, count: int) -> int:
-        """Return bytes: of each row its integers, a factor and two sums."""
+        """Return the bytes of scratch memory: integers, factor and sums of each row."""
         filled = -(-count // TILE_ROWS) * TILE_ROWS
         return filled * 2 * self._inputs + count * 3 * 4
 
@@ -121,7 +121,7 @@ def _filled(scale: Tensor) -> Tensor:
 
 
 def best() -> Instructions:
-    """Return the best instructions to use: torch may have been told to use fewer."""
+    """Return the best instructions that the processor and torch's settings allow."""
     found = Instructions(library().multiworld_best())
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
@@ -139,5 +139,5 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL:
-    """Return the compiled code; raises NotImplementedError if it cannot be had."""
+    """Return the compiled code; raises NotImplementedError if it is not available."""
     return _typed(compiled_code.load(SOURCE))

@@ -24,11 +24,11 @@ class Measured:
     """Measured costs of one stage."""
 
     name: str
-    seconds: Mapping[int, float]  # median, of a batch, by its rows
+    seconds: Mapping[int, float]  # median time of a batch, by its rows
     weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
     out_bytes: float  # of the outputs, per row
     kv_bytes: float = 0.0  # per token, if the model generates text
-    texts_bytes: int = 0  # memory that KV blocks used meanwhile
+    texts_bytes: int = 0  # memory of KV blocks during the measurement
 
 
 class Meter(Protocol):
@@ -83,7 +83,7 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
     def run() -> Tensors:
         with torch.inference_mode():
-            # Copies, as a request's tensors are the stage's own.
+            # Copies, because a stage may overwrite the tensors of a request.
             outputs = function({name: t.clone() for name, t in tensors.items()})
         for tensor in outputs.values():
             if tensor.is_cuda:
@@ -94,7 +94,7 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
 
 def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
-    """Return so many copies of the first row."""
+    """Return ``rows`` copies of the first row."""
     return {
         name: tensor[:1].repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""Cuts an ``nn.Module`` into the stages of a model."""
+"""Cutting of an ``nn.Module`` into the stages of a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
 
     Raises:
         SpecError: The description is inconsistent. Mistakes that only tracing finds are
-            raised by the ``load`` of the stages.
+            raised when a stage is loaded.
     """
     if not module.inputs or not module.outputs:
         raise SpecError(
@@ -101,7 +101,7 @@ def _part(cutter: Cutter, number: int, context: StageContext) -> TracedPart:
 
 
 def _in_parts(module: Module, stages: int) -> Model:
-    """Return the module in as many stages as it can be cut into."""
+    """Return the module with one stage for each part, at least ``stages`` parts."""
     from multiworld.serve.engine.models import tracing
 
     cutter = tracing.Cutter(module, None, min_parts=stages)

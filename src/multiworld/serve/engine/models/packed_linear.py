@@ -1,8 +1,8 @@
 """Matmuls with weights that are packed once, for CPUs.
 
-oneDNN computes on blocks, and torch's ``linear`` packs the weights into them at every
-call. Packed once, a matmul of 4 to 16 rows takes half to three quarters of the time,
-and a language model's head less than half (EPYC, float32).
+oneDNN computes on blocks of weights. torch's ``linear`` packs weights into blocks at
+every call. With weights that are packed once, a matmul of 4 to 16 rows takes half to
+three quarters of the time, and a language model's head less than half (EPYC, float32).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 logger = logging.getLogger("multiworld.serve")
 
-DTYPES = (torch.float32, torch.bfloat16)  # with fast oneDNN matmuls on every processor
+DTYPES = (torch.float32, torch.bfloat16)  # dtypes whose weights are packed
 
 
 class PackedLinear:
-    """The matmul with one weight, [outputs, inputs], and a bias."""
+    """A matmul with one weight, [outputs, inputs], and a bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.outputs, self.inputs = weight.shape
@@ -37,7 +37,8 @@ def pack_linears(module: nn.Module) -> None:
     """Pack the weights of linears; the module then cannot be trained."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
-    users: dict[int, int] = {}  # another module may share a weight, which then stays
+    # Number of modules that use each parameter; a shared weight is kept.
+    users: dict[int, int] = {}
     for user in module.modules():
         for used in user.parameters(recurse=False):
             users[id(used)] = users.get(id(used), 0) + 1
@@ -60,7 +61,7 @@ def pack_linears(module: nn.Module) -> None:
         try:
             with torch.inference_mode():
                 packed = PackedLinear(matrix, each.bias)
-                if kind not in checked:  # they all take the same path in oneDNN
+                if kind not in checked:  # one kind takes one path in oneDNN
                     _check(packed, matrix, each)
                     checked.add(kind)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
@@ -73,17 +74,16 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def unmap(module: nn.Module) -> None:
-    """Copy the tensors that are left into this process's own memory.
-
-    transformers maps the weights' file, which may be overwritten while it is served.
-    """
+    """Copy a module's tensors on the CPU into this process's own memory."""
+    # transformers maps the file of the weights, which may be overwritten while it is
+    # served.
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.numel():
             tensor.data = tensor.data.clone()
 
 
 def _check(packed: PackedLinear, matrix: Tensor, module: Any) -> None:
-    """Raise RuntimeError unless one row of the packed matmul agrees."""
+    """Raise RuntimeError unless the packed matmul agrees for one row."""
     given = torch.linspace(-1.0, 1.0, matrix.shape[1]).to(matrix)[None]
     wanted, found = module(given).float(), packed(given).float()
     scale = float(wanted.abs().max())

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SLACK = 1.05  # how much slower the slowest stage may be, for more sequences
+# Allowed slowdown of the slowest stage, if that leaves memory for more sequences.
+SLACK = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ def chain_partition(
     parts: int,
     within: tuple[Sequence[float], float] | None = None,
 ) -> list[tuple[int, int]]:
-    """Cut a chain so that its largest part costs least; return (first, end) of each.
+    """Cut a chain so that the maximum cost of a part is minimal.
 
-    Min-max chain partition by dynamic programming over (items, parts), in O(L² K) for L
-    items and K parts. ``within`` has another cost of each item and its (satisfiable)
-    maximum per part.
+    Returns (first, end) of each part. Min-max chain partition by dynamic programming
+    over (items, parts), in O(L² K) for L items and K parts. ``within``: another cost of
+    each item, and its maximum per part, which must be satisfiable.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -45,7 +46,7 @@ def chain_partition(
     total = [0.0, *itertools.accumulate(costs)]
     others, limit = within or ([0.0] * count, 0.0)
     other = [0.0, *itertools.accumulate(others)]
-    # best[i]: the minimal largest cost of the first i items, with the parts so far
+    # best[i]: minimum of the largest cost of the first i items, with the parts so far
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
     for _ in range(parts):
@@ -68,7 +69,7 @@ def chain_partition(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Costs of one part: seconds per batch, and bytes of a token's KV blocks."""
+    """Costs of one part: seconds per batch, and KV bytes per token."""
 
     seconds: float
     kv_bytes: float = 0.0
@@ -76,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A chain of parts, cut into stages that begin with the parts ``begins``."""
+    """A chain of parts, cut into stages that start with the parts ``begins``."""
 
     begins: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -91,8 +92,9 @@ def cut(parts: Sequence[Part], stages: int) -> Cut:
     """Cut a chain of parts so that the slowest stage is as fast as possible."""
     seconds = [part.seconds for part in parts]
     spans = chain_partition(seconds, stages)
-    # All stages have the same memory for KV blocks, so the one with most bytes per
-    # token limits the sequences: among cuts of about equal speed, keep it small.
+    # All stages have the same memory for KV blocks, so the stage with the most bytes
+    # per token limits the number of sequences. Among cuts of about equal speed,
+    # minimise these bytes.
     if any(part.kv_bytes for part in parts):
         limit = SLACK * max(sum(seconds[begin:end]) for begin, end in spans)
         memory = [part.kv_bytes for part in parts]

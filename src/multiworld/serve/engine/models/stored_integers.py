@@ -1,8 +1,8 @@
-"""Weights that a folder has in int8 already, as compressed-tensors stores them.
+"""Weights that a folder already has in int8, in the formats of compressed-tensors.
 
-Two of its formats have 8 bits and a scale for each output: ``int-quantized``, with the
-integers as they are, and ``pack-quantized``, with four of them, plus 128, in an int32.
-What a folder says of activations is ignored.
+Two of these formats have 8 bits and a scale for each output: ``int-quantized`` stores
+the integers as they are; ``pack-quantized`` adds 128 to them and stores four in an
+int32. Settings of a folder for activations are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stored = tuple[Tensor, Tensor]  # integers, [outputs, inputs], int8; scales, [ou
 def check_config(
     folder: Path, config: Mapping[str, Any], quantization: str | None
 ) -> None:
-    """Raise SpecError if a folder has quantized weights that are not to be loaded."""
+    """Raise SpecError for quantized weights that cannot or should not be loaded."""
     stored = config.get("quantization_config")
     if not stored:
         return
@@ -53,7 +53,7 @@ def check_config(
 
 
 def _is_by_output(group: Any) -> bool:
-    """Return whether weights have 8 bits, and a scale by output or tensor."""
+    """Return whether weights have 8 bits, and a scale for each output or tensor."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     return (
         isinstance(weights, Mapping)
@@ -65,7 +65,7 @@ def _is_by_output(group: Any) -> bool:
 
 
 def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
-    """Return the weights of modules that the folder has in int8, by module."""
+    """Return the int8 weights that a folder has for modules, by module."""
     found: dict[str, Stored] = {}
     names = list(names)
     scales = read_weights(folder, {f"{name}.weight_scale" for name in names})

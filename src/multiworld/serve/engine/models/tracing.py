@@ -50,9 +50,9 @@ class Cutter:
         self,
         module: Module,
         stages: int | None,  # None: one stage per part
-        # First parts of later stages; by default about equal operations.
+        # Numbers of the first parts of later stages; by default of equal costs.
         cut: Sequence[int] | None = None,
-        min_parts: int = 1,  # number of parts, if ``stages`` is None
+        min_parts: int = 1,  # minimum number of parts, if ``stages`` is None
     ) -> None:
         torch_names.check("tracing")
         self._module = module
@@ -90,7 +90,7 @@ class Cutter:
 
     @property
     def _is_chain(self) -> bool:
-        """True for a sequential module cut between children: needs no tracing."""
+        """True for an ``nn.Sequential`` cut between children: it needs no tracing."""
         is_flat = all("." not in name for name in self.begins[1:])
         whole = self._whole
         has_hooks = bool(whole._forward_hooks or whole._forward_pre_hooks)
@@ -121,7 +121,7 @@ def _build_module(module: Module) -> nn.Module:
 
 
 def _unify_fake_modes(made: nn.Module, mode: Any) -> None:
-    """Move all fake tensors to one mode; deep copies come with one of their own."""
+    """Move all fake tensors to one mode; deep copies have modes of their own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
         held = itertools.chain(
@@ -254,7 +254,7 @@ def _begins(
 
 
 def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module:
-    # A child may be there several times, which ``named_children`` leaves out.
+    # A child may occur several times; ``named_children`` lists it once.
     children = list(whole._modules)
     edges = [0, *(children.index(name) for name in names), len(children)]
     begin, end = edges[number], edges[number + 1]
@@ -302,7 +302,7 @@ def _trace(
 
 
 def _load_weights(part: nn.Module, path: Path) -> None:
-    # With all names of tied ones: each holder is to get the tensor of the file.
+    # With all names of tied tensors, so that each holder gets the tensor of the file.
     held = itertools.chain(
         part.named_parameters(remove_duplicate=False),
         part.named_buffers(remove_duplicate=False),

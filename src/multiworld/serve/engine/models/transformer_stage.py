@@ -1,11 +1,9 @@
 """One stage of a transformers model, loaded by transformers' own loader.
 
-A subclass of the model's class replaces the modules of other stages with modules
-without weights; ``from_pretrained`` builds the rest on ``meta`` and reads only its
-weights. So its handling of renamed and fused weights, and of buffers that are in no
-file, still applies.
-
-``anatomy`` knows which modules these are.
+A subclass of the model's class replaces the modules of other stages (see ``anatomy``)
+with modules without weights. ``from_pretrained`` builds the rest on ``meta``, and reads
+only the weights of the rest. So transformers' handling of renamed and fused weights,
+and of buffers that are in no file, still applies.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ def load_owned(
         folder,
         config=config,
         local_files_only=True,
-        # In the folder's dtype weights never take more memory than there.
+        # In the folder's dtype, weights take no more memory than in the files.
         dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
@@ -111,8 +109,8 @@ def load_owned(
 
 
 def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
-    """Return weights that the folder has in int8, by module; others are refused."""
-    # A model without a head has the names of the folder without their prefix.
+    """Return the weights that a folder has in int8, by module; refuse unknown ones."""
+    # A model without a head lacks the prefix that names in the folder have.
     prefix = f"{whole.base_model_prefix}."
     linears: list[str] = []
     others: list[str] = []
@@ -141,8 +139,8 @@ def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
-        # The weights of other stages are in the files, too. A list, because
-        # transformers 5.0 adds one to it.
+        # The files also have the weights of other stages. A list, because transformers
+        # 5.0 adds another list to it.
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -162,12 +160,13 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Remove the layers of other stages from the chain and from the config."""
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
-    # Not before the weights are loaded: their names have the layers' numbers.
+    # Only after the weights are loaded: their names have the layers' numbers.
     for number in reversed(range(span.count)):
         if not span.begin <= number < span.end:
             del chain[number]
     config: Any = whole.config
-    if span.end - span.begin < span.count:  # some models count in another way
+    # A whole model keeps its number: some models count their layers in another way.
+    if span.end - span.begin < span.count:
         config.num_hidden_layers = span.end - span.begin
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

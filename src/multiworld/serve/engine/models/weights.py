@@ -1,4 +1,4 @@
-"""Reader for single tensors in safetensors files, and identity of weights."""
+"""Reader of single tensors in safetensors files, and names of weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from multiworld.errors import SpecError
 
-LAYER = re.compile(r"\.(\d+)\.")  # of the layer, in the name of a tensor
-MAX_HEADER = 100_000_000  # bytes in a safetensors file (the format's own limit)
-SAMPLES, SAMPLE = 8, 1 << 20  # parts of a file that its name depends on, and bytes
+LAYER = re.compile(r"\.(\d+)\.")  # number of the layer, in the name of a tensor
+MAX_HEADER = 100_000_000  # maximum bytes of a header (safetensors' own limit)
+# Number and bytes of the parts of a file that its hash covers.
+SAMPLES, SAMPLE = 8, 1 << 20
 # What reading a damaged index or header raises.
 DAMAGED = (
     ValueError,
@@ -25,11 +26,11 @@ DAMAGED = (
     RecursionError,
     struct.error,
 )
-INDEX = "model.safetensors.index.json"  # of weights in several files
+INDEX = "model.safetensors.index.json"  # index of weights in several files
 
 
 def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
-    """Read only the named tensors of a file or folder; missing ones are left out."""
+    """Read only the named tensors of a file or folder; leave out missing ones."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Tensor] = {}
@@ -83,9 +84,9 @@ def name_of(folder: Path, *settings: object) -> str:
 
 def name_of_files(files: Iterable[Path], *settings: object) -> str:
     """Return a hash of files that hold a model, and of ``settings``."""
-    # In the hub's cache by content hash, otherwise by size, time and samples, as
-    # images may give all files one time. So the same weights may have different names
-    # on two machines.
+    # Files in the hub's cache are identified by their content hash, others by name,
+    # size, time and samples: container images may give all files the same time. So the
+    # same weights may have different names on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in files:
         try:
@@ -103,7 +104,7 @@ def name_of_files(files: Iterable[Path], *settings: object) -> str:
 
 
 def _samples(file: Path, size: int) -> Iterator[bytes]:
-    """Yield parts of a file: its begin, its end, and some between."""
+    """Yield parts of a file: its start, its end, and some in between."""
     step = max(SAMPLE, size // SAMPLES)
     try:
         with file.open("rb") as opened:
@@ -124,7 +125,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     for name, begin, end in tensors:
         layer = LAYER.search(name)
         if layer is None:
-            # As the embeddings may also be the head.
+            # Counted for both stages, as the embeddings may also be the head.
             for stage in {0, len(cuts) - 1}:
                 found[stage] += end - begin
             continue
@@ -134,7 +135,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _tensors_in(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the name, the begin and the end of each tensor of a folder's files."""
+    """Return the name, start and end of each tensor of a folder's files."""
     found: list[tuple[str, int, int]] = []
     for file in files_of(folder):
         with file.open("rb") as opened:

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.spec.stage import Tensors, TensorSpec
 
-SMALLEST = 2  # the least size in a range of ``torch.export``, which is right below, too
+# Minimum size in ranges of ``torch.export``, whose graphs also work for smaller sizes.
+SMALLEST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """Sizes of a dimension of an input for which the traced graph is right."""
+    """Sizes of one dimension of an input for which the traced graph is right."""
 
     name: str
     dimension: int
@@ -51,7 +52,7 @@ class StageInterface:
     ranges: tuple[SizeRange, ...] = ()
 
     def check(self, tensors: Tensors) -> None:
-        """Refuse sizes for which the module may compute something else."""
+        """Raise InvalidRequestError for sizes outside the ranges found by tracing."""
         for each in self.ranges:
             size = tensors[each.name].shape[each.dimension]
             if not each.low <= size <= each.high:
@@ -85,7 +86,7 @@ class StageInterface:
 def interfaces_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[StageInterface]:
-    """Return the interface of each stage of a split graph, whose calls are stages."""
+    """Return the interface of each stage; the calls of the split graph are stages."""
     nodes = list(split.graph.nodes)
     graph_inputs = [node for node in nodes if node.op == "placeholder"]
     calls = [node for node in nodes if node.op == "call_module"]
@@ -150,10 +151,8 @@ def interfaces_of(
 
 
 def ranges_of(split: GraphModule, inputs: Sequence[TensorSpec]) -> list[SizeRange]:
-    """Return the limits that tracing found, of dimensions that the specs leave open.
-
-    The number of rows has none: tracing treats one row as several.
-    """
+    """Return the ranges that tracing found for dimensions that the specs leave open."""
+    # Rows have no range, as tracing treats one row like several.
     found = []
     nodes = (node for node in split.graph.nodes if node.op == "placeholder")
     for node, spec in zip(nodes, inputs, strict=True):

@@ -1,7 +1,7 @@
-"""What runs in vLLM's processes: a copy of this folder, beside a tokenizer.
+"""Code that runs in vLLM's processes, as a copy of this folder beside a tokenizer.
 
-It needs torch, and llguidance for structured output, but nothing of this package, whose
-torch could replace vLLM's. Nothing here may raise in vLLM, because that would end the
-engine: a failure of a sequence is reported in a file, and the sequence gets an end
-token.
+It needs torch, and llguidance for structured output. It must not import multiworld,
+whose torch could replace vLLM's. Nothing may raise while vLLM serves, because that
+would end the engine: a failure of a sequence is reported in a file, and the sequence
+gets an end token.
 """

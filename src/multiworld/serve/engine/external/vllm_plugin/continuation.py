@@ -1,15 +1,15 @@
-"""Continuing sequences in vLLM's runner V2, which samples by itself.
+"""Exact continuation of sequences in vLLM's runner V2, which samples by itself.
 
-V2 draws each token by a hash of the seed, the position and the token's id. So a
-sequence that is sent again, with the tokens so far behind its prompt, continues as if
-nothing had happened, if two things are corrected. The number of tokens in the prompt is
-set to the true one, as V2 itself has it after a preemption: its kernels count penalties
-and bad words from there. And tokens that a structure forbids are masked, by a matcher
-that has consumed the tokens so far.
+V2 draws each token with a hash of the seed, the position and the token's id. So a
+sequence that is sent again, with the output tokens so far appended to its prompt,
+continues exactly if two things are corrected. First, the length of the prompt is set to
+the true one, as V2 itself does after a preemption: its kernels count penalties and bad
+words from there. Second, tokens that a structure forbids are masked, by a matcher that
+has consumed the output tokens so far.
 
-A structure needs the host. The last tokens of such sequences, and of no others, are
-copied when a step begins, behind the step before; a thread waits for them and computes
-the masks while the model computes.
+The host computes the masks. At the start of a step, the last tokens of sequences with a
+structure, and of no others, are copied to the host, queued behind the previous step. A
+thread waits for the copies, and computes the masks while the model computes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ else:
     except ImportError:
         LogitsProcessor = object
 
-MASKS_S = 10.0  # seconds for the masks of a step, grammars to compile included
+MASKS_S = 10.0  # maximum seconds for the masks of a step, compilation included
 
-# Host tensors, and what marks that they are complete; None: they are.
+# Lengths and last tokens; output tokens of fresh sequences, by slot; event after which
+# both are complete (None: they are).
 Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
 
 
@@ -57,20 +58,20 @@ class Sequence:
     def __init__(self, name: str, ends: Any, structure: Structure | None) -> None:
         self.name, self.ends, self.structure = name, ends, structure
         self.prompt = 0  # tokens
-        self.is_fresh = True  # its tokens so far are not known yet
+        self.is_fresh = True  # its output tokens so far are not known yet
         self.made: list[int] = []
-        self.total = 0  # tokens, when it was looked at last
+        self.total = 0  # number of tokens after its last step
         self.has_failed = structure is None
-        self.step = 0  # in which it was masked last
+        self.step = 0  # last step in which it was masked
 
     def fail(self, error: Exception) -> None:
-        """Report an error once; from then on it may only end."""
+        """Report an error once; from then on, only an end token is allowed."""
         if not self.has_failed:
             self.has_failed = True
             report(self.name, error)
 
     def advance(self, total: int, last: int, made: list[int] | None) -> None:
-        """Take up the token that was sampled since the last step, if any."""
+        """Append the token that was sampled since the last step, if any."""
         if made is not None:
             self.made = made
         elif total == self.total + 1:
@@ -80,7 +81,7 @@ class Sequence:
         self.total = total
 
     def mask(self, vocabulary: int, wait_s: float) -> torch.Tensor:
-        """Return which tokens may be next: one bit each, uint8."""
+        """Return a mask of the tokens that may be next: one bit each, uint8."""
         if not self.has_failed:
             assert self.structure is not None
             try:
@@ -94,7 +95,7 @@ class Sequence:
 
 
 class Continuation(LogitsProcessor):
-    """Lets vLLM count from the true prompt, and masks what structures forbid."""
+    """A logits processor that sets true prompt lengths and masks forbidden tokens."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Continuation(LogitsProcessor):
         self._slots: tuple[list[int], torch.Tensor] = [], torch.empty(0)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Take up a sequence, or one that continues after a preemption."""
+        """Start a sequence, or continue one after a preemption."""
         self._sequences.pop(req_idx, None)
         options = (sampling_params.extra_args or {}).get("multiworld")
         sequence = None
@@ -132,7 +133,7 @@ class Continuation(LogitsProcessor):
             name, ends, prompt = given["name"], given["ends"], given["prompt"]
             if not 1 <= prompt <= states.prefill_len.np[slot]:
                 raise ValueError(f"a prompt of {prompt} tokens")
-            # vLLM copies it to the device after this, and before the step.
+            # vLLM copies this to the device later, before the step.
             states.prompt_len.np[slot] = prompt
             grammar = given.get("grammar")
             if not grammar:
@@ -144,14 +145,14 @@ class Continuation(LogitsProcessor):
             report(name, error)
             return Sequence(name, ends, None)
 
-    # A step begins.
+    # At the start of a step.
 
     def apply_staged_writes(self) -> None:
-        """Begin to compute the masks of a step."""
+        """Start to compute the masks of a step."""
         self._masks = None
         self._step += 1
-        # vLLM does not say which sequences have ended: those that were in the last step
-        # can have a token more.
+        # vLLM does not report which sequences have ended. Only those that were in the
+        # last step can have a new token.
         sequences = {
             slot: sequence
             for slot, sequence in self._sequences.items()
@@ -167,7 +168,7 @@ class Continuation(LogitsProcessor):
                 sequence.fail(error)
 
     def _copies(self, sequences: dict[int, Sequence]) -> Copies:
-        """Copy the lengths and last tokens of sequences; all tokens of fresh ones."""
+        """Copy the lengths and last tokens of sequences; all output of fresh ones."""
         states, slots = self._states, list(sequences)
         if slots != self._slots[0]:
             self._slots = slots, self._to_device(torch.tensor(slots))
@@ -222,7 +223,7 @@ class Continuation(LogitsProcessor):
             masks[slot] = sequence.mask(self._vocabulary, wait_s)
         return masks
 
-    # Its logits are there.
+    # Once the logits of a step are computed.
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Mask the tokens that structures forbid, in place."""
@@ -246,7 +247,7 @@ class Continuation(LogitsProcessor):
         return logits
 
     def _packed(self, slots: list[int]) -> torch.Tensor:
-        """Return the masks of slots, [slots, bytes]; the first rank's count."""
+        """Return the masks of slots, [slots, bytes]; only the first rank's are used."""
         size = -(-self._vocabulary // 8)
         found = torch.zeros((len(slots), size), dtype=torch.uint8)
         if not self._ranks.is_first:
@@ -255,7 +256,7 @@ class Continuation(LogitsProcessor):
         for row, slot in enumerate(slots):
             sequence = self._sequences[slot]
             sequence.step = self._step
-            # One that was in no step for a while has got no token meanwhile.
+            # A sequence that skipped the last steps has no new token.
             mask = masks.get(slot)
             if mask is None:
                 mask = sequence.mask(self._vocabulary, ALONE_S)

@@ -1,4 +1,4 @@
-"""The logits processor that vLLM is given, whichever runner it takes."""
+"""The logits processor for vLLM, for whichever runner vLLM chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .structures import HERE, RUNNER
 
 
 def _made(cls: type, vllm_config: Any, *rest: Any) -> Any:
-    """Return the processor of the runner that asks: V1 gives a device, and more."""
+    """Return the processor of the calling runner; V1 also passes a device."""
     if len(rest) == 1:
         from .continuation import Continuation
 
@@ -23,7 +23,7 @@ def _made(cls: type, vllm_config: Any, *rest: Any) -> Any:
 
     _note("v1", vllm_config)
     if vllm_config.scheduler_config.async_scheduling:
-        # A step waits for its tokens: with it, each would come a step later.
+        # A step needs the tokens of the step before, which would come one step late.
         raise RuntimeError("runner V1 samples here without --async-scheduling only")
     return MultiworldSampling(vllm_config, *rest)
 
@@ -33,13 +33,13 @@ def _note(runner: str, vllm_config: Any) -> None:
     found = {"runner": runner, "release": release}
     found["is_async"] = bool(vllm_config.scheduler_config.async_scheduling)
     path = HERE / f"{RUNNER}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # the replica is gone
+    with contextlib.suppress(OSError):  # the replica has removed the folder
         path.write_text(json.dumps(found))
         path.replace(HERE / RUNNER)
 
 
 def _interfaces() -> list[type]:
-    """Return the classes that a processor must be of, for the runners that exist."""
+    """Return the classes that a processor must inherit from, in this vLLM."""
     found: list[type] = []
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor as V1
@@ -52,7 +52,7 @@ def _interfaces() -> list[type]:
     return found
 
 
-# vLLM checks its class, and makes one: that is of the runner's own kind.
+# vLLM checks this class, and creates an instance, which is the runner's own processor.
 Multiworld: Any = types.new_class(
     "Multiworld",
     tuple(_interfaces()),

@@ -1,10 +1,11 @@
-"""Sampling in vLLM's runner V1: with the function of our own engine.
+"""Sampling in vLLM's runner V1, by the sampler of our own engine.
 
-Each sequence carries its parameters in ``extra_args``. The processor samples its next
-token, and leaves vLLM no other.
+Each sequence carries its parameters in ``extra_args``. The processor samples the next
+token, and masks all others.
 
-Of several ranks with the same logits (tensor parallelism), the first samples, and the
-others get its tokens: how long a grammar compiles may differ between ranks.
+Of several ranks with the same logits (tensor parallelism), only the first one samples,
+and sends its tokens to the others. If all ranks sampled, their tokens could differ,
+because the time to compile a grammar may differ between ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     class LogitsProcessor:
         """vLLM's class."""
 else:
-    try:  # in vLLM's processes, a copy of it lies here
+    try:  # the copy in this folder, in vLLM's processes
         from .sampler import GREEDY_BELOW, TokenHistory, sample
     except ImportError:
         from multiworld.serve.engine.compute.sampler import (
@@ -53,8 +54,8 @@ else:
     except ImportError:
         LogitsProcessor = object
 
-SWAP = "SWAP"  # vLLM's direction in which two sequences change places
-VLLMS = -1  # in place of a token: vLLM takes the likeliest itself
+SWAP = "SWAP"  # name of vLLM's direction for a swap of two sequences
+VLLMS = -1  # stands for a token that vLLM chooses itself: the likeliest
 CHANGING = (  # parameters that can make another token the likeliest
     "presence_penalty",
     "frequency_penalty",
@@ -85,14 +86,14 @@ class Sequence:
         }
         given = {name: options.get(name, value) for name, value in defaults.items()}
         bias = {int(k): v for k, v in options.get("logit_bias", {}).items()}
-        # vLLM itself reports log-probabilities, before it calls this.
+        # vLLM itself reports log-probabilities, from logits before this processor.
         parameters: Any = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
         self.history = TokenHistory(parameters, tokens, options["prompt"], self.ends)
         self._before, self.output = len(tokens), output
         self.grammar = options.get("grammar")
         self.structure: Structure | None = None
         self.has_failed = False
-        # Whether each token is the likeliest one, whatever was before.
+        # Whether each token is the likeliest one, whatever came before it.
         temperature = given["temperature"]
         self.is_plain = (
             isinstance(temperature, (int, float))
@@ -102,7 +103,7 @@ class Sequence:
         )
 
     def catch_up(self) -> None:
-        """Take up the tokens that vLLM has added."""
+        """Append the tokens that vLLM has added."""
         known = len(self.history.tokens) - self._before
         for token in self.output[known:]:
             self.history.append(token)
@@ -119,7 +120,7 @@ class Sequence:
 
 
 def kept_of(vllm_config: Any) -> int:
-    """Return how many removed sequences may come again as they were."""
+    """Return how many removed sequences to keep, in case vLLM adds them again."""
     if vllm_config is None or vllm_config.parallel_config.pipeline_parallel_size == 1:
         return 0
     return int(vllm_config.scheduler_config.max_num_seqs)
@@ -140,7 +141,7 @@ class MultiworldSampling(LogitsProcessor):
         self._structures = Structures()
         self._ranks = Ranks()
         self._pins, self._pinned = is_pin_memory, torch.empty(0, 0)
-        # With several stages vLLM removes sequences that it adds again a step later.
+        # With pipeline stages, vLLM removes sequences and adds them a step later.
         self._removed: OrderedDict[str, Sequence] = OrderedDict()
         self._kept = kept_of(vllm_config)
 
@@ -207,7 +208,7 @@ class MultiworldSampling(LogitsProcessor):
         return logits
 
     def _tokens(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        """Return a token for each row; an end token if it fails, which is reported."""
+        """Return a token for each row; report failures, and return an end token."""
         found: dict[int, int | Exception]
         try:
             found = self._chosen(logits, rows)
@@ -235,7 +236,7 @@ class MultiworldSampling(LogitsProcessor):
         found: dict[int, int | Exception] = {}
         sequences = {row: self._sequences[row] for row in rows}
         if any(sequence.is_plain for sequence in sequences.values()):
-            # vLLM's own choice is the first of the likeliest, as our sampler's is.
+            # On a tie, vLLM chooses the first of the likeliest, as our sampler does.
             largest = logits.amax(-1).tolist()  # NaN if any of them is
             for row, sequence in sequences.items():
                 if sequence.is_plain and math.isfinite(largest[row]):
@@ -265,7 +266,7 @@ class MultiworldSampling(LogitsProcessor):
         except Exception as error:
             if len(masks) == 1:
                 return dict.fromkeys(masks, error)
-            # Each by itself, so that only those whose parameters are invalid fail.
+            # One by one, so that only sequences with invalid parameters fail.
             each = [self._sampled(logits, {row: m}) for row, m in masks.items()]
             return {row: one for part in each for row, one in part.items()}
         return {
@@ -274,7 +275,7 @@ class MultiworldSampling(LogitsProcessor):
         }
 
     def _on_host(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy in float32, which may be overwritten by the next one."""
+        """Return a copy in float32 on the host, which the next call may overwrite."""
         if not (self._pins and logits.is_cuda):
             return logits.to("cpu", torch.float32).contiguous()
         if logits.shape[1] != self._pinned.shape[1] or len(logits) > len(self._pinned):

@@ -1,4 +1,4 @@
-"""Structures of sequences in vLLM's processes, and reports of sequences that fail."""
+"""Structured output in vLLM's processes, and reports of failed sequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-RUNNER = "runner.json"  # says which runner vLLM has taken, and its release
+RUNNER = "runner.json"  # file with the runner that vLLM has chosen, and vLLM's release
 
-KEPT_GRAMMARS = 64  # compiled, or to be compiled
-# Seconds for which a step waits for grammars to compile: one with other sequences, and
-# one without. Sequences whose grammars take longer come again.
+KEPT_GRAMMARS = 64  # maximum number of grammars, compiled or to be compiled
+# Maximum seconds for which a step waits for grammars to compile, with and without other
+# sequences in the step. Sequences whose grammars take longer are sent again.
 SHARED_S, ALONE_S = 0.05, 2.0
 
 # Limits of llguidance's parser, as in the engine of this project.
@@ -29,14 +29,14 @@ LIMITS: dict[str, Any] = {
 
 
 class Failure(Exception):
-    """A sequence cannot continue; the text is for its client."""
+    """A sequence cannot continue; its client gets the text."""
 
 
 class Later(Exception):
     """A sequence can continue once its grammar is compiled."""
 
 
-# How reports of what is no ``Failure`` begin.
+# Prefixes of reports of errors other than ``Failure``.
 LATER, ERROR = "later: ", "error: "
 
 
@@ -51,7 +51,7 @@ class Structure:
         return self._matcher is not None or self._made.done()
 
     def allowed(self, tokens: list[int], prompt: int, wait_s: float) -> torch.Tensor:
-        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
+        """Return a mask of the next tokens: one bit each, [vocabulary / 8], uint8."""
         if self._matcher is None:
             try:
                 made = self._made.result(wait_s)
@@ -87,13 +87,13 @@ class Structures:
                 self._compile, grammar
             )
         except RuntimeError as error:  # the system has no thread left
-            # The sequence stays until it is sampled, so that all ranks have the same.
+            # Raise the error only at sampling, so that all ranks keep the sequence.
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return Structure(failed)
         self._kept[grammar] = made
         while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)[1].cancel()  # unless it has begun
+            self._kept.popitem(last=False)[1].cancel()  # unless it has started
         return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
@@ -111,11 +111,7 @@ class Structures:
 
 
 class Ranks:
-    """The ranks of vLLM that have the same logits.
-
-    Attributes:
-        is_first: Whether this rank samples for them.
-    """
+    """The ranks of vLLM with the same logits; ``is_first``: this one samples."""
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -146,7 +142,7 @@ class Ranks:
 
 
 def report(name: str, error: Exception) -> None:
-    """Write a file named as the sequence; that it is there says that it failed."""
+    """Write a file named after the sequence; its existence reports the failure."""
     if isinstance(error, Failure):
         text = str(error)
     else:
