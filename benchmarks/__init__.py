@@ -1,6 +1,6 @@
 """Benchmarks of ``python -m benchmarks``: the data path beside its alternatives.
 
-Every suite runs all its contenders in one session and in turns, so that a noisy minute
-hits all of them. It reports medians, p99 and ratios. Absolute numbers depend on the
-machine; compare within a table.
+Every suite runs all its contenders alternately in one session, so that a noisy minute
+affects all of them. It reports medians, worst rounds and ratios. Absolute numbers
+depend on the machine; compare within a table.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: runs suites, prints and saves the results."""
+"""Command ``python -m benchmarks``: runs suites, and prints and saves the results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class BenchOptions:
     as_json: bool = False
 
     def options(self) -> Options:
-        """Install the contenders that were asked for; return the options of the run.
-
-        Raises:
-            ClickException: A contender cannot be installed.
-        """
+        """Install the requested contenders; return the options of the run."""
         folder = self.environments or default_folder()
         for name in self.apart:
             try:
@@ -158,8 +154,8 @@ def bench(
     capacity     time until a killed replica is replaced, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2
-    engine_kills streams of every kind while servers of vLLM are killed
-    texts        deterministic mode, long texts, many texts and a flood, SmolLM2
+    engine_kills streams of every kind while vLLM servers are killed
+    texts        deterministic mode, long prompts, many streams and a flood, SmolLM2
     quality      perplexity in int8 beside float32, SmolLM2
     step         parts of a decode step, SmolLM2
     processor    our logits processor in a step of vLLM's runner V2

@@ -34,20 +34,12 @@ class Contender(Protocol):
         """Send the same tensor ``count`` times."""
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive ``count`` times into ``out``, or into new tensors if it is None.
-
-        Raises:
-            NotImplementedError: ``out`` is None, and this contender needs the shape.
-        """
+        """Receive ``count`` times into ``out``; None: into new tensors."""
+        # NotImplementedError: ``out`` is None, and this contender needs the shape.
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips.
-
-        Args:
-            tensor: Message, and buffer for the answer.
-            count: Number of round trips.
-            is_first: Send first; the other end receives first.
-        """
+        """Make ``count`` round trips; the end with ``is_first`` sends first."""
+        # ``tensor`` is the message, and the buffer for the answer.
 
     def close(self) -> None:
         """Close the connection."""
@@ -57,27 +49,22 @@ class Blocking:
     """Base of the contenders without an event loop."""
 
     def send(self, tensor: Tensor) -> None:
-        """Send one tensor."""
         raise NotImplementedError
 
     def recv(self, out: Tensor) -> None:
-        """Receive one tensor into ``out``."""
         raise NotImplementedError
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor ``count`` times."""
         for _ in range(count):
             self.send(tensor)
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive ``count`` times."""
         if out is None:
             raise NotImplementedError("this contender needs a tensor to receive into")
         for _ in range(count):
             self.recv(out)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips."""
         for _ in range(count):
             if is_first:
                 self.send(tensor)
@@ -96,23 +83,19 @@ class PlainGloo(Blocking):
         self._peer = 1 - rank
 
     def send(self, tensor: Tensor) -> None:
-        """Send one tensor."""
         dist.send(tensor, self._peer)
 
     def recv(self, out: Tensor) -> None:
-        """Receive one tensor into ``out``."""
         dist.recv(out, self._peer)
 
     def close(self) -> None:
-        """Close the connection."""
         dist.destroy_process_group()
 
 
 class GlooInThreads:
-    """torch.distributed under asyncio: every send and receive blocks a thread.
+    """torch.distributed under asyncio: every send and receive blocks a thread."""
 
-    Uses the default group, which ``PlainGloo`` has created.
-    """
+    # Uses the default group, which ``PlainGloo`` has created.
 
     def __init__(self, rank: int, port: int) -> None:
         self._peer = 1 - rank
@@ -125,8 +108,6 @@ class GlooInThreads:
         await asyncio.to_thread(dist.recv, tensor, self._peer)
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor ``count`` times."""
-
         async def run() -> None:
             for _ in range(count):
                 await self._send(tensor)
@@ -134,7 +115,6 @@ class GlooInThreads:
         self._runner.run(run())
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive ``count`` times."""
         if out is None:
             raise NotImplementedError("this contender needs a tensor to receive into")
 
@@ -145,8 +125,6 @@ class GlooInThreads:
         self._runner.run(run())
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips."""
-
         async def run() -> None:
             for _ in range(count):
                 if is_first:
@@ -159,20 +137,11 @@ class GlooInThreads:
         self._runner.run(run())
 
     def close(self) -> None:
-        """Close the connection."""
         self._runner.close()
 
 
 class OneWorld:
-    """A world of two, on an event loop that runs during each call only.
-
-    Args:
-        rank: Rank of this process.
-        port: Port of the store.
-        backend: Backend of the world.
-        is_watched: Send and check heartbeats; see ``unwatch``.
-        config: Configuration of the manager and the world.
-    """
+    """A world of two, on an event loop that runs only during calls."""
 
     def __init__(
         self,
@@ -180,8 +149,8 @@ class OneWorld:
         port: int,
         backend: str = "direct",
         *,
-        is_watched: bool = True,
-        config: WorldConfig | None = None,
+        is_watched: bool = True,  # send and check heartbeats; see ``unwatch``
+        config: WorldConfig | None = None,  # of the manager and the world
     ) -> None:
         self._peer = 1 - rank
         self._runner = asyncio.Runner()
@@ -206,8 +175,6 @@ class OneWorld:
         return manager, world
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send the same tensor ``count`` times."""
-
         async def run() -> None:
             for _ in range(count):
                 await self.world.send(tensor, dst=self._peer)
@@ -215,8 +182,6 @@ class OneWorld:
         self._runner.run(run())
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive ``count`` times."""
-
         async def run() -> None:
             for _ in range(count):
                 await self.world.recv(out, src=self._peer)
@@ -224,8 +189,6 @@ class OneWorld:
         self._runner.run(run())
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips."""
-
         async def run() -> None:
             for _ in range(count):
                 if is_first:
@@ -250,7 +213,6 @@ class OneWorld:
             self._runner.run(turn_on())
 
     def close(self) -> None:
-        """Close the connection."""
         wake(self.manager)
         self._runner.run(self.manager.close())
         self._runner.close()
@@ -260,7 +222,6 @@ class ByName(OneWorld):
     """A world of two behind ``WorldCommunicator``, the interface of pymultiworld."""
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips."""
         worlds, peer = self.manager.communicator, self._peer
 
         async def run() -> None:
@@ -279,7 +240,6 @@ class Unspun(OneWorld):
     """A world of two whose receives never spin before they sleep in the selector."""
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips."""
         most_s, spin.MAX_SPIN_S = spin.MAX_SPIN_S, 0.0
         try:
             super().ping(tensor, count, is_first=is_first)
@@ -288,13 +248,9 @@ class Unspun(OneWorld):
 
 
 async def unwatch(manager: WorldManager) -> None:
-    """Stop sending heartbeats, and stop checking the peers' ones.
-
-    The heartbeat helper is stopped by SIGSTOP; see ``wake``.
-
-    Cancellation:
-        Cannot be cancelled half way: it never waits.
-    """
+    """Stop sending heartbeats, and stop checking those of the peers."""
+    # The heartbeat helper is stopped by SIGSTOP; see ``wake``. This never waits, so it
+    # cannot be cancelled half way.
     watchdog = manager.watchdog
     if watchdog.helper_pid is not None:
         os.kill(watchdog.helper_pid, signal.SIGSTOP)
@@ -304,7 +260,7 @@ async def unwatch(manager: WorldManager) -> None:
 
 
 def wake(manager: WorldManager) -> None:
-    """Continue the heartbeat helper that ``unwatch`` stopped, so that it can exit."""
+    """Resume the heartbeat helper that ``unwatch`` stopped, so that it can exit."""
     helper = manager.watchdog.helper_pid
     if helper is not None:
         os.kill(helper, signal.SIGCONT)
@@ -313,15 +269,8 @@ def wake(manager: WorldManager) -> None:
 def stream(
     rank: int, rival: Contender, tensor: Tensor, count: int, *, is_known: bool = True
 ) -> float:
-    """Send from rank 0 to rank 1; return the seconds until all has arrived.
-
-    Args:
-        rank: Rank of this process.
-        rival: Contender to measure.
-        tensor: Message, and the receiver's buffer.
-        count: Number of messages.
-        is_known: The receiver passes its buffer; otherwise it gets new tensors.
-    """
+    """Send from rank 0 to rank 1; return the seconds until everything has arrived."""
+    # ``is_known``: the receiver passes a buffer; otherwise it gets new tensors.
     one = torch.zeros(1)
     began = time.perf_counter()
     if rank == 0:
@@ -348,11 +297,9 @@ class RawSocket(Blocking):
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, tensor: Tensor) -> None:
-        """Send one tensor."""
         self.sock.sendall(memory_of(tensor))
 
     def recv(self, out: Tensor) -> None:
-        """Receive one tensor into ``out``."""
         memory = memory_of(out)
         while len(memory):
             count = self.sock.recv_into(memory)
@@ -361,21 +308,11 @@ class RawSocket(Blocking):
             memory = memory[count:]
 
     def close(self) -> None:
-        """Close the connection."""
         self.sock.close()
 
 
 def connect(family: int, address: Any, *, is_server: bool) -> socket.socket:
-    """Return one end of a connection, as server or as client.
-
-    Args:
-        family: Address family, of the ``AF_*`` constants.
-        address: Address that the server listens on.
-        is_server: Listen and accept one connection; otherwise connect.
-
-    Raises:
-        ConnectionError: Nothing listened on the address for a minute.
-    """
+    """Return one end of a connection; retry for a minute as the client."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     if is_server:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -413,17 +350,14 @@ class Zmq(Blocking):
         self._sending: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
-        """Send one tensor."""
         self._sending = tensor  # zmq's I/O thread reads it after this returns
         self._socket.send_multipart([self._head, memory_of(tensor)], copy=False)
 
     def recv(self, out: Tensor) -> None:
-        """Receive one tensor into ``out``."""
         _, frame = self._socket.recv_multipart(copy=False)
         out.copy_(torch.frombuffer(frame.buffer, dtype=out.dtype).view(out.shape))
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close(linger=1000)
         self._context.term()
         if self._path is not None:
@@ -431,19 +365,14 @@ class Zmq(Blocking):
 
 
 COLD_BYTES = 2**27
-"""Bytes of the buffers that are copied in turn, more than caches hold."""
+"""Total bytes of the buffers that are copied in turn, more than caches hold."""
 
 
 class Memcpy:
-    """Copies inside one process: what one copy costs on this machine.
-
-    Args:
-        rank: Ignored.
-        port: Ignored.
-        least: Least bytes of all the buffers that are copied in turn.
-    """
+    """Copies inside one process, to show the cost of a copy on this machine."""
 
     def __init__(self, rank: int, port: int, least: int = 0) -> None:
+        # Minimum total bytes of the buffers that are copied in turn.
         self._least = least
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
@@ -451,7 +380,7 @@ class Memcpy:
         """Do nothing; ``recv_many`` copies."""
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Copy as often."""
+        """Copy ``count`` times."""
         if out is None:
             raise NotImplementedError("this contender needs a tensor to receive into")
         if not self._buffers or self._buffers[0][0].shape != out.shape:
@@ -462,20 +391,15 @@ class Memcpy:
             target.copy_(source)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Raise an error: a copy has no round trip.
-
-        Raises:
-            NotImplementedError: Always.
-        """
         raise NotImplementedError("memcpy has no round trip")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Do nothing."""
 
 
 COPIES = {"memcpy": 0, "memcpy, cold": 2**18}
-"""Contenders that only copy, each with the least bytes of a message; the second copies
-memory that is not in the cache."""
+"""Contenders that only copy, each with its minimum bytes of a message. The second one
+copies memory that is not in the cache."""
 
 Maker = Callable[[int, int], Contender]
 

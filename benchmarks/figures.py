@@ -1,4 +1,4 @@
-"""Fills the tables and figures of the documents: ``python -m benchmarks.figures``.
+"""Tables and figures of the documents, which ``python -m benchmarks.figures`` fills in.
 
 Everything comes from ``benchmarks/results``. The pages have two kinds of comments:
 
@@ -80,11 +80,7 @@ def results(name: str) -> Any:
 
 
 def series(suite: str, kind: str, size: int, contender: str) -> Series:
-    """Return one series.
-
-    Raises:
-        ValueError: The results have no such series.
-    """
+    """Return one series; ValueError if the results lack it."""
     found = report(suite).find(kind, size, contender)
     if found is None:
         raise ValueError(f"results/{suite}.json lacks {kind!r}, {size}, {contender!r}")
@@ -108,11 +104,7 @@ def count(suite: str, kind: str, size: int, contender: str) -> str:
 
 
 def rounds(one: Series, other: Series) -> list[float]:
-    """Return the ratio of two series in each round.
-
-    Raises:
-        ValueError: They do not have the same rounds.
-    """
+    """Return the ratio of two series in each round."""
     if len(one.samples) != len(other.samples):
         raise ValueError(f"{one.contender} and {other.contender} differ in rounds")
     return [a / b for a, b in zip(one.samples, other.samples, strict=True)]
@@ -130,7 +122,7 @@ def between(one: Series, other: Series) -> str:
 
 
 def apart(suite: str, kind: str, size: int, one: str, other: str, steps: int) -> str:
-    """Return the median difference of two series in each round, by ``steps``."""
+    """Return the median of the rounds' differences of two series, per step."""
     a, b = series(suite, kind, size, one), series(suite, kind, size, other)
     pairs = zip(a.samples, b.samples, strict=True)
     return number(statistics.median((x - y) / steps for x, y in pairs))
@@ -147,7 +139,7 @@ def empty(kind: str, clients: int, contender: str = THREE) -> Series:
 
 
 def _quality_ratio() -> float:
-    """Return the geometric mean of the texts' ratios of perplexity."""
+    """Return the geometric mean of the perplexity ratios of all texts."""
     ratios = [
         statistics.median(
             rounds(
@@ -161,16 +153,13 @@ def _quality_ratio() -> float:
 
 
 def _beside_choices(kind: str, size: int) -> str:
-    """Return how much longer a quiet tenant waits beside another's 64 choices."""
+    """Return the wait of a quiet tenant beside 64 choices, relative to alone."""
     beside = series("texts", kind, size, "beside 64 choices")
     return to(beside, series("texts", kind, size, "alone"))
 
 
 def moves() -> list[float]:
-    """Return the pause of a stream that is moved, in tokens, for each case.
-
-    Each is the median of the rounds' own ratios to the median time between two tokens.
-    """
+    """Return the pause of a moved stream in each case, in times of a token."""
     found = []
     for each in report("recovery").series:
         if each.contender == "moved ahead":
@@ -180,7 +169,7 @@ def moves() -> list[float]:
 
 
 def shorter() -> list[float]:
-    """Return the pause after a loss, to one without a log, for each case."""
+    """Return, for each case, the pause after a loss relative to that without a log."""
     found = report("recovery")
     ratios = [found.ratio(s) for s in found.series if s.contender == "from the log"]
     return [ratio for ratio in ratios if ratio is not None]
@@ -195,7 +184,7 @@ def detected(system: str, fault: str) -> str:
     """Return the median time to detect a fault, in milliseconds, with its unit."""
     found = _detection(system, fault)
     if all(one is None for one in found):
-        return "> 5,000 ms"  # the study gives up then
+        return "> 5,000 ms"  # the time limit of the study
     return f"{statistics.median(math.inf if t is None else t for t in found):,.0f} ms"
 
 
@@ -222,13 +211,13 @@ def attained(policy: str) -> str:
 
 
 def faults(soak: str, *kinds: str) -> str:
-    """Return how many faults of some kinds a soak injected; by default of all kinds."""
+    """Return the number of injected faults of some kinds (by default all) in a soak."""
     found = results(soak)["faults"]
     return f"{sum(found[kind] for kind in kinds or found):,}"
 
 
 def soak(name: str, field: str) -> str:
-    """Return a figure of a soak; of a list, its length."""
+    """Return a figure of a soak test; for a list, its length."""
     found = results(name)[field]
     return f"{len(found) if isinstance(found, list) else found:,}"
 
@@ -469,7 +458,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "soak_vllm_pause": lambda: number(results("soak_vllm")["pause_p50_s"]),
     "soak_vllm_worst": lambda: number(results("soak_vllm")["pause_p100_s"]),
 }
-"""Each figure that a page may have within a sentence, by name."""
+"""Figures that a page may have within a sentence, by name."""
 
 
 def _prefix(tokens: int) -> str:
@@ -485,7 +474,7 @@ def _deterministic() -> float:
 
 
 def _faults() -> list[list[str]]:
-    """Return a row for each fault of the soak of worlds."""
+    """Return a row for each fault of the soak test of worlds."""
     found = results("soak")
     head = ("times", "detected p50 ms", "p99", "max", "whole again p50 s")
     rows = [["fault", *head]]
@@ -499,7 +488,7 @@ def _faults() -> list[list[str]]:
 
 
 def _detections() -> list[list[str]]:
-    """Return a row for each fault and system of the study of detection."""
+    """Return a row for each fault and system of the detection study."""
     head = ("rounds", "detected p50 ms", "p99", "max", "recovered p50 ms")
     rows = [["fault", "system", *head]]
     found = results("detection")["results"]
@@ -516,7 +505,7 @@ def _detections() -> list[list[str]]:
 
 
 def _grown_mib(of: str) -> str:
-    """Return by how much a process of the soak of a service grew, in MiB."""
+    """Return the growth of a process in the soak test of a service, in MiB."""
     found = results("soak_serve")
     before, after = (found[when][of]["rss_bytes"] for when in ("before", "after"))
     return number((after - before) / 2**20)

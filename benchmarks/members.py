@@ -1,6 +1,6 @@
-"""Runs the processes of a suite.
+"""The processes of a suite.
 
-Each suite has a body: a function that all its processes run with their rank. Rank 0
+Each suite has a body: a function that all its processes run, each with its rank. Rank 0
 reports samples and progress to the parent.
 """
 
@@ -28,9 +28,9 @@ class Options:
 
     Attributes:
         rounds: Number of measurements of each contender.
-        is_quick: Measure fewer sizes and messages, only to see that the suite runs.
+        is_quick: Whether to measure fewer sizes and messages, to test the suite only.
         ports: Free ports for rendezvous.
-        apart: Contenders to include that need an environment of their own.
+        apart: Contenders to include that have their own environments.
         environments: Folder of those environments.
     """
 
@@ -50,15 +50,7 @@ class Reporter:
     def sample(
         self, kind: str, size: int, contender: str, unit: str, value: float
     ) -> None:
-        """Report one measured number.
-
-        Args:
-            kind: Measurement: "stream", "round trip" …
-            size: Bytes of a message, or another size that ``kind`` names.
-            contender: Name of the contender.
-            unit: Unit of ``value``.
-            value: Measured number.
-        """
+        """Report one measured number; see ``samples.Series`` for the arguments."""
         self._send(("sample", (kind, size, contender, unit, value)))
 
     def step(self, done: float, text: str) -> None:
@@ -66,7 +58,7 @@ class Reporter:
         self._send(("step", (done, text)))
 
     def note(self, text: str) -> None:
-        """Report something that a reader of the results must know."""
+        """Report a remark that a reader of the results must know."""
         self._send(("note", text))
 
     def _send(self, what: Step) -> None:
@@ -99,17 +91,8 @@ def _run(body: Body, rank: int, options: Options, pipe: Connection | None) -> No
 def run(
     body: Body, size: int, options: Options, on_step: Callable[[Step], None]
 ) -> None:
-    """Run a body in several processes, and wait for them.
-
-    Args:
-        body: Function that every process runs.
-        size: Number of processes.
-        options: Extent of the measurements.
-        on_step: Function that gets the reports of rank 0.
-
-    Raises:
-        RuntimeError: A process failed, or the suite took longer than ``LIMIT_S``.
-    """
+    """Run a body in ``size`` processes, and wait for them."""
+    # RuntimeError: a process failed, or the suite took longer than ``LIMIT_S``.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     processes = [
@@ -152,6 +135,6 @@ def _read_steps(
 
 
 def cpu_s() -> float:
-    """Return the processor seconds that this process has used."""
+    """Return the CPU seconds that this process has used."""
     times = os.times()
     return times.user + times.system

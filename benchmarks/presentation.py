@@ -94,7 +94,6 @@ def to_json(report: BenchReport) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -102,11 +101,7 @@ def processor() -> str:
 
 
 def draw(report: BenchReport, folder: Path) -> list[Path]:
-    """Draw each kind of measurement that has several sizes; return the files.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw each kind of measurement that has several sizes; return the files."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -27,7 +27,7 @@ Progress = Callable[[float, str], None]
 """Function that gets the progress of a suite, from 0 to 1, and its current step."""
 
 PORTS = 16
-"""Free ports that each suite gets."""
+"""Number of free ports for each suite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Suite:
 
     Attributes:
         about: Description for people.
-        baseline: Contender that ratios refer to; empty: none.
-        bodies: Bodies with their numbers of processes, run one after the other.
+        baseline: Contender that ratios refer to; empty for none.
+        bodies: Bodies and their numbers of processes; they run one after the other.
         run: Function that runs the suite instead of ``bodies``.
-        beside: Other baselines, by the optional contender whose presence selects them.
+        beside: Other baselines, by the optional contender that selects them.
     """
 
     about: str
@@ -55,7 +55,7 @@ class Suite:
 
 
 def _optional(name: str) -> Callable[[Options, Callable[[Step], None]], None]:
-    """Return what runs a suite that needs packages which are not always installed."""
+    """Return the function that runs a suite whose packages may be missing."""
 
     def run(options: Options, on_step: Callable[[Step], None]) -> None:
         try:
@@ -153,10 +153,7 @@ SUITES = {
 
 
 def usual() -> list[str]:
-    """Return the suites that run by default.
-
-    All but those that fetch a model, and those of GPUs only with a GPU.
-    """
+    """Return the suites that run by default; those of GPUs only if there is one."""
     # They fetch a model.
     left_out = {"generate", "capacity", "recovery", "texts", "kills", "engine_kills"}
     left_out |= {"quality", "step", "processor"}
@@ -166,18 +163,9 @@ def usual() -> list[str]:
 
 
 def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
-    """Run a suite, and return its results.
-
-    Args:
-        name: Name of the suite, as in ``SUITES``.
-        options: Extent of the measurements; ``ports`` are filled in.
-        progress: Function that gets the progress.
-
-    Raises:
-        KeyError: There is no such suite.
-        RuntimeError: A process failed, or a package or GPU is missing.
-        HostError: The suite needs network namespaces, which are not allowed here.
-    """
+    """Run a suite of ``SUITES``, with new ``ports``, and return its results."""
+    # RuntimeError: a process failed, or a package or GPU is missing. HostError: network
+    # namespaces are not allowed here.
     suite = SUITES[name]
     report = BenchReport(name, suite.baseline_of(options))
     share, done = 1.0, 0.0

@@ -1,6 +1,6 @@
 """Samples of a benchmark and their statistics.
 
-A shell only because the bootstrap draws random numbers; they are seeded.
+The bootstrap draws seeded random numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Series:
         kind: Measurement: "stream", "round trip" …
         size: Bytes of a message, or another size that ``kind`` names.
         contender: Name of the contender.
-        unit: Unit of the samples; those that end in "/s" are rates.
+        unit: Unit of the samples; a unit that ends in "/s" means rates.
         samples: Measured numbers, in the order of the rounds.
     """
 
@@ -36,7 +36,6 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Median of the samples."""
         return statistics.median(self.samples)
 
     @property
@@ -52,7 +51,7 @@ class BenchReport:
 
     Attributes:
         suite: Name of the suite.
-        baseline: Contender that ratios refer to; empty: none.
+        baseline: Contender that ratios refer to; empty for none.
         series: Samples of every measurement.
         notes: Remarks that a reader of the results must know.
     """
@@ -65,15 +64,7 @@ class BenchReport:
     def add(
         self, kind: str, size: int, contender: str, unit: str, sample: float
     ) -> None:
-        """Add one sample.
-
-        Args:
-            kind: Measurement, as in ``Series``.
-            size: Size, as in ``Series``.
-            contender: Name of the contender.
-            unit: Unit of the sample; ignored if the series exists.
-            sample: Measured number.
-        """
+        """Add one sample; ``unit`` is ignored if the series exists."""
         found = self.find(kind, size, contender)
         if found is None:
             found = Series(kind, size, contender, unit)
@@ -81,23 +72,14 @@ class BenchReport:
         found.samples.append(sample)
 
     def find(self, kind: str, size: int, contender: str) -> Series | None:
-        """Return a series, or None if there is none.
-
-        Args:
-            kind: Measurement, as in ``Series``.
-            size: Size, as in ``Series``.
-            contender: Name of the contender.
-        """
         wanted = kind, size, contender
         return next(
             (s for s in self.series if (s.kind, s.size, s.contender) == wanted), None
         )
 
     def ratio(self, series: Series) -> float | None:
-        """Return the median of the rounds' ratios to the baseline; None without one.
-
-        For rates, a ratio above 1 is faster; for times, a ratio below 1 is.
-        """
+        """Return the median of the rounds' ratios to the baseline; None without one."""
+        # For rates, a ratio above 1 is faster; for times, a ratio below 1 is.
         ratios = self.ratios(series)
         return statistics.median(ratios) if ratios else None
 
@@ -113,15 +95,9 @@ class BenchReport:
 def interval(
     samples: Sequence[float], *, level: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
-    """Return a bootstrap confidence interval of the median.
-
-    Percentile bootstrap (Efron 1979), seeded: the same samples give the same interval.
-
-    Args:
-        samples: Measured numbers.
-        level: Confidence level.
-        draws: Number of resamples.
-    """
+    """Return a bootstrap confidence interval of the median (``draws`` resamples)."""
+    # Percentile bootstrap (Efron 1979), seeded: the same samples give the same
+    # interval.
     source = random.Random(0)
     medians = sorted(
         statistics.median(source.choices(samples, k=len(samples))) for _ in range(draws)

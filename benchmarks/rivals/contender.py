@@ -15,7 +15,9 @@ from benchmarks.rivals.environment import HERE, RIVALS, python_of
 
 
 class Apart:
-    """One end of the connection: a process that gets its orders over a pipe."""
+    """One end of the connection: a process that receives its orders over a pipe."""
+
+    # All methods raise RuntimeError if the process has exited.
 
     def __init__(self, name: str, folder: Path, rank: int, port: int) -> None:
         self._name = name
@@ -33,44 +35,20 @@ class Apart:
         )
 
     def wait_ready(self) -> None:
-        """Wait until both ends are connected.
-
-        Raises:
-            RuntimeError: The process exited.
-        """
+        """Wait until both ends are connected."""
         self._expect("ready")
         self._signal(signal.SIGSTOP)
 
     def send_many(self, tensor: Tensor, count: int) -> None:
-        """Send ``count`` messages of the tensor's size.
-
-        Raises:
-            RuntimeError: The process exited.
-        """
         self._order("send", tensor, count)
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
-        """Receive ``count`` messages of the tensor's size; ``out`` stays as it is.
-
-        Raises:
-            NotImplementedError: ``out`` is None.
-            RuntimeError: The process exited.
-        """
+        """Receive ``count`` messages of the size of ``out``, which stays unchanged."""
         if out is None:
             raise NotImplementedError("this contender needs a tensor to receive into")
         self._order("recv", out, count)
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
-        """Make ``count`` round trips with messages of the tensor's size.
-
-        Args:
-            tensor: Tensor of that size.
-            count: Number of round trips.
-            is_first: Send first; the other end receives first.
-
-        Raises:
-            RuntimeError: The process exited.
-        """
         self._order("ping", tensor, count, is_first=is_first)
 
     def _order(
@@ -98,7 +76,7 @@ class Apart:
             raise RuntimeError(f"the process of {self._name} failed: {line!r}")
 
     def close(self) -> None:
-        """End the process; kill it if it does not exit within ten seconds."""
+        """Close the pipe; kill the process if it does not exit within ten seconds."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):

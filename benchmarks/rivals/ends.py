@@ -1,8 +1,8 @@
 """Common part of the ``*_end.py`` scripts: reads orders and carries them out.
 
 Each line of standard input is an order in JSON: ``{"op": "send" | "recv" | "ping",
-"size": bytes, "count": n, "is_first": bool}``. The answer is one line when the order is
-done. The process exits at the end of its input.
+"size": bytes, "count": n, "is_first": bool}``. The script answers with one line when
+the order is done, and exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from typing import Any, Protocol
 
 
 class End(Protocol):
-    """One end of a connection between two processes.
-
-    Cancellation:
-        No method is ever cancelled: the process exits instead.
-    """
+    """One end of a connection; never cancelled, because the process exits instead."""
 
     async def connect(self, rank: int, port: int) -> None:
         """Connect to the other end."""
 
     async def prepare(self, size: int) -> None:
-        """Allocate what messages of this size need."""
+        """Allocate the memory for messages of ``size`` bytes."""
 
     async def send(self) -> None:
         """Send one message."""
@@ -38,11 +34,6 @@ class End(Protocol):
 
 
 async def obey(end: End, order: dict[str, Any]) -> None:
-    """Carry out one order.
-
-    Cancellation:
-        Never happens: the process exits instead.
-    """
     await end.prepare(order["size"])
     for _ in range(order["count"]):
         match order["op"]:
@@ -86,11 +77,7 @@ def serve(end: End) -> None:
 
 
 def meet(rank: int, port: int) -> socket.socket:
-    """Return a TCP connection between the two ends, for exchanging addresses.
-
-    Raises:
-        ConnectionError: Nothing listened on the port for 30 s.
-    """
+    """Return a TCP connection between the two ends, for exchanging addresses."""
     if rank == 0:
         with socket.create_server(("127.0.0.1", port)) as server:
             server.settimeout(30)
@@ -104,13 +91,7 @@ def meet(rank: int, port: int) -> socket.socket:
 
 
 def swap(rank: int, port: int, blob: bytes) -> bytes:
-    """Send bytes to the other end, and return the bytes that it sent.
-
-    Args:
-        rank: Rank of this end.
-        port: Port for the exchange.
-        blob: Bytes to send.
-    """
+    """Send bytes to the other end, and return the bytes that it sent."""
     with meet(rank, port) as sock:
         sock.sendall(len(blob).to_bytes(8, "little") + blob)
         with sock.makefile("rb") as stream:

@@ -17,12 +17,13 @@ class Rival:
     """A contender with an environment of its own.
 
     Attributes:
-        requirements: Arguments of pip, one tuple a step; torch's pin comes first.
+        requirements: Arguments of pip, one tuple for each step; torch's pin is first.
         script: Script in this folder that is its end of a connection.
         settles: Module to import once after installation, because its first import
             changes the installation and exits; empty: none.
         removes: Packages to remove after installation, because they do not load here.
-        is_spinning: Uses a core even when idle, and so is stopped while others run.
+        is_spinning: Whether it uses a core even when idle; then it is stopped while
+            others run.
     """
 
     requirements: tuple[tuple[str, ...], ...]
@@ -66,27 +67,17 @@ RIVALS = {
 
 
 def default_folder() -> Path:
-    """Return the folder of the environments; some of them have gigabytes."""
+    """Return the folder of the environments, some of which take gigabytes."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "multiworld" / "bench"
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """Return the interpreter of a contender's environment."""
     return folder / name / "bin" / "python"
 
 
 def install(name: str, folder: Path, tell: Callable[[str], None]) -> None:
-    """Create a contender's environment, unless it exists.
-
-    Args:
-        name: Name of the contender.
-        folder: Folder of all environments.
-        tell: Function that shows a line to the user.
-
-    Raises:
-        RuntimeError: A step of the installation failed.
-    """
+    """Create a contender's environment, unless it exists; ``tell`` shows progress."""
     ready = folder / name / ".ready"
     if ready.exists():
         return

@@ -2,8 +2,8 @@
 
 NIXL has no receive. A message is a write into memory that the other end has registered,
 and the receiver waits for the notification. In a stream, every write goes to the same
-memory, and nothing slows the writer down. Both ends poll without a progress thread,
-because with one each step takes ten milliseconds on two cores.
+memory, without backpressure. Both ends poll without a progress thread: with such a
+thread, each step takes ten milliseconds on two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NixlEnd:
         self._arrived = 0
 
     async def prepare(self, size: int) -> None:
-        """Prepare the write of a message of this size."""
+        """Prepare the write of a message of ``size`` bytes."""
         if size == self._size:
             return
         self._size = size
@@ -52,11 +52,7 @@ class NixlEnd:
         )
 
     async def send(self) -> None:
-        """Write one message, and wait until it is done.
-
-        Raises:
-            ConnectionError: The transfer failed.
-        """
+        """Write one message, and wait until it is done."""
         state = self._agent.transfer(self._handle)
         while state == "PROC":
             state = self._agent.check_xfer_state(self._handle)

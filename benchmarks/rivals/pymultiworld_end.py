@@ -12,7 +12,6 @@ class PyMultiworldEnd:
     """A member of a world of two on Gloo."""
 
     async def connect(self, rank: int, port: int) -> None:
-        """Join the world."""
         torch.set_num_threads(1)
         self._manager = WorldManager()
         await self._manager.initialize_world(
@@ -23,16 +22,13 @@ class PyMultiworldEnd:
         self._tensor = torch.zeros(0, dtype=torch.uint8)
 
     async def prepare(self, size: int) -> None:
-        """Allocate a tensor of this size."""
         if self._tensor.numel() != size:
             self._tensor = torch.zeros(size, dtype=torch.uint8)
 
     async def send(self) -> None:
-        """Send the tensor."""
         await self._communicator.send(self._tensor, self._peer, "bench")
 
     async def recv(self) -> None:
-        """Receive into the tensor."""
         await self._communicator.recv(self._tensor, self._peer, "bench")
 
 

@@ -22,19 +22,15 @@ class Actor:
     """Actor with a call that does not return."""
 
     def pid(self) -> int:
-        """Return the PID of this actor's process."""
         return os.getpid()
 
     def block(self) -> None:
-        """Sleep for an hour."""
         time.sleep(3600)
 
 
 def measure(number: int) -> tuple[float | None, float]:
-    """Send a signal to an actor; return milliseconds to detection and to recovery.
-
-    Recovery means that a new actor has answered.
-    """
+    """Send a signal to an actor; return milliseconds to detection and to recovery."""
+    # Recovery means that a new actor has answered.
     actor = Actor.remote()
     pid = ray.get(actor.pid.remote())
     call = actor.block.remote()
@@ -51,7 +47,7 @@ def measure(number: int) -> tuple[float | None, float]:
 
 
 def main() -> None:
-    """Measure as many rounds as the argument says."""
+    """Measure the number of rounds that the argument gives."""
     rounds = int(sys.argv[1])
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     rows = []

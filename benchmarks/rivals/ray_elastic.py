@@ -1,4 +1,4 @@
-"""Models of fixed-time stages on Ray Serve and its autoscaling. Needs ``ray[serve]``.
+"""Models with fixed-time stages on Ray Serve, autoscaled. Needs ``ray[serve]``.
 
 Arguments: a port, and a JSON object with ``models`` (milliseconds of each stage, by
 model name) and either ``autoscaling_config`` or ``fleet`` (replicas of each stage). The
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _watch(models: dict[str, Any]) -> None:
-    """Print the number of stage replicas by model, in whatever state they are."""
+    """Print the number of stage replicas by model, in any state."""
     while True:
         found: Counter[str] = Counter()
         for name, app in serve.status().applications.items():

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from starlette.requests import Request
 
-BATCH = 16  # texts in a batch, as many as our stages take
+BATCH = 16  # maximum inputs of a batch, the same as in our stages
 
 
 @serve.deployment(max_ongoing_requests=64)
@@ -39,7 +39,7 @@ class Slow:
 
 @serve.deployment(max_ongoing_requests=64)
 class Part:
-    """A part of the sentence encoder, which computes what waits as one batch."""
+    """A part of the sentence encoder; computes all waiting requests as one batch."""
 
     def __init__(self, number: int, stages: int) -> None:
         import torch

@@ -19,11 +19,6 @@ class UcxxEnd:
     """
 
     async def connect(self, rank: int, port: int) -> None:
-        """Create the endpoint.
-
-        Raises:
-            ConnectionError: Nothing listened on the port for 10 s.
-        """
         ucxx.init(progress_mode="polling")
         self._array = np.zeros(0, dtype=np.uint8)
         if rank == 0:
@@ -46,16 +41,13 @@ class UcxxEnd:
         raise ConnectionError(f"nothing listens on port {port}")
 
     async def prepare(self, size: int) -> None:
-        """Allocate an array of this size."""
         if self._array.size != size:
             self._array = np.zeros(size, dtype=np.uint8)
 
     async def send(self) -> None:
-        """Send the array."""
         await self._endpoint.send(self._array)
 
     async def recv(self) -> None:
-        """Receive into the array."""
         await self._endpoint.recv(self._array)
 
 

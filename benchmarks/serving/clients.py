@@ -25,7 +25,7 @@ class Answers:
 
     @property
     def rate(self) -> float:
-        """Answered requests a second."""
+        """Answered requests per second."""
         return len(self.latencies_s) / self.took_s
 
     def quantile_ms(self, share: float) -> float:
@@ -37,20 +37,7 @@ class Answers:
 async def ask(
     http: aiohttp.ClientSession, service: Service, clients: int, seconds: float
 ) -> Answers:
-    """Send requests from several clients; each waits for its answer before the next.
-
-    Args:
-        http: Session to send with.
-        service: Service to send to.
-        clients: Number of clients.
-        seconds: Seconds after which no client starts another request.
-
-    Raises:
-        RuntimeError: A status was not 200.
-
-    Cancellation:
-        Drops the requests in flight.
-    """
+    """Send requests from closed-loop clients until ``seconds`` have passed."""
     latencies: list[float] = []
     end = time.monotonic() + seconds
 

@@ -1,8 +1,9 @@
-"""Streams of every kind while processes that compute are killed, in rounds.
+"""Streams of every kind while computing processes are killed, in rounds.
 
-Greedy, sampled, penalised and structured streams and one of two choices run at once.
-Tokens are compared with those of undisturbed streams of the same front; rounds without
-a kill show what the front does differently by itself.
+A greedy, a sampled, a penalised and a structured stream, and one with two choices, run
+at the same time. Their tokens are compared with those of undisturbed streams of the
+same serving stack (a *front*). Rounds without a kill show how often the tokens of a
+front differ by themselves.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ PAUSE, TOKEN = "longest pause of a stream at a kill", "time for a token"
 CALM = "longest pause of a stream, undisturbed, in tokens"
 MOVED = "longest pause of a stream at a planned move, in tokens"
 MOVED_WRONG = "tokens wrong or missing at a planned move"
-"""Measurements; a pause counts in times that the stream takes for a token else."""
+"""Measurements; a pause is a multiple of the stream's usual time for a token."""
 
 OF_TOKENS = {"return_token_ids": True, "ignore_eos": True}
-"""Fields of vLLM's that servers of text may not know."""
+"""vLLM's fields; servers that return only text may not know them."""
 
 TIMEOUT_S = 300.0
 """Maximum seconds of a stream."""
@@ -65,12 +66,12 @@ OnStep = Callable[[Step], None]
 
 @dataclass(slots=True)
 class Text:
-    """What a client of one stream has.
+    """Tokens that the client of one stream has received, and their times.
 
     Attributes:
         tokens: Tokens by choice.
-        gaps_s: Times between two events of a choice.
-        is_cut: Whether it ended early.
+        gaps_s: Seconds between two events of a choice.
+        is_cut: Whether the stream ended early.
         last_at: Time of the last event of each choice, on the monotonic clock.
     """
 
@@ -80,7 +81,7 @@ class Text:
     last_at: dict[int, float] = field(default_factory=dict)
 
     def wrong(self, wanted: Text) -> int:
-        """Return how many tokens are missing or other than wanted."""
+        """Return the number of tokens that are wrong, missing or superfluous."""
         found = 0
         for choice, tokens in wanted.tokens.items():
             mine = self.tokens.get(choice, [])
@@ -89,7 +90,7 @@ class Text:
         return found
 
     def pause(self) -> float:
-        """Return the longest pause, in times of a token."""
+        """Return the longest pause, as a multiple of the median time for a token."""
         if not self.gaps_s:
             return 0.0
         return max(self.gaps_s) / statistics.median(self.gaps_s)
@@ -97,18 +98,18 @@ class Text:
 
 @dataclass(slots=True)
 class Front:
-    """One front.
+    """A serving stack to measure.
 
     Attributes:
-        urls: URLs of its servers; streams are dealt out among them.
+        urls: URLs of its servers, among which streams are distributed.
         model: Name of the model there.
         is_proxied: Whether a broken stream is sent to the next server.
-        is_text: Prompts are texts, and characters are compared instead of tokens.
+        is_text: Whether prompts are text, and characters are compared, not tokens.
         kinds: Kinds of requests to send.
-        kill: Kills a process that computes.
+        kill: Kills a computing process.
         heal: Waits until all servers are back.
-        move: Takes a replica away as planned; None: the front has no such thing.
-        undo_move: Brings it back.
+        move: Removes a replica as planned; None if the front cannot do that.
+        undo_move: Adds the replica again.
     """
 
     name: str
@@ -189,7 +190,7 @@ async def _round(
     after_s: float = 0.0,
     disturb: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Text]:
-    """Run one stream of each kind at once; return what their clients have."""
+    """Run one stream of each kind at once; return what their clients received."""
     tasks = {
         kind: asyncio.ensure_future(_stream(http, front, place, kind))
         for place, kind in enumerate(front.kinds)
@@ -220,7 +221,7 @@ async def _stream(
         if kind == "structured":
             body.pop("ignore_eos", None)
         if text.tokens and "n" in body:
-            break  # of several choices a proxy has no one prompt to send
+            break  # several choices cannot continue as one prompt
         try:
             await _read(http, f"{url}/v1/completions", body, text)
             return text
@@ -233,11 +234,7 @@ async def _stream(
 async def _read(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], text: Text
 ) -> None:
-    """Append the tokens of an answer.
-
-    Raises:
-        EOFError: It ended early.
-    """
+    """Append the tokens of an answer; EOFError if it ends early."""
     async with http.post(url, json=body, raise_for_status=True) as answer:
         async for line in answer.content:
             if line.startswith(b"data: [DONE]"):

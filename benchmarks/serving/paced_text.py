@@ -35,7 +35,7 @@ def _stage(ms: float, is_last: bool) -> Stage:
 
 
 def _tokenizer() -> Tokenizer:
-    """Return a tokenizer of bytes."""
+    """Return a tokenizer whose tokens are bytes."""
     from tokenizers import Tokenizer as Bytes
     from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -50,14 +50,9 @@ def _tokenizer() -> Tokenizer:
 
 
 def model(ms: tuple[float, ...] = (0.3, 0.6, 0.4)) -> Model:
-    """Return a model with one stage for each number of milliseconds.
-
-    The stages sleep and use no core.
-
-    Args:
-        ms: Milliseconds that each stage takes for a token of a step, and nine times as
-            many once for the step.
-    """
+    """Return a model with one stage for each number of milliseconds per token."""
+    # The stages sleep and use no core. A step takes nine times this long, plus this
+    # long for each of its tokens.
     last = len(ms) - 1
     return Model(
         stages=[_stage(one, number == last) for number, one in enumerate(ms)],

@@ -1,4 +1,4 @@
-"""Starts the measured services: multiworld's, and Ray Serve."""
+"""The measured services: multiworld's, Ray Serve, and the upper bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBER: dict[str, Any] = {
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]
 }
 STOP_S = 60.0
-"""Seconds that a service may take to shut down."""
+"""Maximum seconds for a service to shut down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,7 @@ def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Serve a spec; yield its URL. Its state is in ``folder / "state"``.
-
-    Raises:
-        RuntimeError: The service did not start; the text is the end of its log.
-    """
+    """Serve a spec; yield its URL. Its state is in ``folder / "state"``."""
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
@@ -104,16 +100,7 @@ def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
 def ours(
     folder: Path, only: str | None = None, replicas: int = 1
 ) -> Iterator[list[Service]]:
-    """Serve one of multiworld's pipelines, or all but the slow one.
-
-    Args:
-        folder: Folder for the spec, the log and, in ``state``, the state.
-        only: Name of the pipeline; None: all but the slow one.
-        replicas: Replicas of each stage.
-
-    Raises:
-        RuntimeError: The service did not start.
-    """
+    """Serve the pipeline ``only`` of multiworld; None: all but the slow one."""
     with running(spec_of(only, replicas), folder) as url:
         yield list(_asked(url, only))
 
@@ -139,17 +126,7 @@ def _asked(url: str, only: str | None) -> Iterator[Service]:
 def rays(
     python: str | Path, pipeline: str, folder: Path, replicas: int = 1
 ) -> Iterator[Service]:
-    """Serve one pipeline on Ray Serve.
-
-    Args:
-        python: Interpreter that has ``ray[serve]``.
-        pipeline: Name of the pipeline.
-        folder: Folder for temporary files.
-        replicas: Replicas of each stage.
-
-    Raises:
-        RuntimeError: Ray Serve did not start.
-    """
+    """Serve one pipeline on Ray Serve, with an interpreter that has ``ray[serve]``."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = int(sock.getsockname()[1])
@@ -182,11 +159,7 @@ def rays(
 
 @contextlib.contextmanager
 def ceiling(name: str) -> Iterator[Service]:
-    """Serve one of the ceilings; see ``ceiling``.
-
-    Args:
-        name: BARE or CHAIN.
-    """
+    """Serve one of the upper bounds, BARE or CHAIN; see the module ``ceiling``."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = int(sock.getsockname()[1])
         module = "benchmarks.serving.ceiling"
@@ -205,7 +178,7 @@ def ceiling(name: str) -> Iterator[Service]:
 
 
 def _site(folder: Path) -> Path:
-    """Return a folder with only the model's package and this one, to import from."""
+    """Return a folder that contains only the model's package and this one."""
     from multiworld.demo import minilm
 
     site = Path(tempfile.mkdtemp(dir=folder))
@@ -216,25 +189,14 @@ def _site(folder: Path) -> Path:
 
 
 def pids_of(state: Path, prefix: str = "") -> list[int]:
-    """Return the PIDs of the service's processes.
-
-    Args:
-        state: State folder of the service.
-        prefix: Start of the processes' names; empty: all of them, and the store.
-    """
+    """Return the PIDs of processes by prefix of their name; "": all, with the store."""
     record = json.loads((state / "record.json").read_text())
     found = [p["pid"] for p in record["processes"] if p["name"].startswith(prefix)]
     return found if prefix else [*found, record["store"]["pid"]]
 
 
 def family_of(state: Path) -> list[int]:
-    """Return the PIDs of everything that a service runs.
-
-    Those are its processes, the store, the controller, and the helpers of each.
-
-    Args:
-        state: State folder of the service.
-    """
+    """Return the PIDs of a service's processes, store, controller and their helpers."""
     found = [psutil.Process(pid) for pid in pids_of(state)]
     controllers = [
         process

@@ -1,4 +1,4 @@
-"""Streams of text whose tokens are timed."""
+"""Streams whose tokens are timed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ import aiohttp
 
 
 def drawn(draw: random.Random, count: int) -> list[int]:
-    """Return random tokens of SmolLM2.
-
-    Args:
-        draw: Source of random numbers.
-        count: Number of tokens.
-    """
     return [draw.randrange(100, 40_000) for _ in range(count)]
 
 
@@ -28,19 +22,9 @@ async def times_of(
     model: str = "m",
     key: str = "",
 ) -> list[float]:
-    """Run one stream; return the seconds from its request to each of its chunks.
-
-    Args:
-        http: Session to send it with.
-        url: URL of a server with OpenAI's interface.
-        prompt: Tokens of the prompt.
-        answer: Number of tokens to generate.
-        model: Name of the model there.
-        key: Key of the tenant; empty: none.
-
-    Raises:
-        RuntimeError: It had another number of tokens.
-    """
+    """Run one stream; return the seconds from its request to each of its chunks."""
+    # RuntimeError: it did not have ``answer`` tokens. ``key``: key of the tenant, if
+    # any.
     body = {
         "model": model,
         "prompt": prompt,

@@ -1,7 +1,7 @@
-"""SmolLM2 with weights and activations of 8 bits, in the form that vLLM loads.
+"""SmolLM2 with weights and activations of 8 bits, in the format that vLLM loads.
 
-Weights are rounded to the nearest of 255 steps of each output, as in our own int8;
-activations are quantized by vLLM, for each token. The form is that of the package
+Weights are rounded to the nearest of 255 steps for each output channel, as in our own
+int8; vLLM quantizes the activations of each token. The format is that of the package
 compressed-tensors, which is not needed to write it.
 """
 

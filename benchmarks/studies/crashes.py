@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.studies.crashes [--rounds 2] [--seconds 120]``. The model
 has two stages that take 10 and 30 ms for a row, with two replicas each. The quiet
-tenant sends six requests a second. The deadly tenant sends nothing, or one request a
-second that kills the replica that computes it, a different one each time. The killed
+tenant sends six requests per second. The deadly tenant sends nothing, or one poison
+request per second, each different, which kills the replica that computes it. The killed
 replicas belong to the deadly tenant (``dedicated``) or are shared. Writes
 ``crashes.json``.
 """
@@ -34,7 +34,7 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.traces import gamma
 
 QUIET, DEADLY = 6.0, 1.0
-"""Requests a second of the two tenants."""
+"""Requests per second of the two tenants."""
 
 ALONE, OWN, SHARED = (
     "nobody crashes anything",
@@ -44,7 +44,6 @@ ALONE, OWN, SHARED = (
 
 
 def body(x: float) -> bytes:
-    """Return the body of a request for one number."""
     data = {"name": "x", "datatype": "FP32", "shape": [1], "data": [x]}
     return orjson.dumps({"inputs": [data]})
 
@@ -66,17 +65,7 @@ def spec_of(kind: str) -> dict[str, Any]:
 
 
 async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
-    """Send the requests of both tenants; return the samples of each.
-
-    Args:
-        url: URL of the gateway.
-        service: Client of the controller.
-        kind: Case to measure.
-        seconds: Seconds of load.
-
-    Cancellation:
-        Drops the requests in flight.
-    """
+    """Send the requests of both tenants; return the samples of each."""
 
     def load(name: str, rate: float, numbers: range, seed: int) -> Load:
         key = service.ask("POST", "/tenants", TenantWithKey, json={"name": name}).key
@@ -95,7 +84,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
 
 
 def run(kind: str, seconds: float) -> dict[str, float]:
-    """Run one case, and return the quiet tenant's numbers."""
+    """Run one case, and return the quiet tenant's results."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind), Path(folder)) as url,

@@ -1,9 +1,9 @@
 """Time to detect a fault and to recover from it: worlds, plain Gloo and Ray.
 
-One survivor and one victim, a process each. The clock starts when the fault has been
-injected: when ``os.kill``, or the command that cuts the network, has returned. It stops
-when the survivor's program holds the error. Processes of one machine share this clock
-(``CLOCK_MONOTONIC``). Systems take turns within every round.
+There are two processes, a survivor and a victim. The clock starts when the fault has
+been injected: when ``os.kill``, or the command that cuts the network, has returned. It
+stops when the survivor's program has received the error. Processes of one machine share
+this clock (``CLOCK_MONOTONIC``). Systems alternate within every round.
 
 Recovery lasts from the fault until the first message of a replacement has arrived. The
 replacement is started after detection and joins under the same name.
@@ -52,7 +52,7 @@ Plain Gloo detects a stopped process only after its timeout of 30 minutes.
 """
 
 SLOW_ROUNDS = 3
-"""Largest number of rounds for faults that take seconds."""
+"""Maximum number of rounds for faults that take seconds."""
 
 GIB = 1 << 30
 
@@ -136,10 +136,8 @@ async def survive(
 
 
 async def plain_survive(role: Role, own: str, host: str, port: int, busy: bool) -> None:
-    """Join a plain Gloo group as rank 0, and report when a receive fails.
-
-    An idle member of a plain Gloo group detects nothing.
-    """
+    """Join a plain Gloo group as rank 0, and report when a receive fails."""
+    # An idle member of a plain Gloo group detects nothing.
     group = _plain_group(0, own, host, port)
     tensor = torch.empty(1)
     group.recv([tensor], 1, 0).wait()
@@ -166,9 +164,9 @@ class Case:
     Attributes:
         name: Name of the fault.
         inject: Function that injects it, given the victim and the hosts.
-        busy: The survivor waits in a receive; otherwise it has nothing pending.
+        busy: Whether the survivor waits in a receive; otherwise nothing is pending.
         gib: GiB of memory that the victim holds.
-        network: The fault needs hosts (network namespaces).
+        network: Whether the fault needs hosts (network namespaces).
     """
 
     name: str
@@ -269,7 +267,7 @@ def measure_ray(python: str, rounds: int) -> list[Result]:
 
 
 async def run(rounds: int, python: str | None, console: Console) -> list[Result]:
-    """Measure every fault on every system, in turns."""
+    """Measure every fault on every system, alternately."""
     systems = ("world on direct", "world on gloo", "plain gloo")
     results: dict[tuple[str, str], Result] = {}
     for number in range(rounds):
@@ -301,13 +299,12 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def in_words(values: list[float | None], point: Callable[[list[float]], float]) -> str:
-    """Return a statistic as text, such as "> 5000" where a fault was not detected."""
+    """Return a statistic as text, such as "> 5000" if a fault was not detected."""
     found = point([math.inf if value is None else value for value in values])
     return f"{found:.0f}" if found < math.inf else f"> {GIVE_UP_S * 1000:.0f}"
 
 
 def show(results: list[Result], console: Console) -> None:
-    """Print the table."""
     table = Table(title="milliseconds from the fault")
     table.add_column("fault")
     table.add_column("system")
@@ -367,7 +364,6 @@ def _system() -> str:
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__ or "")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ray", help="an interpreter that has Ray")

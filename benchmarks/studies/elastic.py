@@ -7,15 +7,15 @@ the same for all contenders:
 
 - multiworld with an objective for 99 % (the default) and for 95 % of the answers,
 - multiworld with Ray Serve's parameters only,
-- multiworld with fixed fleets of the least, a medium and the largest size,
-- Ray Serve with its own autoscaling, and with a fixed fleet of the largest size.
+- multiworld with fixed fleets of the minimum, a medium and the maximum size,
+- Ray Serve with its own autoscaling, and with a fixed fleet of the maximum size.
 
-Contenders run one at a time, all in each round, and each round has traces of its own.
+In each round, all contenders run one at a time; each round has traces of its own.
 ``simulated`` is the result of the simulator for the same traces.
 
-``attained`` is the share of all requests that were answered with 200 within 1.5 s of
-when they were due. Replica-seconds count the replicas of the stages twice a second,
-starting ones included. Writes ``elastic.json``.
+``attained`` is the share of all requests that were answered with 200 within 1.5 s after
+they were due. Replica-seconds count the replicas of the stages twice a second,
+including starting ones. Writes ``elastic.json``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OBJECTIVE_S = 1.5
 """Latency objective, in seconds."""
 
 MOST = 4
-"""Largest number of replicas of a stage."""
+"""Maximum number of replicas of a stage."""
 
 SHARES = {"ours": 0.99, "ours, 19 of 20": 0.95}
 """Share of answers that must meet the objective, by contender."""
@@ -86,11 +86,11 @@ RAYS = {"Ray Serve": None, "Ray Serve, fixed, most": (2, 4)}
 """Replicas of each stage, by contender on Ray Serve; None: autoscaling."""
 
 START_S = 0.5
-"""Seconds that a simulated replica takes to start, as real ones did here."""
+"""Seconds that a simulated replica takes to start, measured on real ones here."""
 
 
 def traces(seconds: float, seed: int) -> dict[str, list[Arrival]]:
-    """Return a trace for each model; their bursts come at different times."""
+    """Return a trace for each model; their bursts are at different times."""
     unit = seconds / 12
     patterns = {
         "a": ((1, 3), (15, 2), (1, 4), (10, 1), (1, 2)),
@@ -136,16 +136,8 @@ def spec_of(kind: str) -> dict[str, Any]:
 async def play(
     urls: dict[str, str], asked: dict[str, list[Arrival]], count: Any
 ) -> dict[str, Any]:
-    """Send all traces at once; return the samples and the replica-seconds.
-
-    Args:
-        urls: URL of each model.
-        asked: Trace of each model.
-        count: Function that returns the current number of replicas.
-
-    Cancellation:
-        Drops the requests in flight.
-    """
+    """Send all traces at once; return the samples and the replica-seconds."""
+    # ``count``: function that returns the current number of replicas.
     loads = {
         name: Load(
             Target(url, [BODY], {"Content-Type": "application/json"}),
@@ -181,15 +173,8 @@ def run_ours(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ray(python: Path, fleet: tuple[int, ...] | None) -> Iterator[tuple[str, Any]]:
-    """Run Ray Serve; yield its URL, and a function that counts its replicas.
-
-    Args:
-        python: Interpreter that has ``ray[serve]``.
-        fleet: Replicas of each stage; None: autoscaling.
-
-    Raises:
-        RuntimeError: Ray Serve did not start.
-    """
+    """Run Ray Serve; yield its URL, and a function that counts its replicas."""
+    # ``fleet``: replicas of each stage; None: autoscaling.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -236,7 +221,7 @@ def run_ray(python: Path, kind: str, asked: dict[str, list[Arrival]]) -> dict[st
 
 
 def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float]:
-    """Return the simulator's attainment and cost of one of multiworld's contenders."""
+    """Return the attainment and cost of one of our contenders in the simulator."""
     spec = parse_spec(yaml.safe_dump(spec_of(kind))).models["a"]
     chosen = default_policy.decide if kind not in FLEETS else reference_policies.fixed
     good = cost = sent = 0.0
@@ -256,7 +241,7 @@ def run_simulated(kind: str, asked: dict[str, list[Arrival]]) -> dict[str, float
 
 
 def numbers(found: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Return the numbers of a run."""
+    """Return the results of a run."""
     samples: list[Sample] = [s for one in found["samples"].values() for s in one]
     took = [s.latency_s for s in samples if s.is_answered]
     good = sum(t <= OBJECTIVE_S for t in took)

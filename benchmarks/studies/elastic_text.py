@@ -1,11 +1,11 @@
-"""Study: generated text under changing load, scaled and with fixed fleets.
+"""Study: text generation under changing load, autoscaled and with fixed fleets.
 
-``python -m benchmarks.studies.elastic_text`` sends one trace to real services
-whose stages sleep, and to the simulator, and compares them. ``attained`` is the share
-of the texts with the first token and the time per token within the objectives. With
-``--slow N``, stages, objectives and windows are N times as long and texts come N times
-as rarely, so that the machine's own work, which the simulator does not know, counts for
-less.
+``python -m benchmarks.studies.elastic_text`` sends one trace to real services whose
+stages sleep, and to the simulator, and compares them. ``attained`` is the share of the
+streams whose time to the first token and time per token meet the objectives. With
+``--slow N``, stages, objectives and windows take N times as long, and streams arrive N
+times less often, so that the machine's own work, which the simulator ignores, has less
+effect.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MS = (0.3, 0.6, 0.4)
 """Milliseconds that each stage takes for a token."""
 
 TTFT_S, TPOT_S = 2.0, 0.06
-"""Objectives."""
+"""Objectives in seconds: time to the first token, and for each further one."""
 
 TOKENS = "prompt=200,answer=60"
-"""Mean tokens of prompts and answers."""
+"""Mean number of tokens of prompts and answers."""
 
 OURS, QUEUED = "by tokens", "Ray Serve's rule"
 FLEETS = {"fixed 1-1-1": (1, 1, 1), "fixed 2-2-2": (2, 2, 2), "fixed 4-4-4": (4, 4, 4)}
@@ -56,23 +56,17 @@ WINDOWS_S = {
     "downscale_delay_s": 10.0,
     "look_back_period_s": 5.0,
 }
-"""Limits of a stage that is scaled."""
+"""Limits and windows of an autoscaled stage."""
 
 START_S = 0.7
-"""Seconds that a simulated replica takes to start, as real ones did here."""
+"""Seconds that a simulated replica takes to start, measured on real ones here."""
 
 Times = tuple[float, float]
 """Seconds to the first token, and for each further one."""
 
 
 def trace_of(seconds: float, seed: int, slow: float = 1.0) -> list[Arrival]:
-    """Return a trace with a busy part in the middle.
-
-    Args:
-        seconds: Its length.
-        seed: Seed of the random numbers.
-        slow: Factor by which texts come more rarely.
-    """
+    """Return a trace that is busy in the middle; ``slow`` divides its rates."""
     parts = ((1, 0.2), (6, 0.4), (1, 0.4))
     text = "+".join(
         f"poisson:rate={rate / slow},seconds={share * seconds},{TOKENS}"
@@ -82,12 +76,7 @@ def trace_of(seconds: float, seed: int, slow: float = 1.0) -> list[Arrival]:
 
 
 def spec_of(kind: str, slow: float = 1.0) -> dict[str, Any]:
-    """Return the spec of a contender.
-
-    Args:
-        kind: The contender.
-        slow: Factor by which all times are longer.
-    """
+    """Return the spec of a contender; ``slow`` multiplies all times."""
     ms = [slow * each for each in MS]
     windows = {name: slow * seconds for name, seconds in WINDOWS_S.items()}
     stages: list[dict[str, Any]] = [{"item_ms": each} for each in ms]
@@ -114,10 +103,10 @@ def spec_of(kind: str, slow: float = 1.0) -> dict[str, Any]:
 
 
 async def _ask(client: httpx.AsyncClient, url: str, arrival: Arrival) -> Times | None:
-    """Read one text; return its times, or None if it failed."""
+    """Read one stream; return its times, or None if it failed."""
     body = {
         "model": "m",
-        # Another one each time, or its beginning would be known.
+        # Different each time, so that no prefix is cached.
         "prompt": [random.randrange(256) for _ in range(max(1, arrival.prompt))],
         "max_tokens": max(1, arrival.answer),
         "ignore_eos": True,
@@ -141,15 +130,8 @@ async def _ask(client: httpx.AsyncClient, url: str, arrival: Arrival) -> Times |
 async def play(
     url: str, trace: Sequence[Arrival], count: Callable[[], int]
 ) -> tuple[list[Times | None], float]:
-    """Send a trace; return the times of each text, and the replica-seconds.
-
-    Args:
-        url: URL of the service.
-        trace: The trace.
-        count: Returns the current number of replicas.
-
-    Cancellation: Drops the texts in flight.
-    """
+    """Send a trace; return the times of each stream, and the replica-seconds."""
+    # ``count``: function that returns the current number of replicas.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=130.0, limits=limits) as client:
         begin = time.monotonic()
@@ -166,7 +148,7 @@ async def play(
 def run_real(
     kind: str, trace: Sequence[Arrival], slow: float
 ) -> tuple[list[Times | None], float]:
-    """Run a contender for real."""
+    """Run a contender as a real service."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind, slow), Path(folder)) as url,

@@ -2,12 +2,12 @@
 
 ``python -m benchmarks.studies.floods [--rounds 3] [--seconds 15]``. The model has
 two stages that take 10 and 30 ms for a row, with one replica each. The quiet tenant
-sends six requests a second. The flood is another tenant that sends ten times what the
+sends six requests per second. The flood is another tenant that sends ten times what the
 model can compute. The cases:
 
 - no flood,
 - fair queueing, the default,
-- both loads under one tenant's name, which makes a plain queue,
+- both loads as one tenant, which results in a plain queue,
 - a limit on the flood (``max_parallel_requests``),
 - dedicated replicas for the quiet tenant.
 
@@ -42,7 +42,7 @@ MS = (10.0, 30.0)
 """Milliseconds that each stage takes for a row."""
 
 QUIET, FLOOD = 6.0, 330.0
-"""Requests a second of the two tenants."""
+"""Requests per second of the two tenants."""
 
 BODY = orjson.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
@@ -76,17 +76,7 @@ def spec_of(kind: str) -> dict[str, Any]:
 
 
 async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
-    """Send the requests of both tenants; return the quiet tenant's samples.
-
-    Args:
-        url: URL of the gateway.
-        service: Client of the controller.
-        kind: Case to measure.
-        seconds: Seconds of load.
-
-    Cancellation:
-        Drops the requests in flight.
-    """
+    """Send the requests of both tenants; return the quiet tenant's samples."""
 
     def key(name: str, **settings: int) -> str:
         asked = {"name": name, **settings}
@@ -111,7 +101,7 @@ async def measure(url: str, service: Service, kind: str, seconds: float) -> Any:
 
 
 def run(kind: str, seconds: float) -> dict[str, float]:
-    """Run one case, and return the quiet tenant's numbers."""
+    """Run one case, and return the quiet tenant's results."""
     with (
         tempfile.TemporaryDirectory() as folder,
         services.running(spec_of(kind), Path(folder)) as url,

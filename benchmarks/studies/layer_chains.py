@@ -3,8 +3,8 @@
 A node holds one range of layers; its capacity depends on its kind and on the number of
 layers. Items enter a node at any layer of its range and leave at the end of the range,
 so ranges may overlap, and several nodes may hold the same layers. The aim is the
-largest flow. The problem, and the public instances it is measured on, are Helix's: Y.
-Mei et al., "Helix", ASPLOS 2025, arXiv 2406.01566. Links do not limit the flow here.
+largest flow. The problem and its public instances are those of Helix: Y. Mei et al.,
+"Helix", ASPLOS 2025, arXiv 2406.01566. Links do not limit the flow here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from scipy.optimize import Bounds, linprog, milp
 from multiworld.serve.controller.placement.solver.linear import Rows
 
 LIMIT_S = 60.0
-"""Seconds for all solvers together."""
+"""Maximum seconds of all solvers together."""
 CLOSE = 1e-6
 """Relative gap at which a solution counts as optimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """A number of equal nodes.
-
-    `capacity` is in items per second, by the number of layers; others are not possible.
-    """
+    """A number of equal nodes; `capacity` is in items/s, by number of layers."""
 
     count: int
     capacity: Mapping[int, float]
@@ -74,13 +71,11 @@ _Ask = Callable[[Chain, ChainPlacement, float], tuple[tuple[Range, ...], float]]
 
 
 def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
-    """Return the placement with the largest flow found in time.
-
-    It tries three methods in turn: parallel chains that hold each layer once, by
-    bisection over their number and flow; HiGHS, which often proves optimality; then
-    CP-SAT from the best so far, if OR-tools is installed. `limit_s` is for HiGHS and
-    CP-SAT together.
-    """
+    """Return the placement with the largest flow found in time."""
+    # Three methods are tried one after the other: parallel chains that hold each layer
+    # once, by bisection over their number and flow; HiGHS, which often proves
+    # optimality; then CP-SAT from the best placement so far, if OR-tools is installed.
+    # ``limit_s`` is for HiGHS and CP-SAT together.
     ranges = _side_by_side(chain)
     best = ChainPlacement(ranges, flow_of(chain, ranges), work_bound(chain), "chains")
     has_ortools = importlib.util.find_spec("ortools") is not None
@@ -105,13 +100,11 @@ ROUNDING = 1e-12
 
 
 def work_bound(chain: Chain) -> float:
-    """Return an upper bound of the flow, because every item needs every layer once.
-
-    If ``flow`` is possible, the nodes that hold a layer pass ``flow`` there, together.
-    A node passes at most its capacity, and at most the flow. Summed over all layers,
-    the nodes must do ``flow * layers``. The bound is the largest flow for which they
-    can.
-    """
+    """Return an upper bound of the flow, because every item needs every layer once."""
+    # If ``flow`` is possible, the nodes that hold a layer together pass ``flow`` there.
+    # A node passes at most its capacity, and at most the flow. Summed over all layers,
+    # the nodes must do ``flow * layers``. The bound is the largest flow for which they
+    # can.
 
     def spare(flow: float) -> float:
         able = sum(
@@ -136,7 +129,7 @@ def work_bound(chain: Chain) -> float:
 
 
 def _root(spare: Callable[[float], float], low: float, high: float) -> float:
-    """Return, from above, the point where ``spare`` becomes negative."""
+    """Return the point where ``spare`` becomes negative, rounded up."""
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if spare(middle) >= 0 else (low, middle)
@@ -334,11 +327,9 @@ def _discrete(
 def _flow_variables(
     model: Any, chain: Chain, nodes: Mapping[Range, Any], top: int
 ) -> dict[tuple[int, int], Any]:
-    """Return the flow between each pair of boundaries, limited by the nodes' capacity.
-
-    Flow that enters at or before ``begin`` and leaves at ``end`` can only use nodes
-    whose range ends at ``end`` and starts at or before ``begin``.
-    """
+    """Return the flow between each pair of boundaries, limited by capacity."""
+    # Flow that enters at or before ``begin`` and leaves at ``end`` can only use nodes
+    # whose range ends at ``end`` and starts at or before ``begin``.
     longest = max(max(kind.capacity, default=0) for kind in chain.kinds)
     flow = {
         (begin, end): model.new_int_var(0, top, "")

@@ -1,12 +1,12 @@
-"""Quality of the placements, beside greedy, published results and bounds.
+"""Quality of placements, compared with greedy, published results and bounds.
 
 ``python -m benchmarks.studies.placement [--limit 20] [--chain-limit 100] [--data
 FOLDER]``. There are two kinds of problem:
 
 - chains of layers that are cut while they are placed, on Helix's public clusters
   (``data/placement``, with the numbers of its artifact),
-- models of given stages that share devices, drawn from a seed, with up to 64 devices
-  and 20 models of 4 stages.
+- random models with given stages that share devices, drawn from a seed, with up to 64
+  devices and 20 models of 4 stages.
 
 The tests' verifier checks every answer. Writes ``placement.json``.
 """
@@ -59,7 +59,7 @@ MEMORY = {"a100": 40, "l4": 24, "t4": 16}
 
 
 def chain_of(found: dict[str, Any]) -> Chain:
-    """Return the placement problem in the content of an instance's file."""
+    """Return the placement problem in the file of an instance."""
     kinds = tuple(
         NodeKind(
             kind["count"],
@@ -71,11 +71,7 @@ def chain_of(found: dict[str, Any]) -> Chain:
 
 
 def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Place every instance in a folder; return the rows of results.
-
-    Raises:
-        SystemExit: The verifier found another flow than the solver.
-    """
+    """Place every instance in a folder; return the rows of results."""
     rows = []
     for path in sorted(folder.glob("*.json")):
         given = json.loads(path.read_text())
@@ -104,14 +100,7 @@ def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
 
 
 def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem:
-    """Return nodes of up to four GPUs, and random models that roughly fill them.
-
-    Args:
-        devices: Number of devices.
-        models: Number of models.
-        stages: Stages of each model.
-        seed: Seed of the random numbers.
-    """
+    """Return nodes of up to four GPUs, and random models that roughly fill them."""
     draw = random.Random(seed)
     kinds = [draw.choice(list(SPEED)) for _ in range(-(-devices // 4))]
     nodes = tuple(
@@ -148,11 +137,7 @@ def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem
 
 
 def shared(limit_s: float, seeds: int) -> list[dict[str, Any]]:
-    """Place random models, with and without the solvers; return the rows of results.
-
-    Raises:
-        SystemExit: The verifier found a fault, or greedy was better.
-    """
+    """Place random models, with and without the solvers; return the rows of results."""
     rows = []
     for devices, models, stages in SHAPES:
         for seed in range(seeds):
@@ -185,7 +170,6 @@ def shared(limit_s: float, seeds: int) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the tables."""
     table = Table(title="chains of layers (Helix's clusters), tokens/s")
     for column in ("instance", "ours", "best known", "published", "bound", "s"):
         table.add_column(column, justify="left" if column == "instance" else "right")

@@ -14,14 +14,8 @@ LOOK_S = 0.5
 async def replica_seconds(
     running: asyncio.Future[Any], count: Callable[[], int]
 ) -> float:
-    """Return the replica-seconds until a load has ended.
-
-    Args:
-        running: The load.
-        count: Returns the current number of replicas; called in a thread.
-
-    Cancellation: Safe; the load goes on.
-    """
+    """Return the replica-seconds until a load ends; after a cancel, it continues."""
+    # ``count`` returns the current number of replicas; it is called in a thread.
     total, last = 0.0, time.monotonic()
     while not running.done():
         await asyncio.wait({running}, timeout=LOOK_S)

@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.studies.serving_kills [--ray PYTHON] [--rounds 3]``. Three
 stages of 50 ms, with two replicas each, run on multiworld and on Ray Serve with its
-defaults, one at a time, both in each round. Eight clients send requests in a closed
-loop for 15 s and wait up to 10 s for an answer. One replica of each stage is killed
-(SIGKILL) after 3, 6 and 9 s. Prints the requests that were not answered with 200, and
-the longest latency. Writes ``serving_kills.json``.
+defaults, one after the other in each round. Eight clients send requests in a closed
+loop for 15 s and wait up to 10 s for an answer. A replica of the first, second and
+third stage is killed (SIGKILL) after 3, 6 and 9 s. Prints the number of requests that
+were not answered with 200, and the longest latency. Writes ``serving_kills.json``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KILLS_S = (3.0, 6.0, 9.0)
 
 
 def ours(folder: Path) -> Callable[[int], int]:
-    """Return a function that picks a multiworld replica of a stage, as a PID."""
+    """Return a function that chooses a multiworld replica of a stage, by PID."""
 
     def find(stage: int) -> int:
         record = json.loads((folder / "state" / "record.json").read_text())
@@ -52,7 +52,7 @@ def ours(folder: Path) -> Callable[[int], int]:
 
 
 def rays(stage: int) -> int:
-    """Return the PID of a random Ray Serve replica of a stage; Ray names processes."""
+    """Return the PID of a random Ray Serve replica of a stage, by its process name."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -66,15 +66,8 @@ def rays(stage: int) -> int:
 
 
 async def disturb(contender: Service, find: Callable[[int], int]) -> dict[str, Any]:
-    """Send requests while replicas are killed; return the numbers.
-
-    Args:
-        contender: Service to send to.
-        find: Function that returns the PID of a replica of a stage.
-
-    Cancellation:
-        Drops the requests in flight.
-    """
+    """Send requests while replicas are killed; return the results."""
+    # ``find`` returns the PID of a replica of a stage.
     failed: Counter[str] = Counter()
     latencies: list[float] = []
     end = time.monotonic() + SECONDS

@@ -1,13 +1,14 @@
-"""What a kill costs the streams of any stack with OpenAI's completions.
+"""Cost of a kill for the streams of any stack with OpenAI's completions API.
 
 ``python -m benchmarks.studies.stream_faults --url http://localhost:8000 --model NAME
---kill 'COMMAND'``. Five kinds of streams run at once (see ``kill_rounds``): without a
-kill, and then with the command run at a drawn time of each round, which should kill a
-process that computes, such as ``multiworld chaos kill NAME 1``. Then it waits until the
-routes ``--health`` of all URLs answer for ``--settle`` seconds. Prints the streams that
-were cut, the tokens that are wrong or missing, what differs without a kill, and the
-longest pause. Servers must take and return token ids as vLLM does; with ``--text`` the
-texts are compared. Exits with 1 if a stream was cut, or a token is wrong.
+--kill 'COMMAND'``. Five kinds of streams run at the same time (see ``kill_rounds``),
+first without a kill. Then, at a random time of each round, the command runs, which
+should kill a computing process (for example ``multiworld chaos kill NAME 1``), and the
+round ends when the routes ``--health`` of all URLs have answered for ``--settle``
+seconds. Prints the number of streams that were cut, of tokens that are wrong or
+missing, and of tokens that differ without a kill, and the longest pause. Servers must
+accept and return token ids as vLLM does; with ``--text``, characters are compared
+instead. Exits with 1 if a stream was cut, or a token is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ async def _all_answer(given: argparse.Namespace) -> bool:
 
 
 def table_of(report: BenchReport, kinds: tuple[str, ...]) -> tuple[Table, bool]:
-    """Return the results as a table, and whether every stream was whole and right."""
+    """Return a table of results, and whether all streams were complete and correct."""
     table = Table("stream", "cut", "wrong or missing", "different without a kill")
     is_good = True
     for kind in kinds:

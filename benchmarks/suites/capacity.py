@@ -1,8 +1,9 @@
-"""Suite "capacity": from the kill of a replica until the service is whole again.
+"""Suite "capacity": time from the kill of a replica until full capacity.
 
-Two replicas of SmolLM2, in our own engine and, if it is included, in vLLM on a CPU.
-One of them is killed while nothing runs. Each is measured without a spare, and with one
-that was loaded in advance; the next kill comes when the spare is replaced.
+Two replicas of SmolLM2 run in our own engine and, if it is included, in vLLM on a CPU.
+One of them is killed while the service is idle. Each engine is measured without a
+spare, and with one that was loaded in advance; then the next kill waits until the spare
+is replaced.
 """
 
 from __future__ import annotations
@@ -26,22 +27,18 @@ from multiworld.serve.controller.client import Service
 
 OURS, VLLMS = "our engine", "vLLM on the CPU"
 SPARE = ", a spare"
-"""Names of the contenders; those with a spare end so."""
+"""Names of the contenders; SPARE is the suffix of those with a spare."""
 
 KIND = "from a kill to full capacity, by replicas"
 REPLICAS = 2
 WHOLE_S = 120.0
-LOOK_S = 0.02  # between looks at the service's state
+LOOK_S = 0.02  # seconds between looks at the service's state
 
 OnStep = Callable[[Step], None]
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Start one service after the other, and measure it.
-
-    Raises:
-        RuntimeError: A service did not start, or did not become whole again.
-    """
+    """Start one service after the other, and measure it."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     engines = [OURS, *([VLLMS] if VLLM in options.apart else [])]
     contenders = [(who, spares) for who in engines for spares in (0, 1)]
@@ -95,7 +92,7 @@ def _kill(service: Service) -> None:
 
 
 def _wait(service: Service, ready: int, spares: int) -> None:
-    """Wait until a service has at least these replicas, and these spares."""
+    """Wait until a service has this many ready replicas and spares, or more."""
     limit = time.monotonic() + WHOLE_S
     while time.monotonic() < limit:
         phases = [str(process.phase) for process in _replicas(service)]

@@ -18,7 +18,7 @@ BASELINE = "plain gloo"
 SIZES = (4_096, 65_536, 1_048_576, 4_194_304, 16_777_216)
 QUICK = (4_096, 1_048_576)
 BUDGET_BYTES = 64 * 1024 * 1024
-"""Bytes that all ranks together put into one measurement."""
+"""Total bytes that all ranks put into one measurement."""
 
 
 class PlainCollectives:
@@ -34,23 +34,19 @@ class PlainCollectives:
         dist.barrier()
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce ``count`` times."""
         for _ in range(count):
             dist.all_reduce(tensor)
 
     def broadcast(self, tensor: Tensor, count: int) -> None:
-        """Broadcast ``count`` times."""
         for _ in range(count):
             dist.broadcast(tensor, 0)
 
     def all_gather(self, tensor: Tensor, count: int) -> None:
-        """Gather ``count`` times."""
         outs = [torch.empty_like(tensor) for _ in range(self._size)]
         for _ in range(count):
             dist.all_gather(outs, tensor)
 
     def close(self) -> None:
-        """Release the group or world."""
         dist.destroy_process_group()
 
 
@@ -82,28 +78,22 @@ class WorldCollectives:
         self._runner.run(run())
 
     def meet(self) -> None:
-        """Wait for all ranks.
-
-        Messages that were sent eagerly leave only while the event loop runs, which is
-        during these calls.
-        """
+        """Wait for all ranks."""
+        # Messages that were sent eagerly leave only while the event loop runs, which is
+        # during these calls.
         self._runner.run(self._world.barrier())
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce ``count`` times."""
         self._repeat(lambda: self._world.all_reduce(tensor), count)
 
     def broadcast(self, tensor: Tensor, count: int) -> None:
-        """Broadcast ``count`` times."""
         self._repeat(lambda: self._world.broadcast(tensor, src=0), count)
 
     def all_gather(self, tensor: Tensor, count: int) -> None:
-        """Gather ``count`` times."""
         outs = [torch.empty_like(tensor) for _ in range(self._size)]
         self._repeat(lambda: self._world.all_gather(tensor, outs), count)
 
     def close(self) -> None:
-        """Release the group or world."""
         self._runner.run(self._manager.close())
         self._runner.close()
 
@@ -117,35 +107,14 @@ def body_of(size: int) -> Callable[[int, Options, Reporter], None]:
 
 
 def body_of_2(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure with two ranks.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
     _body(rank, 2, options, reporter)
 
 
 def body_of_4(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure with four ranks.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
     _body(rank, 4, options, reporter)
 
 
 def body_of_8(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure with eight ranks.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
     _body(rank, 8, options, reporter)
 
 

@@ -1,14 +1,15 @@
-"""Suite "engine_kills": streams of every kind while vLLM's servers are killed.
+"""Suite "engine_kills": streams of every kind while vLLM servers are killed.
 
-Four fronts of SmolLM2 in float32: two servers of vLLM without anything; the same behind
-a proxy that sends the prompt and the tokens so far to the other server, as Dynamo does;
-two of vLLM as replicas of ours (``engine: vllm``); and three stages of ours. Greedy,
-sampled, penalised and structured streams and one of two choices run at once. In each
-round a process that computes is killed, at a drawn time, and the tokens are compared
-with those of undisturbed streams of the same front. As many rounds without a kill show
-what an engine does differently by itself. Our fronts also lose a replica as planned, by
-scaling in while the streams run. The proxy is part of the client, so
-it costs no time of its own. Each server of vLLM has half of the cores.
+Four serving stacks (*fronts*) run SmolLM2 in float32: two plain vLLM servers; the same
+servers behind a proxy that sends the prompt and the tokens so far to the other server,
+as Dynamo does; two vLLM engines as our replicas (``engine: vllm``); and our own engine
+in three stages. A greedy, a sampled, a penalised and a structured stream, and one with
+two choices, run at the same time. In each round, a computing process is killed at a
+random time, and the tokens are compared with those of undisturbed streams of the same
+front. The same number of rounds without a kill shows how often an engine's tokens
+differ by themselves. Our fronts also lose a replica as planned, by scaling in while
+streams run. The proxy is part of the client, so it costs no time of its own. Each vLLM
+server has half of the cores.
 """
 
 from __future__ import annotations
@@ -44,15 +45,11 @@ BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"
 
 CORES = sorted(os.sched_getaffinity(0))
 HALVES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
-"""Cores of the two servers of vLLM."""
+"""Cores of the two vLLM servers."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure all fronts; those with vLLM only if it is included.
-
-    Raises:
-        RuntimeError: A server did not start.
-    """
+    """Measure all fronts; those with vLLM only if it is included."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     draw = random.Random(1)
@@ -84,7 +81,7 @@ def run(options: Options, on_step: OnStep) -> None:
 def _measured(
     fronts: list[Front], rounds: int, draw: random.Random, on_step: OnStep
 ) -> None:
-    """Measure fronts; keep the results so far if a server cannot be had back."""
+    """Measure fronts; keep the results so far if a server does not come back."""
     try:
         asyncio.run(measure(fronts, rounds, draw, on_step))
     except (RuntimeError, OSError, TimeoutError, aiohttp.ClientError) as error:
@@ -141,7 +138,7 @@ def _ours(
 
 
 class Servers:
-    """Two servers of vLLM, of which a killed one is started again."""
+    """Two vLLM servers; a killed one is restarted by ``heal``."""
 
     def __init__(
         self,
@@ -165,19 +162,19 @@ class Servers:
         scratch = self._scratch / f"vllm-{self._starts}"
         scratch.mkdir()
         running = others.running(VLLM, self._python, self._folder, scratch)
-        os.sched_setaffinity(0, HALVES[place])  # of this thread, and its children
+        os.sched_setaffinity(0, HALVES[place])  # for this thread and its children
         try:
             return self._stack.enter_context(running)
         finally:
             os.sched_setaffinity(0, CORES)
 
     async def kill(self) -> None:
-        """Kill the process of one of them that computes; its server then exits."""
+        """Kill the computing process of a random server, which then exits."""
         os.kill(worker_of(self._draw.choice(self._processes)), signal.SIGKILL)
         await asyncio.sleep(SETTLED_S)
 
     async def heal(self) -> None:
-        """Start the killed one again."""
+        """Restart the killed server."""
         for place, process in enumerate(self._processes):
             if not await asyncio.to_thread(_is_alive, self.urls[place]):
                 await asyncio.to_thread(process.wait, BACK_S)

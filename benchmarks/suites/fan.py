@@ -23,13 +23,7 @@ Move = Callable[[World, torch.Tensor, int], "asyncio.Future[None]"]
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
-    """Lead as rank 0, or work as another rank in one world with it.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Lead as rank 0, or work as another rank in one world with it."""
     asyncio.run(_run(rank, options, reporter))
 
 

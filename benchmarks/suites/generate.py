@@ -1,12 +1,12 @@
-"""Suite "generate": tokens a second and time to the first token, on SmolLM2.
+"""Suite "generate": tokens per second and time to the first token, on SmolLM2.
 
 One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
-tokens of answer. Our model runs as one stage with two threads, and as three stages with
-one each; vLLM and llama.cpp, if they are included, as their own servers. Ours and vLLM
-compute in float32, in bfloat16, and with weights and activations of 8 bits; llama.cpp
-computes with weights that are quantized to 4 bits. They are started one after the
-other, measured in turns, and idle meanwhile. At last, prompts of three stages that
-begin like an earlier one, beside new ones of the same length.
+output tokens. Our model runs as one stage with two threads, and as three stages with
+one thread each; vLLM and llama.cpp, if they are included, run as their own servers. Our
+engine and vLLM compute in float32, in bfloat16, and with weights and activations of 8
+bits; llama.cpp has weights that are quantized to 4 bits. All servers are started first,
+and measured alternately while the others are idle. Finally, our three stages compute
+prompts with a cached prefix, beside new prompts of the same length.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from multiworld.demo import smollm2
 
 ONE, THREE = "one stage", "three stages"
 BFLOAT16, INT8 = ", bfloat16", ", int8"
-"""Names of the contenders; those that do not compute in float32 end so."""
+"""Names of the contenders, and suffixes of those that do not compute in float32."""
 
 BEHIND = "vLLM behind multiworld"
-"""In float32, too; with runner V1, whose tokens our processor samples."""
+"""Name of a contender in float32: runner V1, with sampling by our processor."""
 
 STREAMS = (1, 4, 16)
 PROMPT, ANSWER = 128, 64
 """Tokens of a prompt and of its answer."""
 
 BEGINNINGS, OWN = (256, 768, 1536), 32
-"""Tokens with which prompts begin alike, and those after them."""
+"""Tokens of a shared prefix, and of the rest of a prompt."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
@@ -67,11 +67,7 @@ class Server:
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Start all servers, and measure them.
-
-    Raises:
-        RuntimeError: A server did not start, or did not answer.
-    """
+    """Start all servers, and measure them."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
         servers = []
@@ -109,7 +105,7 @@ def run(options: Options, on_step: OnStep) -> None:
 def _others(
     options: Options, folder: Path, scratch: Path
 ) -> list[tuple[str, Path, str]]:
-    """Return the servers of others: name, folder of the model, and dtype."""
+    """Return the external servers: name, folder of the model, and dtype."""
     found: list[tuple[str, Path, str]] = []
     if VLLM in options.apart:
         eight = save_quantized(folder, scratch / "w8a8")
@@ -139,7 +135,7 @@ def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any
 
 
 def _behind(folder: Path, python: str) -> dict[str, Any]:
-    """Return a service whose only replica is vLLM, which our processor samples for."""
+    """Return a service whose only replica is vLLM, with sampling by our processor."""
     model = {
         "path": str(folder),
         "engine": "vllm",
@@ -180,7 +176,7 @@ async def _beginnings(
     rounds: int,
     on_step: OnStep,
 ) -> None:
-    """Measure prompts with a known beginning, and new ones, in turns."""
+    """Measure prompts with a cached prefix and new prompts, alternately."""
     draw = random.Random(beginning)
     shared = drawn(draw, beginning)
     await _first(http, server, shared, 2)
@@ -201,7 +197,7 @@ async def _round(
     number: int,
     on_step: OnStep,
 ) -> None:
-    """Run some streams at once, with prompts that no other round has."""
+    """Run concurrent streams, whose prompts occur in no other round."""
     began = time.perf_counter()
     firsts = await asyncio.gather(
         *(
@@ -224,10 +220,6 @@ async def _round(
 async def _first(
     http: aiohttp.ClientSession, server: Server, prompt: list[int], answer: int
 ) -> float:
-    """Run one stream; return the seconds to its first token.
-
-    Raises:
-        RuntimeError: It had another number of tokens.
-    """
+    """Run one stream; return the seconds to its first token."""
     times = await times_of(http, server.url, prompt, answer, model=server.model)
     return times[0]

@@ -1,9 +1,9 @@
 """Suite "graphs": decode steps on a GPU, with CUDA graphs and without.
 
-Whole steps of one stage in this process, without messages: uploads, computation,
-download and sampling at temperature 1. The decoder has the layers of Qwen3-0.6B, random
-weights in bfloat16, and a vocabulary of 32,768. Every sequence has a context of about
-160 tokens.
+Whole steps of one stage in this process, without messages: upload, computation,
+download, and sampling at temperature 1. The decoder has layers of the size of
+Qwen3-0.6B's, random weights in bfloat16, and a vocabulary of 32,768. Every sequence has
+a context of about 160 tokens.
 """
 
 from __future__ import annotations
@@ -55,15 +55,7 @@ OnStep = Callable[[Step], None]
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure on a GPU of this machine.
-
-    Args:
-        options: Extent of the measurements.
-        on_step: Function that gets samples and progress.
-
-    Raises:
-        RuntimeError: There is no GPU.
-    """
+    """Measure on a GPU of this machine."""
     if not torch.cuda.is_available():
         raise RuntimeError("this machine has no GPU; run another suite")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -78,15 +70,7 @@ def measure(
     record: Record,
     sizes: dict[str, Any],
 ) -> None:
-    """Measure steps of all numbers of layers and streams.
-
-    Args:
-        options: Extent of the measurements.
-        on_step: Function that gets samples and progress.
-        transfers: Copies to and from the device.
-        record: Recorder of graphs.
-        sizes: Sizes of a layer, and of the vocabulary.
-    """
+    """Measure steps with all numbers of layers and streams."""
     for layers in LAYERS:
         stage = _stage(layers, sizes, transfers)
         for number in range(options.rounds):

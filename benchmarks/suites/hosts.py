@@ -55,16 +55,7 @@ class Across(OneWorld):
 
 
 def run(options: Options, on_step: Callable[[Step], None]) -> None:
-    """Create two namespaces, and measure between them.
-
-    Args:
-        options: Extent of the measurements.
-        on_step: Function that gets samples and progress.
-
-    Raises:
-        HostError: Namespaces are not allowed here.
-        RuntimeError: A process of the benchmark failed.
-    """
+    """Create two namespaces, and measure between them."""
     from multiworld.testing.hosts import Hosts
 
     with Hosts(2, subnet="10.79.0") as hosts:
@@ -92,14 +83,8 @@ def run(options: Options, on_step: Callable[[Step], None]) -> None:
 
 
 def member(rank: int, host: str, rounds: int, *, is_quick: bool) -> None:
-    """Measure as one of the two hosts; rank 0 prints its reports as lines of JSON.
-
-    Args:
-        rank: Rank of this process.
-        host: Address of rank 0's host.
-        rounds: Number of measurements of each contender.
-        is_quick: Measure the largest size only.
-    """
+    """Measure as one of the two hosts; rank 0 prints its reports as lines of JSON."""
+    # ``host``: address of rank 0; ``is_quick``: measure only the largest size.
     torch.set_num_threads(1)
     rivals: dict[str, Any] = {
         "tcp socket": Tcp(rank, (host, 7001)),

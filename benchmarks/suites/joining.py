@@ -1,4 +1,4 @@
-"""Suite "joining": rate and gaps of a busy world while others come and go."""
+"""Suite "joining": rate and gaps of a busy world while other worlds join and leave."""
 
 from __future__ import annotations
 
@@ -46,13 +46,7 @@ It prints "ready" when everything is imported, so that its start disturbs nothin
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
-    """Send without pause and join other worlds as rank 0, or receive as rank 1.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Send without pause and join other worlds as rank 0, or receive as rank 1."""
     asyncio.run(_run(rank, options, reporter))
 
 
@@ -90,7 +84,7 @@ class _Visitors:
         self.count = 0
 
     def prepare(self, seconds: float) -> None:
-        """Start the processes: one for each world to break, or one for all others."""
+        """Start the processes: one for each world to break, or one for all worlds."""
         count = {"join and leave": 1, "join and break": int(seconds / EVERY_S)}
         for _ in range(count.get(self._what, 0)):
             self._processes.append(
@@ -107,11 +101,8 @@ class _Visitors:
             process.stdout.readline()
 
     async def run(self, seconds: float) -> None:
-        """Join a world every ``EVERY_S``, and leave or break it.
-
-        Cancellation:
-            A world may stay joined.
-        """
+        """Join a world every ``EVERY_S``, and leave or break it."""
+        # After a cancel, a world may stay joined.
         end = time.monotonic() + seconds - EVERY_S
         while self._processes and time.monotonic() < end:
             await asyncio.sleep(EVERY_S / 2)
@@ -128,7 +119,6 @@ class _Visitors:
             self.count += 1
 
     def close(self) -> None:
-        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.wait()

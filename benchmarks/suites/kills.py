@@ -1,10 +1,10 @@
-"""Suite "kills": streams of text while workers are killed, on SmolLM2.
+"""Suite "kills": streams while workers are killed, on SmolLM2.
 
-One stream or eight run all the time, in bfloat16. Again and again a worker is killed:
-of ours, in three stages with two replicas in the middle, any replica that has streams;
-of vLLM, if it is included, the process that computes, under eight streams, after which
-its server ends and is started again at once. Our texts are compared with undisturbed
-ones, token by token.
+One stream or eight run all the time, in bfloat16, while workers are killed repeatedly.
+Our service has three stages, with two replicas in the middle; any replica that has
+streams may be killed. Of vLLM, if it is included, the computing process is killed under
+eight streams; its server then exits, and is restarted at once. Each of our streams is
+compared with the first one of the same prompt, token by token.
 """
 
 from __future__ import annotations
@@ -38,53 +38,49 @@ from multiworld.serve.controller.client import Service
 
 OURS = "multiworld"
 ALONE, STREAMS = 1, 8
-"""Streams at once."""
+"""Numbers of concurrent streams."""
 
 PROMPT, ANSWER = 256, 64
 """Tokens of a prompt, and of an answer."""
 
 KILLS, THEIR_KILLS = 40, 2
-"""Kills of ours in a round, and of vLLM, which takes minutes to come back, in all."""
+"""Kills of ours in a round; and all kills of vLLM, which takes minutes to restart."""
 
 BETWEEN_S = (1.5, 3.0)
-"""Least and most seconds from a whole service to the next kill."""
+"""Minimum and maximum seconds from full capacity to the next kill."""
 
 BACK_S = 400.0
-"""Most seconds until all streams get tokens again."""
+"""Maximum seconds until all streams receive tokens again."""
 
 RETRY_S = 0.2
 
 CUT, PAUSE = "streams cut at a kill", "longest time without a token at a kill"
-"""Measurements; the second is that of any client, which asks again if it is cut."""
+"""Measurements; in the second, a client repeats its request if its stream is cut."""
 
 WITHIN, ELSEWHERE = "longest pause of a stream at a kill", "pause of other streams"
-"""Measurements between two tokens of a stream; the second is that of the streams which
-another replica computes, in times that a token takes else."""
+"""Measurements between two tokens of a stream. The second is for the streams on other
+replicas, as a multiple of the usual time for a token."""
 
 CALM = "no kill"
-"""Contender: as long a pause in the seconds before the kill, because of prompts."""
+"""Contender: the same pause in the seconds before the kill, which prompts cause."""
 
 FIRST = "time to first token"
-"""Measurement of new prompts, with nothing else to do."""
+"""Measurement of new prompts while the service is idle."""
 
 FIRSTS = 12
-"""New prompts in a round of that."""
+"""Number of new prompts of that measurement."""
 
 SETTLED_S = 2.0
-"""Seconds after a kill in which streams end, if they are cut at all."""
+"""Seconds after a kill within which streams end if they are cut."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Kill workers of each contender under streams.
-
-    Raises:
-        RuntimeError: A server did not start, a stream of ours was cut or has another
-            token.
-        TimeoutError: Streams did not come back.
-    """
+    """Kill workers of each contender while streams run."""
+    # RuntimeError: a stream of ours was cut or has another token. TimeoutError: streams
+    # did not recover.
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     kills = 2 if options.is_quick else KILLS
     with tempfile.TemporaryDirectory() as name:
@@ -134,14 +130,14 @@ class Load:
         url: URL to post to.
         model: Name of the model there.
         streams: Number of streams.
-        checks: Whether texts are compared with the first one of their prompt.
-        last_at: Time of the last token of each client, on the monotonic clock.
-        longest_s: Longest time without a token of each client since ``reset``.
-        within_s: Longest time between two tokens of a text, of each client, since then.
-        gaps_s: All times between two tokens of a text since then.
-        cut: Streams that ended early so far.
-        different: Texts with other tokens than the first one of their prompt.
-        whole: Streams that ended as they should.
+        checks: Whether to compare streams with the first one of the same prompt.
+        last_at: Time of each client's last token, on the monotonic clock.
+        longest_s: Each client's longest time without a token since ``reset``.
+        within_s: Each client's longest time between two tokens of one stream, as above.
+        gaps_s: All times between two tokens of one stream since ``reset``.
+        cut: Number of streams that ended early.
+        different: Number of streams that differ from the first one of their prompt.
+        whole: Number of complete streams.
     """
 
     url: str
@@ -169,10 +165,7 @@ class Load:
         self.gaps_s = []
 
     async def run(self) -> None:
-        """Stream until cancelled.
-
-        Cancellation: Drops the streams.
-        """
+        """Stream until cancelled."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
             await asyncio.gather(*(self._slot(http, k) for k in range(self.streams)))
 
@@ -182,16 +175,12 @@ class Load:
             try:
                 await self._stream(http, slot)
             except (aiohttp.ClientError, TimeoutError, EOFError):
-                # One that was refused was never taken, so it is not cut.
+                # A refused stream was never accepted, so it is not cut.
                 self.cut += self.last_at[slot] > max(began, before)
                 await asyncio.sleep(RETRY_S)
 
     async def _stream(self, http: aiohttp.ClientSession, slot: int) -> None:
-        """Read one stream.
-
-        Raises:
-            EOFError: It ended early.
-        """
+        """Read one stream; EOFError if it ends early."""
         body = _request(self.model, random.Random(slot), ANSWER)
         tokens: list[int] = []
         async with http.post(self.url, json=body, raise_for_status=True) as found:
@@ -220,27 +209,19 @@ class Load:
         self._grown.set()
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Wait until something holds that tokens and ends of streams change.
-
-        Raises:
-            TimeoutError: That took too long.
-        """
+        """Wait until ``done()``, checked at every token and end, at most ``BACK_S``."""
         async with asyncio.timeout(BACK_S):
             while not done():
                 self._grown.clear()
                 await self._grown.wait()
 
     def is_flowing(self, since: float) -> bool:
-        """Tell whether every stream has a token that came after a time."""
+        """Return whether every client has received a token after ``since``."""
         return min(self.last_at) > since
 
 
 async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> None:
-    """Kill replicas of ours under streams.
-
-    Raises:
-        RuntimeError: A stream was cut or has another token.
-    """
+    """Kill our replicas while streams run; RuntimeError if one is cut or differs."""
     draw = random.Random(1)
     if load.streams == ALONE:
         await asyncio.to_thread(wait_whole, service)
@@ -271,7 +252,7 @@ async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> No
 
 
 def victim_of(service: Service, draw: random.Random) -> tuple[int, int]:
-    """Return the process of a replica that has streams, and how many it has."""
+    """Return the PID of a replica that has streams, and their number."""
     limit = time.monotonic() + BACK_S
     while time.monotonic() < limit:
         status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
@@ -297,7 +278,7 @@ def _first_s(load: Load, seed: int) -> float:
 
 
 async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) -> None:
-    """Kill the worker of vLLM once; start its server again when it has ended."""
+    """Kill vLLM's worker once; restart its server when it has exited."""
     on_step(("step", (0.0, f"starting {VLLM} (may take minutes)")))
     first = others.running(VLLM, python, folder, scratch, "bfloat16")
     with contextlib.ExitStack() as stack:
@@ -321,7 +302,7 @@ async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) ->
 
 @contextlib.asynccontextmanager
 async def _flowing(load: Load) -> Any:
-    """Run the streams, once each has had a text."""
+    """Run the streams; enter the block after two complete streams per client."""
     running = asyncio.create_task(load.run())
     try:
         await load.until(lambda: load.whole >= 2 * load.streams)
@@ -343,7 +324,7 @@ async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
 
 
 def worker_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the process of vLLM's server that computes."""
+    """Return the PID of the computing process of a vLLM server: its largest one."""
     children = psutil.Process(process.pid).children(recursive=True)
     biggest = max(children, key=lambda child: child.memory_info().rss)
     return int(biggest.pid)
@@ -354,11 +335,7 @@ def _status(service: Service) -> StatusAnswer:
 
 
 def wait_whole(service: Service) -> None:
-    """Wait until every stage has its replicas.
-
-    Raises:
-        RuntimeError: That took too long.
-    """
+    """Wait until every stage has its replicas."""
     limit = time.monotonic() + BACK_S
     while not _status(service).is_ready:
         if time.monotonic() > limit:

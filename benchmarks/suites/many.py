@@ -26,17 +26,11 @@ IDLE_S = 5.0
 MESSAGE_BYTES = 4_096
 MESSAGES = 4_000
 AT_A_TIME = 16
-"""Worlds that are joined at once."""
+"""Maximum number of worlds that join at once."""
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
-    """Join more and more worlds of two members, and measure at each number of them.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Join more and more worlds of two members, and measure at each of ``COUNTS``."""
     asyncio.run(_run(rank, options, reporter))
 
 
@@ -117,7 +111,7 @@ async def _rate(world: World, messages: int) -> float:
 
 
 async def _idle(world: World, count: int, reporter: Reporter, seconds: float) -> None:
-    """Measure this process, without its helper, while nothing is sent."""
+    """Measure the CPU use of this process, without its helper, while it is idle."""
     await world.barrier()
     before = cpu_s()
     await asyncio.sleep(seconds)

@@ -1,8 +1,8 @@
 """Suite "nccl": worlds on GPUs, beside plain ``torch.distributed`` on NCCL.
 
 With one GPU, both ranks share it. Each pretends to be on a host of its own, because
-NCCL refuses two ranks of one host on one GPU, and traffic takes NCCL's socket
-transport. This shows what worlds add to NCCL, not how fast a GPU's links are. Every
+NCCL rejects two ranks of one host on one GPU; so NCCL uses its socket transport. The
+suite shows the cost that worlds add to NCCL, not the speed of a GPU's links. Every
 measurement ends with a synchronisation of the device.
 """
 
@@ -32,7 +32,7 @@ BUDGET_BYTES = 512 * 1024 * 1024
 """Bytes of one measurement."""
 
 MOST, LEAST = 500, 6
-"""Bounds of the messages of one measurement."""
+"""Maximum and minimum number of messages of one measurement."""
 
 
 class PlainNccl:
@@ -46,24 +46,15 @@ class PlainNccl:
         self._peer = 1 - rank
 
     def stream(self, tensor: Tensor, count: int, *, is_sender: bool) -> None:
-        """Send or receive ``count`` times.
-
-        Args:
-            tensor: Message, or buffer to receive into.
-            count: Number of messages.
-            is_sender: Send; otherwise receive.
-        """
         move = dist.send if is_sender else dist.recv
         for _ in range(count):
             move(tensor, self._peer)
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce ``count`` times."""
         for _ in range(count):
             dist.all_reduce(tensor)
 
     def close(self) -> None:
-        """Release the group or world."""
         dist.destroy_process_group()
 
 
@@ -102,14 +93,6 @@ class WorldOnGpu:
         return manager, world
 
     def stream(self, tensor: Tensor, count: int, *, is_sender: bool) -> None:
-        """Send or receive ``count`` times.
-
-        Args:
-            tensor: Message, or buffer to receive into.
-            count: Number of messages.
-            is_sender: Send; otherwise receive.
-        """
-
         async def run() -> None:
             for _ in range(count):
                 if is_sender:
@@ -120,8 +103,6 @@ class WorldOnGpu:
         self._runner.run(run())
 
     def all_reduce(self, tensor: Tensor, count: int) -> None:
-        """Reduce ``count`` times."""
-
         async def run() -> None:
             for _ in range(count):
                 await self._world.all_reduce(tensor)
@@ -129,35 +110,20 @@ class WorldOnGpu:
         self._runner.run(run())
 
     def close(self) -> None:
-        """Release the group or world."""
         wake(self._manager)
         self._runner.run(self._manager.close())
         self._runner.close()
 
 
 def run(options: Options, on_step: Callable[[Step], None]) -> None:
-    """Measure on the GPUs of this machine.
-
-    Args:
-        options: Extent of the measurements.
-        on_step: Function that gets samples and progress.
-
-    Raises:
-        RuntimeError: There is no GPU, or a process failed.
-    """
+    """Measure on the GPUs of this machine."""
     if not torch.cuda.is_available():
         raise RuntimeError("this machine has no GPU; run another suite")
     members.run(on_gpus, SIZE, options, on_step)
 
 
 def on_gpus(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure on NCCL, with a GPU for each rank if there are enough.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Measure on NCCL, with a GPU for each rank if there are enough."""
     count = torch.cuda.device_count()
     if count < SIZE:
         os.environ["NCCL_HOSTID"] = f"multiworld-bench-{rank}"
@@ -169,28 +135,14 @@ def on_gpus(rank: int, options: Options, reporter: Reporter) -> None:
 
 
 def on_hosts(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure on Gloo without a GPU, to test the suite.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Measure on Gloo without a GPU, to test the suite."""
     measure(rank, options, reporter, "gloo", torch.device("cpu"))
 
 
 def measure(
     rank: int, options: Options, reporter: Reporter, backend: str, device: torch.device
 ) -> None:
-    """Measure all contenders in turns, at each size.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-        backend: Backend of the groups and worlds.
-        device: Device of the tensors.
-    """
+    """Measure all contenders alternately, at each size."""
     ports = iter(options.ports)
     rivals: dict[str, PlainNccl | WorldOnGpu] = {
         PLAIN: PlainNccl(rank, next(ports), backend, device),

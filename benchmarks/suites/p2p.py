@@ -20,34 +20,28 @@ BUDGET_BYTES = 384 * 1024 * 1024
 """Bytes of one stream."""
 
 MOST, LEAST = 5_000, 6
-"""Bounds of the messages of one stream."""
+"""Maximum and minimum number of messages of one stream."""
 
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 
 
 ENDS = ("pymultiworld", "ucxx", "nixl")
-"""Contenders that need an environment of their own."""
+"""Contenders that have environments of their own."""
 
 TRIPS_ONLY = ("by name", "no spin")
-"""Contenders whose streams would be those of ``world, direct``."""
+"""Contenders whose streams would equal those of ``world, direct``."""
 
 SLOW = ("gloo, asyncio", "pymultiworld")
 """Contenders that send a quarter of the messages, to save time."""
 
 
 def messages_in(size: int) -> int:
-    """Return how many messages of this size make up one stream."""
+    """Return the number of messages of this size in one stream."""
     return max(LEAST, min(MOST, BUDGET_BYTES // size))
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
-    """Measure every contender in every round, at each size.
-
-    Args:
-        rank: Rank of this process.
-        options: How much to measure: rounds, sizes and contenders.
-        reporter: Receiver of the samples.
-    """
+    """Measure every contender in every round, at each size."""
     rivals = _rivals(rank, options)
     sizes = QUICK if options.is_quick else SIZES
     total = options.rounds * len(sizes)

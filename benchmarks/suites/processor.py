@@ -1,9 +1,9 @@
-"""Suite "processor": what our logits processor adds to a step of vLLM's runner V2.
+"""Suite "processor": cost of our logits processor in a step of vLLM's runner V2.
 
-Its two calls in a step, with the words of SmolLM2, without vLLM: for sequences whose
-penalties vLLM counts itself, and for sequences with a structure, whose masks are
-computed and put over the logits. Nothing overlaps with a model here. The baseline,
-"reading", is one pass over the logits.
+The two calls of the processor in a step are measured without vLLM, with the vocabulary
+of SmolLM2: for sequences whose penalties vLLM counts itself, and for sequences with a
+grammar, whose masks are computed and applied to the logits. Nothing overlaps with a
+model here. The baseline, "reading", is one pass over the logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OnStep = Callable[[Step], None]
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure all contenders in turns, with one thread."""
+    """Measure all contenders alternately, with one thread."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def _measure(module: Any, options: Options, on_step: OnStep) -> None:
 
 
 def _step_s(module: Any, who: str, rows: int) -> float:
-    """Return the seconds of a step, on average."""
+    """Return the mean seconds of a step."""
     logits = torch.randn(rows, VOCABULARY)
     if who == READING:
         began = time.perf_counter()
@@ -101,7 +101,7 @@ def _step_s(module: Any, who: str, rows: int) -> float:
 
 
 class _Buffer:
-    """A tensor of vLLM's, on both sides."""
+    """Stand-in for a tensor of vLLM that has a copy on the GPU and one on the host."""
 
     def __init__(self, *shape: int) -> None:
         self.gpu = torch.zeros(shape, dtype=torch.int32)
@@ -124,10 +124,10 @@ def _states(rows: int) -> Any:
 
 
 def _sample(states: Any, rows: int) -> None:
-    """Let each sequence have a token more, which its structure allows."""
+    """Append to each sequence a token that its grammar allows."""
     at = int(states.total_len.gpu[0])
     states.all_token_ids.gpu[:rows, at] = LETTER
     states.total_len.gpu += 1
 
 
-LETTER = 81  # a token of SmolLM2 that is one small letter
+LETTER = 81  # a token of SmolLM2 that is one lower-case letter

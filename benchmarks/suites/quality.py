@@ -1,9 +1,9 @@
-"""Suite "quality": what quantization costs in perplexity, on SmolLM2.
+"""Suite "quality": cost of quantization in perplexity, on SmolLM2.
 
-Every text is read once in float32 and once in int8. The share of equal most likely
-tokens compares the two at every position. Of each round, other parts of the texts are
-read, so that rounds differ; the sizes are the numbers of the texts in ``TEXTS``. The
-English text is that of Python's own reference, the code that of its modules.
+Every text is computed once in float32 and once in int8. The second measurement is the
+share of positions at which both have the same most likely token. Each round computes
+another part of the texts; the sizes are the numbers of the texts in ``TEXTS``. The
+English text comes from Python's own reference, the code from Python's modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PERPLEXITY, SAME = "perplexity by text", "same most likely token by text"
 TEXTS = ("English", "Python", "German", "French", "Spanish", "Chinese")
 
 TOKENS, CHUNK = 400, 200
-"""Tokens of a text that a round reads, and of a call."""
+"""Tokens of a text in a round, and in one call."""
 
 LAYERS = 30
 
@@ -44,7 +44,7 @@ OnStep = Callable[[Step], None]
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Read the texts with both."""
+    """Compute the texts with both contenders."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     on_step(("note", "texts: " + ", ".join(f"{n} {t}" for n, t in enumerate(TEXTS, 1))))
     encode = Tokenizer(folder).encode
@@ -55,7 +55,7 @@ def run(options: Options, on_step: OnStep) -> None:
         rounds = 1 if options.is_quick else options.rounds
         for number in range(rounds):
             on_step(("step", (place / (len(TEXTS) + 1), f"{name}, round {number + 1}")))
-            # Parts overlap where a text is short.
+            # Parts overlap if a text is short.
             begin = (len(ids) - count) * number // max(1, rounds - 1)
             part = ids[begin : begin + count]
             logits = {who: _read(stage, part) for who, stage in stages.items()}

@@ -1,9 +1,9 @@
 """Suite "recovery": pause of a stream that loses a stage, on SmolLM2.
 
-A replica of the last stage is killed in the midst of a stream, and another one takes
-its place, which is there already: once filled from the log of the stage before it, once
-with all stages computing the text again, because none has a log. Beside it, the replica
-is drained, so that the stream is moved ahead of time.
+A replica of the last stage is killed during a stream, and another one, which already
+runs, takes over. Either its KV is rebuilt from the activation log of the stage before
+it, or all stages compute the sequence again, because no stage has a log. In a third
+case, the replica is drained, so that the stream is moved in advance.
 """
 
 from __future__ import annotations
@@ -39,24 +39,20 @@ CONTEXTS = (64, 512, 2048, 4096)
 """Tokens of the prompts."""
 
 ANSWER, LONG, LOST_AT = 24, 600, 8
-"""Tokens of an answer, of one that is moved, and those that it has then."""
+"""Tokens of an answer, of an answer that is moved, and before the kill or move."""
 
 TRIES = 20
-"""Most streams to begin until one is at the replica that would be drained."""
+"""Maximum number of streams to start until one is at the replica to be drained."""
 
 WHOLE_S = 60.0
-"""Seconds that a stage may take to have its replicas again."""
+"""Maximum seconds until a stage has its replicas again."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Start services of several numbers of stages, and measure them in turns.
-
-    Raises:
-        RuntimeError: A service did not start, or a stream was cut.
-    """
+    """Measure services with several numbers of stages, alternately."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     contexts = CONTEXTS[:1] if options.is_quick else CONTEXTS
     done, total = 0, len(STAGES) * options.rounds * len(contexts) * 3
@@ -109,11 +105,7 @@ def _spec(folder: Path, stages: int, memory_mb: float) -> dict[str, Any]:
 def _pause(
     url: str, service: Service, stages: int, context: int, draw: random.Random
 ) -> float:
-    """Return the longest time between two tokens around a loss, in seconds.
-
-    Raises:
-        RuntimeError: The stream was cut, or the stage did not come back.
-    """
+    """Return the longest time between two tokens around a loss, in seconds."""
     body = _request(context, ANSWER, draw)
     times: list[float] = []
     for _ in _tokens(url, body):
@@ -142,13 +134,7 @@ def _request(context: int, count: int, draw: random.Random) -> dict[str, Any]:
 def _moved(
     url: str, service: Service, stages: int, context: int
 ) -> Iterator[tuple[str, float]]:
-    """Yield the pause of a stream that is moved, and its usual time for a token.
-
-    Both in seconds, each with its contender.
-
-    Raises:
-        RuntimeError: The stream was not moved, or the stage did not come back.
-    """
+    """Yield the pause of a moved stream, and its usual time for a token, in seconds."""
     last = stages - 1
     for attempt in range(TRIES):
         body = _request(context, LONG, random.Random(attempt))
@@ -158,7 +144,7 @@ def _moved(
             times.append(time.perf_counter())
             if len(times) == LOST_AT:
                 if _busy(service, last) != _names(service, last)[-1]:
-                    break  # the newest one is drained first
+                    break  # scaling in would drain the newest one instead
                 _scale(service, last, 1)
                 watch = (service, stages, gone)
                 threading.Thread(target=_wait_until_gone, args=watch).start()
@@ -183,7 +169,7 @@ def _scale(service: Service, stage: int, replicas: int) -> None:
 
 
 def _wait_until_gone(service: Service, replicas: int, gone: threading.Event) -> None:
-    """Wait until the drained replica has gone, because its stream was moved."""
+    """Wait until the drained replica has exited, because its stream was moved."""
     _wait_whole(service, replicas)
     while sum(bool(p.model) for p in _processes(service)) > replicas:
         time.sleep(0.2)

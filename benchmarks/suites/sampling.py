@@ -1,12 +1,12 @@
-"""Suite "sampling": choosing the next tokens of 64 sequences.
+"""Suite "sampling": choice of the next tokens of 64 sequences.
 
-Logits are random, with a few likely words, as a language model's; histories have 1,000
-tokens. "flat" has the same options as "top_p 0.95" without likely words: tens of
-thousands of words make up 95 %.
-The baseline, "reading", is one pass over the logits (their largest numbers), by one
-thread, like everything here. "all" has temperature, top_k, top_p, min_p, penalties and
-a bias of 50 words; masks of a grammar and logprobs are apart. "other" is one
-sequence with the slowest options among 63 without any: what it costs them.
+Logits are random, with a few likely words, like those of a language model; histories
+have 1,000 tokens. "flat" has the same options as "top_p 0.95", but no likely words:
+tens of thousands of words make up 95 %. The baseline, "reading", is one pass over the
+logits (their maxima). Everything runs in one thread. "all" has temperature, top_k,
+top_p, min_p, penalties and a bias of 50 words; cases with masks of a grammar and with
+logprobs are separate. "other" is one sequence with the slowest options among 63
+sequences without options, to show its cost for them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KIND = "64 rows by vocabulary"
 
 ROWS, TOKENS = 64, 1000
 VOCABULARIES = (49_152, 151_936)
-"""Words of SmolLM2 and of Qwen 3."""
+"""Numbers of words of SmolLM2 and of Qwen 3."""
 
 SPREAD, LIKELY, RAISED = 2.5, 20, 14.0
-"""Standard deviation of the logits, number of likely words, and how much more their
-logits are."""
+"""Standard deviation of the logits, number of likely words, and the amount that is
+added to their logits."""
 
 ALL: dict[str, Any] = {
     "temperature": 0.8,
@@ -52,8 +52,8 @@ class Case:
     """Options of the 64 sequences.
 
     Attributes:
-        options: Of all of them.
-        first: More options of the first one.
+        options: Options of all sequences.
+        first: Additional options of the first sequence.
         is_masked: Whether a grammar allows half of the words.
         is_flat: Whether no words are likely.
     """
@@ -80,7 +80,7 @@ OnStep = Callable[[Step], None]
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure all cases in turns, with one thread."""
+    """Measure all cases alternately, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -127,7 +127,7 @@ def _measure(size: int, options: Options, on_step: OnStep) -> None:
 
 
 def _timed(call: Callable[[Tensor], object], given: Tensor) -> float:
-    """Return the milliseconds of a call; the logits are a copy, as it may change."""
+    """Return the milliseconds of a call on a copy of the logits: it may modify them."""
     logits = given.clone()
     began = time.perf_counter()
     call(logits)

@@ -1,11 +1,11 @@
-"""Suite "serving": requests a second, latency, and the cost of gateway and hops.
+"""Suite "serving": requests per second, latency, and the cost of gateway and hops.
 
-All services run at once; 1 and then 32 closed-loop clients send to each in turn. There
-are two pipelines of three stages: one without computation, which shows the overhead,
-and the sentence encoder MiniLM. Each also runs as a single stage behind the same
-gateway, as the limit of what three stages can reach. Two ceilings do without all that
-serving adds: *bare*, a FastAPI route that returns its JSON, and *chain*, the same route
-before three processes that pass the bytes on.
+All services run at once; 1 and then 32 closed-loop clients send to one after the other.
+There are two pipelines of three stages: one without computation, which shows the
+overhead, and the sentence encoder MiniLM. Each also runs as a single stage behind the
+same gateway, as the upper bound for three stages. Two more upper bounds omit everything
+that serving adds: *bare*, a FastAPI route that returns its JSON, and *chain*, the same
+route before three processes that forward the bytes.
 """
 
 from __future__ import annotations
@@ -43,18 +43,14 @@ SECONDS, QUICK_S = 4.0, 0.5
 """Seconds of one measurement, and of a quick one."""
 
 IDLE_S = 5.0
-"""Seconds over which an idle service is measured, after as many."""
+"""Seconds over which an idle service is measured, after a wait of the same length."""
 
 OnStep = Callable[[Step], None]
 """Function that gets samples and progress."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Start all services, and measure them.
-
-    Raises:
-        RuntimeError: A service did not start, or a status was not 200.
-    """
+    """Start all services, and measure them."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         on_step(("step", (0.0, "one idle pipeline")))
@@ -120,7 +116,7 @@ async def _cost(
     seconds: float,
     on_step: OnStep,
 ) -> None:
-    """Report the processor time of a request to the empty stages, by process."""
+    """Report the CPU time of a request to the empty stages, by process."""
     assert (service.name, service.pipeline) == (OURS, EMPTY)
     parts = {"gateway": "gateway", "three workers": f"{EMPTY}/"}
     pids = {part: pids_of(state, prefix) for part, prefix in parts.items()}
@@ -134,7 +130,7 @@ async def _cost(
 
 async def _idle(state: Path, options: Options, on_step: OnStep) -> None:
     seconds = 1.0 if options.is_quick else IDLE_S
-    await asyncio.sleep(seconds)  # what it does once, after its start
+    await asyncio.sleep(seconds)  # for one-time work after the start
     pids = family_of(state)
     before = cpu_s(pids)
     await asyncio.sleep(seconds)
@@ -144,7 +140,7 @@ async def _idle(state: Path, options: Options, on_step: OnStep) -> None:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Return the processor seconds that these processes have used, all together."""
+    """Return the CPU seconds that these processes have used in total."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,9 +1,9 @@
 """Suite "step": parts of a decode step, on SmolLM2.
 
-Steps of one stage with two threads, in this process, without messages: products (with
-the scaling of int8), attention, norms, sampling, and the rest, which is rotations,
-activations, additions and Python. Every sequence has a context of about 160 tokens.
-int8 is measured in the deterministic mode, too.
+Steps of one stage with two threads, in this process, without messages: matrix products
+(with the scaling of int8), attention, norms, sampling, and the rest, which is
+rotations, activations, additions and Python. Every sequence has a context of about 160
+tokens. int8 is measured in deterministic mode, too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OnStep = Callable[[Step], None]
 
 
 class Clock:
-    """Seconds by part of the present step."""
+    """Seconds by part of the current step."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = defaultdict(float)
@@ -131,7 +131,7 @@ def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:
 def _measure(
     stage: Any, clock: Clock, streams: int, make: Callable[[], KvCache]
 ) -> dict[str, float]:
-    """Return the milliseconds of each part, and of all."""
+    """Return the milliseconds of each part, and of the whole step."""
     cache = make()
     prompt = torch.randint(0, 40_000, (PROMPT,)).tolist()
     histories = [TokenHistory(Sampling(seed=n), prompt, PROMPT) for n in range(streams)]

@@ -1,9 +1,10 @@
-"""Suite "texts": what options and loads of text generation cost, on SmolLM2.
+"""Suite "texts": cost of options and loads of text generation, on SmolLM2.
 
-Deterministic mode, beside the default in the same precision. Then, in three stages in
-bfloat16: one text of nearly all the context that the model has, 256 streams at once
-with and without room for them, and a stream beside another tenant's flood of prompts,
-and beside its request for 64 answers at once.
+First, deterministic mode is compared with the default in the same precision. Then, in
+three stages in bfloat16, these loads are measured: one sequence that nearly fills the
+model's context; 256 streams at once, with and without enough memory for them; and a
+stream beside another tenant, which either sends a flood of prompts or requests 64
+answers at once.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ DEFAULT, EQUAL = MODES = "default", "deterministic"
 DTYPES = ("float32", "bfloat16")
 STREAMS = (1, 16)
 PROMPT, ANSWER, ALONE = 128, 48, 1024
-"""Tokens of a prompt and of its answer, and of a prompt that is timed alone."""
+"""Tokens of a prompt, of its answer, and of a prompt that is timed alone."""
 
 LONG, LONG_ANSWER = 8000, 64
 """Tokens of a prompt that nearly fills the model's context, and of its answer."""
 
 MANY, MANY_ANSWER, MEMORIES_MB = 256, 24, (512, 96)
-"""Streams at once, tokens of an answer, and the memory for keys and values."""
+"""Concurrent streams, tokens of an answer, and memory for keys and values in MB."""
 
 CHUNK, FLOOD_PROMPT, AT_ONCE, READ = 256, 1500, 8, 64
-"""Tokens of a step, tokens of a prompt of the flood, prompts of it at once, and tokens
+"""Tokens of a step, tokens of a prompt of the flood, its concurrent prompts, and tokens
 of the stream that is read meanwhile."""
 
 CHOICES, CHOICE_TOKENS = 64, 400
-"""Answers of one request, and tokens of each."""
+"""Number of answers of one request, and tokens of each."""
 
 QUIET_PROMPTS, FIRST_TOKENS = (32, 128), 5
-"""Tokens of the prompts whose first token is timed, and how often in a round."""
+"""Tokens of the prompts whose first token is timed, and their number in a round."""
 
 ALONE_NAME, LOUD = "alone", ("beside a flood", "beside 64 choices")
 """Names of the contenders: the quiet tenant alone, and beside the loud one."""
@@ -64,11 +65,7 @@ Http = aiohttp.ClientSession
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure one after the other.
-
-    Raises:
-        RuntimeError: A service did not start, or a stream was not whole.
-    """
+    """Measure each option and load, one after the other."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     for number, dtype in enumerate(DTYPES):
         on_step(("step", (0.2 * number, f"deterministic mode in {dtype}")))
@@ -114,7 +111,7 @@ def _model(folder: Path, dtype: str, **more: Any) -> dict[str, Any]:
 def _serve(
     models: dict[str, Any], measure: Callable[[Http, str], Coroutine[Any, Any, None]]
 ) -> None:
-    """Measure a service of some models."""
+    """Serve some models, and measure them."""
     spec = {"app": "bench", "models": models, "gateway": {"port": 0}}
     with tempfile.TemporaryDirectory() as name, running(spec, Path(name)) as url:
         asyncio.run(_with_session(url, measure))
@@ -132,7 +129,7 @@ async def _with_session(
 async def _modes(
     dtype: str, options: Options, on_step: OnStep, http: Http, url: str
 ) -> None:
-    """Measure the deterministic mode and the default in turns."""
+    """Measure deterministic mode and the default, alternately."""
     draw = random.Random(0)
     answer = 8 if options.is_quick else ANSWER
     for name in MODES:
@@ -146,7 +143,7 @@ async def _modes(
                         for _ in range(streams)
                     )
                 )
-                # The last half: all prompts are computed then.
+                # Only the second half, when all prompts are computed.
                 late = [gap for times in found for gap in gaps(times[answer // 2 :])]
                 step_ms = 1000 * sum(late) / len(late)
                 kind = f"{dtype}, a token of each by streams"
@@ -158,16 +155,12 @@ async def _modes(
 
 
 def gaps(times: list[float]) -> list[float]:
-    """Return the times between following points of time.
-
-    Args:
-        times: Points of time, in order.
-    """
+    """Return the differences of consecutive times."""
     return [after - before for before, after in itertools.pairwise(times)]
 
 
 async def _long(options: Options, on_step: OnStep, http: Http, url: str) -> None:
-    """Measure a text of nearly the whole context."""
+    """Measure a sequence that nearly fills the context."""
     prompt = ALONE if options.is_quick else LONG
     for number in range(options.rounds):
         tokens = drawn(random.Random(number), prompt)
@@ -267,7 +260,7 @@ async def _flood(http: Http, url: str, key: str) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
-    """Ask for many answers at once, again and again, until the end of the block."""
+    """Request many answers at once, repeatedly, until the end of the block."""
     body = {
         "model": "m",
         "prompt": drawn(random.Random(2), 32),
@@ -287,7 +280,7 @@ async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
                 async for _ in answer.content:
                     pass
 
-    # A group, so that a refusal ends the measurement: it would be beside nothing.
+    # A task group, so that a refusal ends the measurement: there would be no load.
     async with asyncio.TaskGroup() as group:
         task = group.create_task(send())
         await asyncio.sleep(FILL_S)

@@ -1,4 +1,4 @@
-"""Suite "watching": cost of fault management, switched on and off in turns."""
+"""Suite "watching": cost of fault management, switched on and off alternately."""
 
 from __future__ import annotations
 
@@ -14,32 +14,23 @@ from multiworld.config import WorldConfig
 BASELINE = "unwatched"
 SIZE = 2
 PAIRS = 30
-"""Least number of on-off pairs; the report is the interval of their ratios."""
+"""Minimum number of on-off pairs; the report is the interval of their ratios."""
 
 SECONDS = 0.5
-"""Seconds of one stream, roughly."""
+"""Approximate seconds of one stream."""
 
 SIZES = (4_096, 409_600)
 
 
 SILENCE_S = 60.0
-"""Seconds of silence that count as a loss.
-
-They are longer than heartbeats are ever switched off, and do not change their cost.
-"""
+"""Seconds of silence that count as a loss: longer than heartbeats are switched off. The
+value does not change their cost."""
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
-    """Stream for half a second, watched and unwatched in turns, many times.
-
-    The same world is used throughout. Two worlds would differ by more than the effect,
-    because their memory lies at different addresses.
-
-    Args:
-        rank: Rank of this process.
-        options: Extent of the measurements.
-        reporter: Receiver of the samples.
-    """
+    """Stream for half a second, watched and unwatched alternately, many times."""
+    # The same world is used throughout. Two worlds would differ by more than the
+    # effect, because their memory lies at different addresses.
     world = OneWorld(rank, options.ports[0], config=WorldConfig(silence_s=SILENCE_S))
     pairs = 4 if options.is_quick else max(PAIRS, options.rounds)
     counts: dict[int, int] = {}
@@ -61,7 +52,7 @@ def body(rank: int, options: Options, reporter: Reporter) -> None:
 
 
 def _calibrate(rank: int, rival: OneWorld, tensor: torch.Tensor) -> int:
-    """Return how many messages take about ``SECONDS``, as rank 0 decides."""
+    """Return the number of messages that take about ``SECONDS``; rank 0 decides."""
     took, _ = _stream(rank, rival, tensor, 200)
     agreed = torch.tensor([int(200 * SECONDS / took)])
     if rank == 0:
@@ -80,7 +71,7 @@ def _stream(
 
 
 def _cpu_s(rival: OneWorld) -> float:
-    """Return the processor seconds of this process and its heartbeat helper."""
+    """Return the CPU seconds of this process and its heartbeat helper."""
     helper = rival.manager.watchdog.helper_pid
     schedstat = Path(f"/proc/{helper}/schedstat")
     beating = int(schedstat.read_text().split()[0]) / 1e9 if schedstat.exists() else 0.0

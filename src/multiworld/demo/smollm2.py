@@ -47,7 +47,8 @@ def fetch(tell: Callable[[str], None]) -> Path:
         try:
             (Path(scratch) / NAME).rename(made)
         except OSError:
-            if not (made / "config.json").exists():  # else another process was faster
+            # If it exists, another process was faster.
+            if not (made / "config.json").exists():
                 raise
     tell(f"{NAME} is in {made}")
     return made
@@ -88,7 +89,7 @@ def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, **given)
         tell("  the tokenizer is converted; now the weights …")
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar that nothing else stops
+        with contextlib.redirect_stderr(io.StringIO()):  # hides a progress bar
             read: Any = AutoModelForCausalLM.from_pretrained(
                 weights.parent, dtype=torch.bfloat16, **given
             )

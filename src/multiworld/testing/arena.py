@@ -1,4 +1,4 @@
-"""All members of a world in one process, on one event loop; each has its manager."""
+"""All members of a world in one process, on one event loop, each with a manager."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Arena:
         await self._stack.aclose()
 
     def manager(self, rank: int) -> WorldManager:
-        """Return the manager of a rank, made at the first use.
+        """Return the manager of a rank, which is created on first use.
 
         Args:
             rank: Rank that the manager holds in all worlds of this arena.
@@ -77,7 +77,10 @@ class Arena:
 
         Args:
             size: World size.
-            name: Its name; a new one by default. Cancellation: Withdraws the joins.
+            name: Name of the world; by default a new one.
+
+        Cancellation:
+            Withdraws the joins.
         """
         name = name or f"world-{next(_names)}"
         joins = [self.join(name, rank, size) for rank in range(size)]
@@ -87,7 +90,10 @@ class Arena:
         """Return one rank's view of a world, once all its ranks have joined.
 
         Args:
-            name, rank, size: As for ``WorldManager.join``. Cancellation: As there.
+            name, rank, size: As for ``WorldManager.join``.
+
+        Cancellation:
+            As for ``WorldManager.join``.
         """
         return await self.manager(rank).join(
             name, rank=rank, size=size, store=self.store, backend=self.backend

@@ -14,10 +14,16 @@ class FakeClock:
         self.now = now
 
     def advance(self, seconds: float) -> float:
-        """Return the time, in seconds, after advancing the clock.
+        """Advance the clock.
 
         Args:
-            seconds: Time to add; ``ValueError`` if it is negative.
+            seconds: Time to add.
+
+        Returns:
+            The new time in seconds.
+
+        Raises:
+            ValueError: ``seconds`` is negative.
         """
         if seconds < 0:
             raise ValueError("a monotonic clock cannot go back; pass seconds >= 0")

@@ -39,11 +39,9 @@ class ChildFailedError(AssertionError):
 
 
 class _Mail:
-    """Messages over a pipe, read by the event loop without a thread.
+    """Messages over a pipe: 8 bytes of length, then a pickle."""
 
-    A message is its length in 8 bytes, then a pickle. An incomplete message never
-    blocks the event loop.
-    """
+    # Read by the event loop without a thread; an incomplete message never blocks it.
 
     def __init__(self, connection: Connection) -> None:
         with connection:
@@ -124,7 +122,8 @@ class Role:
     async def order(self) -> Any:
         """Return the test's next order, or raise ``EOFError`` if the test has ended.
 
-        Cancellation: Safe; no order is lost.
+        Cancellation:
+            Safe; no order is lost.
         """
         return await self._mail.get()
 
@@ -180,7 +179,10 @@ class Child:
         """Return the next report; ``ChildFailedError`` if none arrives in time.
 
         Args:
-            limit_s: Maximum seconds to wait. Cancellation: Safe; no report is lost.
+            limit_s: Maximum seconds to wait.
+
+        Cancellation:
+            Safe; no report is lost.
         """
         async with self._in_time(limit_s, "sent no report in time"):
             kind, what = await self._mail.get()
@@ -194,7 +196,10 @@ class Child:
         Raises ``ChildFailedError`` if either fails, and drops unread reports.
 
         Args:
-            limit_s: Maximum seconds to wait. Cancellation: Safe, but drops reports too.
+            limit_s: Maximum seconds to wait.
+
+        Cancellation:
+            Safe, but it also drops unread reports.
         """
         async with self._in_time(limit_s, "did not end in time"):
             while True:

@@ -69,10 +69,13 @@ def unavailable() -> str | None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move the calling thread, and what it starts from now on, into a namespace.
+    """Move the calling thread, and what it starts later, into a network namespace.
 
     Args:
-        name: Name of the namespace, as ``Host.namespace``; ``OSError`` if unusable.
+        name: Name of the namespace, as ``Host.namespace``.
+
+    Raises:
+        OSError: The namespace cannot be entered.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
@@ -82,7 +85,7 @@ def enter_namespace(name: str) -> None:
 
 
 class Host:
-    """One emulated host, made by ``Hosts``; ``HostError`` if a command fails.
+    """One emulated host of ``Hosts``; methods raise ``HostError`` if a command fails.
 
     Attributes:
         address: IPv4 address on the network of its ``Hosts``.
@@ -126,7 +129,7 @@ class Host:
         self._plug("master", BRIDGE)
 
     def cut_towards(self, other: Host) -> None:
-        """Drop packets from this host to another; the other direction works.
+        """Drop packets from this host to another; the other direction still works.
 
         Args:
             other: Host that no longer receives from this one.

@@ -106,7 +106,8 @@ def _children() -> frozenset[int]:
 async def no_leaks(*, allow: tuple[str, ...] = ()) -> AsyncIterator[None]:
     """Yield to a block, then raise ``LeakError`` if it left new resources open.
 
-    It waits ``SETTLE_S``; an error raised by the block skips the check.
+    Resources have ``SETTLE_S`` to close. If the block raises an error, the check is
+    skipped.
 
     Args:
         allow: Substrings of resources that may stay open, such as "asyncio_" for the

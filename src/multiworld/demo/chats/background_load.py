@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 
 class BackgroundLoad(Protocol):
-    """Load that runs until it is told to end."""
+    """Load that runs until ``end`` is called."""
 
     async def run(self) -> object:
         """Send requests until ``end`` is called."""
 
     def end(self) -> None:
-        """Send nothing new; ``run`` returns when every answer has arrived."""
+        """Stop sending; ``run`` returns once every answer has arrived."""
 
 
 @asynccontextmanager
@@ -23,7 +23,7 @@ async def under_load(
     load: BackgroundLoad, *beside: Coroutine[Any, Any, None]
 ) -> AsyncIterator[None]:
     """Run a load during the block, and wait for its last answer afterwards."""
-    # ``beside``, such as a screen, runs until the load has ended.
+    # ``beside``, such as a live view, runs until the load has ended.
     running = asyncio.ensure_future(load.run())
     tasks = [asyncio.ensure_future(each) for each in beside]
     try:

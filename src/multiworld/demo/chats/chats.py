@@ -34,7 +34,7 @@ class Chat:
     question: str
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # of the answer
-    # Arrival of each token, in seconds since the start, after the time of the question.
+    # Time of the question, then of each token's arrival, in seconds since the start.
     times: list[float] = field(default_factory=list)
     text: str = ""  # of the answer so far
     finish: str = ""  # why it ended; empty while it streams

@@ -25,8 +25,6 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of the comparison."""
-
     wrong: int  # tokens that the undisturbed model would not choose
     equal: int  # chats whose tokens all equal those of an undisturbed run
     broken: tuple[str, ...]  # chats that were cut off, and why
@@ -68,7 +66,7 @@ class Undisturbed:
         )
 
     def choices(self, chat: Chat) -> list[int]:
-        """Return the most likely token after each of a chat's, in one step."""
+        """Return the model's choice for each token of an answer, in one step."""
         ids = (chat.prompt + chat.tokens)[:-1]
         rows = Rows(chat.number, 0, len(ids))
         wanted = torch.arange(len(chat.prompt) - 1, len(ids))

@@ -20,7 +20,7 @@ def draw(
     chats: list[Chat],
     scenes: list[Scene],
     replica_counts: list[ReplicaCounts],
-    labels: list[str],  # of ``replica_counts``
+    labels: list[str],  # names of the columns of ``replica_counts``
 ) -> None:
     """Draw the tokens of each chat over time, and the ready replicas."""
     import matplotlib

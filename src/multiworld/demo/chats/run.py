@@ -1,4 +1,4 @@
-"""Runs the chat demo from start to report."""
+"""The chat demo, from start to report."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ from multiworld.demo.chats.chats import Chat, Chats
 from multiworld.demo.chats.story import Scene, Story
 
 REFRESH_S = 0.2  # seconds between refreshes of the live view
-PLAIN_S = 5.0  # seconds between lines of progress where there is no terminal
-LINES = 5  # lines about events in the live view
-SHOWN = 110  # maximum of the last characters of an answer
+PLAIN_S = 5.0  # seconds between lines of progress if there is no terminal
+LINES = 5  # number of lines about events in the live view
+SHOWN = 110  # number of last characters of an answer to show
 # Colors of a replica's phases; all others are red.
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 
 
 class ChatScreen:
-    """Shows growing texts on a terminal, and plain lines elsewhere."""
+    """Live view of the answers on a terminal, and plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,7 +52,7 @@ class ChatScreen:
                 await asyncio.sleep(REFRESH_S)
 
     def finish(self) -> None:
-        """Print all lines again, since a live view leaves nothing behind."""
+        """Print all lines again, because the live view has disappeared."""
         if self._console.is_terminal:
             for line in self._lines:
                 self._console.print(line, highlight=False)

@@ -1,4 +1,4 @@
-"""Service of a demo, its faults, and how it recovered from each of them."""
+"""Service of a demo, its faults, and its recovery from each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 END_S = 30.0  # seconds for the service to shut down
 POLL_S = 0.05  # seconds between requests to the controller
 STILL_S = 60.0  # seconds without any change after which a wait fails
-TELL_S = 10.0  # seconds between two lines that say what the demo waits for
+TELL_S = 10.0  # seconds between two lines that show what the demo waits for
 
 
 class Clock(Protocol):
@@ -45,8 +45,8 @@ class Scene:
     title: str
     begin_s: float
     wall_s: float = 0.0  # its start, in seconds since 1970
-    end_s: float = 0.0  # of the recovery
-    detect_s: float | None = None  # until the loss was detected; None: nothing was lost
+    end_s: float = 0.0  # end of the recovery
+    detect_s: float | None = None  # time to detect the loss; None: nothing was lost
 
     @property
     def recovery_s(self) -> float:
@@ -83,7 +83,7 @@ async def until(
 
 
 class Story:
-    """Runs the service as a user would, by its commands, and injects faults."""
+    """Runs the service by its commands, as a user would, and injects faults."""
 
     def __init__(
         self, spec: Path, root: Path, tell: Callable[[str], None], model: str
@@ -298,7 +298,7 @@ class Story:
     async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
     ) -> HistoryEntry:
-        """Wait for an event after number ``since``; ``name`` None: of any process."""
+        """Wait for an event after number ``since``; ``name`` None: any process."""
         last = 0
 
         async def probe() -> HistoryEntry | None:

@@ -1,4 +1,4 @@
-"""Leader of the demo: rank 0 of every world; kills a worker and starts it again."""
+"""Leader of the demo: rank 0 of every world. It kills a worker and starts another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 
 from multiworld import MemberLostError, World, WorldManager
 
-WORKERS = {"A": ("red",), "B": ("blue", "green")}  # their worlds; they are rank 1
+WORKERS = {"A": ("red",), "B": ("blue", "green")}  # their worlds, as rank 1
 
 SURVIVOR, VICTIM = "A", "B"
 WORLDS = WORKERS[SURVIVOR] + WORKERS[VICTIM]
 
 STEP_S = 0.001  # seconds between two round trips in a world
 REPORT_S = 2.0  # seconds between two lines of progress
-MIN_PAUSE_S = 0.25  # pause of the surviving world that is always accepted
+MIN_PAUSE_S = 0.25  # seconds of pause that are always accepted in the surviving world
 PAUSE_FACTOR = 5  # maximum accepted pause, as a multiple of those before the kill
 LIMIT_S = 25.0  # seconds to start workers, and to notice and replace the lost one
 END_S = 5.0  # seconds for workers to exit
@@ -145,7 +145,7 @@ class Leader:
                 self.outcome.failures.append(f"worker {worker} exited with {code}")
 
     async def _talk(self, manager: WorldManager, name: str) -> None:
-        """Keep traffic in a world going; join it again when it breaks."""
+        """Exchange messages in a world, and join it again when it breaks."""
         async for world in manager.keep(
             name, rank=0, size=2, store=self._store, backend=self._backend
         ):

@@ -1,4 +1,4 @@
-"""Runs the worlds demo from start to report."""
+"""The worlds demo, from start to report."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The process that decides: desired state, reconciliation, the admin socket."""
+"""The controller process: desired state, reconciliation, the admin socket."""

@@ -23,7 +23,7 @@ from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 
-IMPORT_S = 20.0  # to import the code that an update names
+IMPORT_S = 20.0  # maximum seconds to import the code that an update names
 
 
 class Scale(AdminRequest):
@@ -136,7 +136,7 @@ async def _import_code(spec: AppSpec, known: Specs) -> None:
 
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
-    # Numbers of updates; number of the last applied one.
+    # Numbers of received updates; number of the last applied update.
     arrivals, updated = itertools.count(1), [0]
 
     def check_running() -> None:

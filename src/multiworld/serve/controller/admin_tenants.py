@@ -23,7 +23,7 @@ logger = logging.getLogger("multiworld.serve")
 
 SHOWN = 400  # maximum characters of a value in the audit log
 
-ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # for which a key is valid
+ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # validity of a key
 
 
 class AdminRequest(BaseModel):

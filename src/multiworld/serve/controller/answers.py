@@ -55,7 +55,7 @@ class ShuttingDown(msgspec.Struct, frozen=True):
 
 
 class RefusedByController(msgspec.Struct, frozen=True):
-    """The controller refused a request; `problems` lists a spec's, one line each."""
+    """The controller refused a request; `problems` has one line for each of a spec."""
 
     error: str
     problems: tuple[str, ...] | UnsetType = UNSET
@@ -131,7 +131,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
     gpus: tuple[int, ...]
     crashes: int  # consecutive failures of its stage
     log: str
-    restarts: int = 0  # of its stage, since the controller started
+    restarts: int = 0  # restarts of its stage since the controller started
 
     @property
     def is_gateway(self) -> bool:
@@ -157,8 +157,9 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     dtypes: dict[str, str] = {}
     # Hash of each version's content, by model and version.
     identities: dict[str, dict[str, str]] = {}
-    # Two untagged types: the kind of process decides which type its report has. Reports
-    # by process that answered; omitted unless requested.
+    # Reports of the processes that answered, by name; omitted unless requested. They
+    # are raw because their two types are untagged: the kind of process decides the type
+    # of its report.
     reports: dict[str, Raw] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -232,12 +233,12 @@ Answer = msgspec.Struct | Sequence[msgspec.Struct]
 
 
 def encode(answer: Answer) -> bytes:
-    """Return a response as JSON; a value that JSON lacks becomes text."""
+    """Return a response as JSON; a value without a JSON type becomes a string."""
     return msgspec.json.encode(answer, enc_hook=str)
 
 
 def decode(content: bytes | str, kind: type[T]) -> T:
-    """Return what ``encode`` encoded; raise ``AnswerFormError`` if it is no `kind`."""
+    """Decode a response; raise ``AnswerFormError`` if it is not a `kind`."""
     try:
         return msgspec.json.Decoder(kind).decode(content)
     except (msgspec.DecodeError, UnicodeError) as error:

@@ -24,12 +24,14 @@ from multiworld.serve.controller.fleet.record import StateFolder, state_root
 
 T = TypeVar("T")
 
-ASK_S = 30.0  # for the controller's response
-WHO = "x-multiworld-who"  # trusted: only the service's user can open the socket
+ASK_S = 30.0  # seconds to wait for the controller's response
+# Header with the caller's name; trusted, because only the service's user can open the
+# socket.
+WHO = "x-multiworld-who"
 
 
 class Service:
-    """A running service, found by name or as the only one (`state` is its folder)."""
+    """A running service, found by its folder `state`, by name, or as the only one."""
 
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))
@@ -44,7 +46,7 @@ class Service:
         params: Mapping[str, str | float | bool] | None = None,
         limit_s: float = ASK_S,
     ) -> T:
-        """Send a request; a refusal is a ``ServeError`` with its HTTP ``status``."""
+        """Send a request; a refusal raises ``ServeError`` with its HTTP ``status``."""
         words = {False: "false", True: "true"}
         query = {
             name: words[value] if isinstance(value, bool) else value

@@ -74,15 +74,15 @@ from multiworld.world.manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-TICK_S = 0.25  # between checks of deadlines and of memory
-FACTS_S = 10.0  # for a cluster's machines to report their bfloat16 speed
+TICK_S = 0.25  # seconds between checks of deadlines and of memory
+FACTS_S = 10.0  # maximum wait for a cluster's machines to report their bfloat16 speed
 COLLECT_TICKS = 20  # ticks between collections of the counts of all processes
-RECORDED_S = 5.0  # to write the record before an operation is confirmed
-LAST_USAGE_S = 3.0  # for a gateway to report its usage after its last answer
-END_S = 10.0  # for workers to exit on shutdown
-OPERATIONS_SHOWN = 10  # by ``status``
-EXIT_S = 0.25  # after a connection ends, for the launcher's exit code
-ENDED = "its process ended"  # prefix of the reason of such a loss
+RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
+LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
+END_S = 10.0  # maximum seconds for workers to exit on shutdown
+OPERATIONS_SHOWN = 10  # number of operations that ``status`` shows
+EXIT_S = 0.25  # seconds to wait for an exit code after a connection has ended
+ENDED = "its process ended"  # prefix of the reason if a process has exited
 
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
@@ -153,7 +153,7 @@ class Controller:
         if old is None:
             try:
                 registry.forget_meters()
-            except ServeError as error:  # disk full; meter numbers are random
+            except ServeError as error:  # disk full; harmless: meter numbers are random
                 logger.warning("%s", error)
         self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
@@ -164,7 +164,7 @@ class Controller:
             self.history,
         )
         self._launching: set[asyncio.Task[None]] = set()
-        # Killed by this controller, exit not yet reported.
+        # Processes that this controller killed and whose exit is not reported yet.
         self._killed: set[str] = set()
         self._memory_kills = MemoryKills()
         self._changed = asyncio.Event()
@@ -247,10 +247,8 @@ class Controller:
         return [process for _, process in found]
 
     async def await_machines(self) -> None:
-        """Wait until all replicas fit: machines of a new cluster join one by one.
-
-        Raises ``PlacementError`` if they do not fit within ``ready_s``.
-        """
+        """Wait until all replicas fit; raise ``PlacementError`` after ``ready_s``."""
+        # Machines of a new cluster join one by one.
         if self.app.launcher != "ray":
             return
         limit, said = self._clock() + self.app.ready_s, ""
@@ -269,11 +267,9 @@ class Controller:
             await asyncio.sleep(TICK_S)
 
     async def decide_dtypes(self) -> None:
-        """Choose the dtype of each model before memory is booked.
-
-        A cluster's machines report their bfloat16 speed and their GPUs late, so this
-        waits up to ``FACTS_S`` for them.
-        """
+        """Choose the dtype of each model before memory is booked."""
+        # A cluster's machines report their bfloat16 speed and their GPUs late, so this
+        # waits up to ``FACTS_S`` for them.
         models = self.app.models.values()
         is_asked = any(
             (m.generation and m.generation.dtype is None)
@@ -298,11 +294,8 @@ class Controller:
         return resolve(app, self._launcher.nodes(), self._versions.specs)
 
     async def identify(self, app: AppSpec) -> AppSpec:
-        """Return a spec whose models have the identity of their version.
-
-        A version that a process uses, or is to use, keeps its identity. Raises
-        SpecError for files that cannot be read.
-        """
+        """Add the identity of each version; SpecError if a file cannot be read."""
+        # A running or desired version keeps its identity.
         return await self._identify(app, self._used_versions())
 
     async def _identify(self, app: AppSpec, used: set[tuple[str, str]]) -> AppSpec:
@@ -336,7 +329,7 @@ class Controller:
         return found
 
     async def find_changes(self, app: AppSpec) -> dict[str, str]:
-        """Return, by model, a file that has changed although the version has not."""
+        """Return a changed file of each model whose version is unchanged."""
         models = app.models.items()
         specs = {name: spec for name, spec in models if spec.identity is not None}
 
@@ -377,7 +370,7 @@ class Controller:
                 self._spawn(self._collect())
 
     async def _collect(self) -> None:
-        """Collect the counts of all processes, so that a lost process loses few."""
+        """Collect the counts of all processes, so that few are lost with a process."""
         await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
 
@@ -398,10 +391,8 @@ class Controller:
         return not self._is_ending and status.is_ready(self.fleet)
 
     async def shutdown(self, old: Record | None = None) -> None:
-        """Shut down, gateways first; if cancelled, a new controller adopts the rest.
-
-        ``old`` is the record of processes that have not been adopted yet.
-        """
+        """Shut down, gateways first; if cancelled, a new controller adopts the rest."""
+        # ``old``: record of processes that have not been adopted yet.
         self._is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
@@ -498,7 +489,7 @@ class Controller:
         if isinstance(event, events.Applied) and not found:
             return  # the record does not contain it
         if not isinstance(event, events.Adopted):
-            self._save()  # before that, the record would be incomplete
+            self._save()  # during adoption, the record would be incomplete
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -521,7 +512,7 @@ class Controller:
                 self._give_up(action)
 
     def _give_up(self, action: actions.GiveUp) -> None:
-        """Fail a service that was never ready and fails in the same way every time."""
+        """Fail a service that was never ready and keeps failing in the same way."""
         if not self._may_give_up or self._failure is not None:
             return
         version = self.app.models[action.model].version
@@ -539,7 +530,7 @@ class Controller:
         task.add_done_callback(self._launching.discard)
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
-        await self.recorded()  # else the next controller might reuse the name
+        await self.recorded()  # otherwise the next controller might reuse the name
         args = args_of(self.app, self.store.address, self.port, name)
         spot, need = None, Need()
         if name not in self.fleet.processes:
@@ -615,7 +606,7 @@ class Controller:
         reason = error.reason.removeprefix("rank 1 was lost: ")
         why = f"{reason}; {error.evidence}"
         if reason.startswith(ENDED):
-            # The exit code, which says more, arrives in a moment; see ``exited``.
+            # The exit code, a better reason, arrives in a moment; see ``exited``.
             self._loop.call_later(EXIT_S, self._gone_unless_told, name, why)
         else:
             self._gone(name, why)
@@ -724,7 +715,7 @@ class Controller:
     # The record.
 
     async def recorded(self) -> None:
-        """Wait until the latest change is on disk, at most ``RECORDED_S``."""
+        """Wait until the latest change is on disk, but at most ``RECORDED_S``."""
         await self._record.settled(RECORDED_S)
 
     async def confirmed(self) -> None:

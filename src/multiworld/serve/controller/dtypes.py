@@ -1,6 +1,6 @@
-"""The dtype in which a version of a model is computed: decided once, from measurements
-of its hosts. Replicas of different dtypes would produce different tokens for one
-sequence."""
+"""Choice of the dtype in which a version of a model is computed: made once, from
+measurements of its hosts. Replicas of different dtypes would produce different tokens
+for one sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Resolved:
 
 
 def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
-    """Choose the dtype of each model that names none, but not of `known` versions."""
+    """Choose the dtype of each model that names none; `known` versions keep theirs."""
     models, why = {}, {}
     for name, spec in app.models.items():
         models[name] = spec

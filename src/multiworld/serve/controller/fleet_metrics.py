@@ -9,14 +9,14 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
 from multiworld.serve.wire import control_messages as messages
 
-ASK_S = 1.0  # for a process's report; without it, the last one is used
+ASK_S = 1.0  # seconds to wait for a process's report; then its previous one is used
 
 Label = tuple[str, tuple[str, ...]]
 
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
 
-# Maximum of exited processes with separate counts: a last report may come late.
+# Number of exited processes with separate counts, because a last report may be late.
 REMEMBERED = 64
 
 
@@ -24,7 +24,7 @@ class Totals:
     """Sums of counts that processes report since their start; they never fall."""
 
     def __init__(self) -> None:
-        # By process, also exited ones; names are never reused.
+        # By process, including exited ones; names are never reused.
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 

@@ -30,7 +30,7 @@ from multiworld.serve.wire.control_messages import (
     Order,
 )
 
-# Average replicas per core over all machines; more need a confirmation.
+# Replicas per core, on average over all machines, above which a confirmation is needed.
 REPLICAS_A_CORE = 4
 
 
@@ -77,7 +77,7 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Set a stage's replicas; numbers far above the cores need a confirmation."""
+        """Set a stage's replicas; a number far above all cores needs a confirmation."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
@@ -108,8 +108,7 @@ class Operations:
         stage: str,
         replicas: int,
     ) -> None:
-        """During an update, also scale the active version, if its spec allows it and
-        there is room beside the new version."""
+        """Scale the active version, too, if its spec and the free room allow it."""
         known = self._fleet.version(model, version)
         old = self._versions.specs.get(model, {}).get(version)
         if known is None or old is None:
@@ -136,7 +135,7 @@ class Operations:
             )
 
     def update(self, app: AppSpec) -> int:
-        """Update without a pause; return the number of the last event before it."""
+        """Start an update; return the number of the last event before it."""
         owner = self._owner
         if app.host == "auto":
             app = app.model_copy(update={"host": owner.app.host})
@@ -193,10 +192,8 @@ class Operations:
         return replace(wanted, models=found)
 
     def _check_sources(self, app: AppSpec) -> None:
-        """Refuse new versions whose code was imported before it was changed.
-
-        A version that was rolled back counts as new if it is requested again.
-        """
+        """Refuse new versions whose code was imported before it was changed."""
+        # A version that was rolled back counts as new if it is requested again.
         desired = self._fleet.desired.models
         for name, model in app.models.items():
             known = {self._fleet.active.get(name)}

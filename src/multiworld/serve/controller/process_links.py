@@ -28,8 +28,8 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-JOIN_S = 20.0  # for a process to join its control world, per attempt
-REPORT_S = 2.0  # for the report of a process
+JOIN_S = 20.0  # seconds per attempt for a process to join its control world
+REPORT_S = 2.0  # seconds to wait for the report of a process
 
 
 class ProcessLinkOwner(Protocol):
@@ -59,7 +59,7 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Seconds without a sign from a process's event loop until it counts as lost: if
+        # Seconds without progress of a process's event loop until it counts as lost: if
         # code that holds the GIL hangs, no thread of the process can detect that.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
@@ -68,8 +68,8 @@ class ProcessLinks:
         self._config = world_config(silence_s, JOIN_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
-        # Timers, by name, after which a process that declared this one lost is given
-        # up.
+        # Timers by name: when one expires, the process, which has declared this one
+        # lost, counts as lost.
         self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[messages.Report]] = {}
@@ -177,7 +177,7 @@ class ProcessLinks:
                 await asyncio.shield(self._manager.leave(world_name))
 
     def _keep(self, name: str) -> None:
-        """Cancel giving a process up, because it has rejoined or was closed."""
+        """Cancel the timer of a process that has rejoined or was closed."""
         if (timer := self._unheard.pop(name, None)) is not None:
             timer.cancel()
 
@@ -189,9 +189,8 @@ class ProcessLinks:
         while True:
             try:
                 news = messages.NEWS.decode(await world.recv_object(src=1))
-            except (
-                MessageError
-            ) as error:  # from another release; later messages may be readable
+            except MessageError as error:
+                # From another release; later messages may be readable.
                 logger.error("%s: %s", name, error)
                 continue
             if not isinstance(news, messages.Report) or not news.number:

@@ -1,4 +1,4 @@
-"""The processes of a service: launches, adopts, signals and stops them."""
+"""The processes of a service: their launch, adoption, signals and exit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
 
-KEPT_LOGS = 200  # logs of the processes that exited last
-LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # of a gateway or a replica
+KEPT_LOGS = 200  # number of logs of exited processes to keep, the latest ones
+LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # log of a gateway or a replica
 
 
 class Processes:
@@ -41,7 +41,7 @@ class Processes:
     async def launch(
         self, args: ProcessArgs, location: Location | None, need: Need
     ) -> RunningProcess:
-        """Start a process at a location, or (None) beside the controller."""
+        """Start a process at a location; None: on the controller's machine."""
         name = args.name
         self._starting.add(name)
         self._remove_old_logs()
@@ -144,16 +144,13 @@ class Processes:
 
 
 def end_words(
-    code: int | None, *, is_ours: bool, ran_out_of_memory: Callable[[], bool]
+    code: int | None,  # negative for a signal; None if it is unknown
+    *,
+    is_ours: bool,  # whether the controller has killed it
+    # Whether the kernel killed a process for lack of memory since the previous call.
+    ran_out_of_memory: Callable[[], bool],
 ) -> str:
-    """Return how a process ended, for people.
-
-    Args:
-        code: Its exit code, negative for a signal; None if it is unknown.
-        is_ours: Whether the controller has killed it.
-        ran_out_of_memory: Whether the kernel has killed a process for lack of memory
-            since it was last asked.
-    """
+    """Return how a process ended, for people."""
     if code is None:
         return "it ended"
     words = f"it ended with {exit_words(code)}"

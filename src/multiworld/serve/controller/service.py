@@ -66,8 +66,8 @@ PRELOAD = [
     "multiworld.serve.gateway.process",
 ]
 
-OnProgress = Callable[[str], object]  # one line, for people
-OnUp = Callable[[Controller, Startup], None]  # of a service that is ready
+OnProgress = Callable[[str], object]  # shows one line to people
+OnUp = Callable[[Controller, Startup], None]  # called once the service is ready
 
 # Kinds of events that are shown while a service starts.
 PROGRESS = ("ready", "lost", "unplaced", "probe failed", "adopted")
@@ -75,7 +75,7 @@ PROGRESS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-ADMIN_LOOK_S = 0.02  # between checks whether the admin server has started
+ADMIN_LOOK_S = 0.02  # seconds between checks whether the admin server has started
 
 
 async def run_service(
@@ -89,13 +89,13 @@ async def run_service(
 ) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
-    ``waiting`` is a fork server for the first processes; ``fetched_at`` the monotonic
-    time at which a model was there that the command fetched, if it did. ``prepare`` is
-    called once no other controller can have the folder.
+    ``waiting`` is a fork server for the first processes. ``fetched_at`` is the
+    monotonic time at which the command had found or fetched a model, if it did.
+    ``prepare`` is called once this controller has locked the folder.
 
-    SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends only the
-    controller: the next one adopts the processes. If the service cannot start, its
-    processes are stopped.
+    SIGHUP shuts the service down unless it is ignored, as with ``nohup``. Cancelling
+    stops only the controller: the next one adopts the processes. If the service cannot
+    start, its processes are stopped.
     """
     folder.make()
     folder.lock()
@@ -190,7 +190,7 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
 
 
 def _may_live(record: Record) -> bool:
-    """Return whether a record's processes may still run; always on a cluster."""
+    """Return whether a record's processes may still run; on a cluster, always True."""
     if record.app.launcher != "local":
         return True
     return any(began_at(p.pid) == p.began for p in record.processes)
@@ -204,7 +204,7 @@ def _living_store(record: Record | None) -> StoreRecord | None:
 
 
 def _host_of(record: Record | None) -> str:
-    """Return the address that a service must keep; empty: it may change."""
+    """Return the address that a service must keep; "" if it may change."""
     if record is None or not (_may_live(record) or _living_store(record)):
         return ""
     try:
@@ -306,7 +306,7 @@ async def _control(
 
 
 async def _serves(admin: EmbeddedServer, serving: asyncio.Task[None]) -> None:
-    """Wait until the controller can be managed."""
+    """Wait until the admin interface serves."""
     while not admin.started:
         await asyncio.wait({serving}, timeout=ADMIN_LOOK_S)
         if serving.done():

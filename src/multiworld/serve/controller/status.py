@@ -1,4 +1,4 @@
-"""The state of a service, as admin responses and as a record."""
+"""State of a service, as admin responses and as a record."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store
-START_S = 30.0  # for the store to start
-ANSWER_S = 1.5  # for the store's answer to a check
-CHECK_S = 1.0  # between checks whether the store runs and answers
-HUNG_AFTER_CHECKS = 3  # consecutive unanswered checks: it hangs and is replaced
-END_S = 5.0  # for its exit after SIGTERM
-LOOK_S = 0.02  # between checks of whether it has exited
+START_S = 30.0  # maximum seconds for the store to start
+ANSWER_S = 1.5  # maximum seconds for the store to answer a check
+CHECK_S = 1.0  # seconds between checks whether the store runs and answers
+HUNG_AFTER_CHECKS = 3  # consecutive unanswered checks after which it is replaced
+END_S = 5.0  # maximum seconds for its exit after SIGTERM
+LOOK_S = 0.02  # seconds between checks whether it has exited
 
 
 async def start_store(
@@ -50,7 +50,7 @@ async def start_store(
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"
     with open(log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
-        # If cancelled, it survives unrecorded until the service's processes exit.
+        # If this is cancelled, the store runs unrecorded until all processes exit.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -62,7 +62,8 @@ async def start_store(
     assert process.stdout is not None
     began = began_at(process.pid) or 0
     try:
-        # Remember an unrecorded store: it would block its successor's port and state.
+        # Note the store until it is in the record: a forgotten one would block the port
+        # and the state of its successor.
         with contextlib.suppress(OSError):  # disk full: start it anyway
             started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):

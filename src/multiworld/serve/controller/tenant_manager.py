@@ -28,9 +28,9 @@ from multiworld.serve.wire import control_messages as messages
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-CHUNK = 500  # tenants in one message to a gateway
-POISON = 1024  # poison requests remembered for gateways that start later
-Send = Callable[[str, messages.Order], None]  # to the gateway with this name
+CHUNK = 500  # maximum number of tenants in one message to a gateway
+POISON = 1024  # poison requests to remember for gateways that start later
+Send = Callable[[str, messages.Order], None]  # sends an order to the named gateway
 
 
 class UnknownTenantError(ServeError):
@@ -56,7 +56,7 @@ class TenantManager:
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, tuple[str, int, int]] = {}
-        # A cancelled operation may be stored but not in effect; repeat it.
+        # A cancelled operation may be stored without being in effect: repeat it.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
@@ -124,7 +124,7 @@ class TenantManager:
             await self._note_exhausted(tenant)
 
     async def _note_exhausted(self, tenant: Tenant) -> None:
-        """Log that a tenant has exhausted a budget, once for each time."""
+        """Log that a tenant has exhausted a budget, once per period and limit."""
         used = self._ledger.used(tenant.name, time.time())
         limit = budgets.exhausted(tenant, used)
         before = self._exhausted.pop(tenant.name, None)
@@ -223,7 +223,7 @@ class TenantManager:
             tenant = self._known(name)
             known = {key.id for key in tenant.keys}
             is_key = key_id is not None and key_id not in known
-            if key_id is not None and is_key:  # then it is a whole key, and secret
+            if key_id is not None and is_key:  # a whole key instead of its id: secret
                 key_id = known_as(key_id)[0]
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):

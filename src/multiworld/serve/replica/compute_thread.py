@@ -1,4 +1,4 @@
-"""Thread that runs a model, on behalf of an event loop."""
+"""Thread that runs a model for an event loop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ComputeThread:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        # A call costs half as much as with a ``ThreadPoolExecutor``. A daemon: the
-        # process exits even while the model is computing.
+        # A call costs half as much as with a ``ThreadPoolExecutor``. The thread is a
+        # daemon, so that the process can exit while the model computes.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="multiworld model", daemon=True
@@ -28,7 +28,7 @@ class ComputeThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in the thread; if cancelled, its result is dropped."""
+        """Call ``function`` in the thread; a cancel drops its result only."""
         if self._is_closed:
             raise RuntimeError("compute thread is closed; create a new one")
         future: asyncio.Future[T] = self._loop.create_future()
@@ -47,7 +47,7 @@ class ComputeThread:
             error: BaseException | None = None
             try:
                 result = function(*args)
-            except StopIteration as problem:  # a future does not accept it
+            except StopIteration as problem:  # futures reject it
                 error = RuntimeError(f"model raised StopIteration: {problem}")
             except BaseException as problem:
                 error = problem

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from multiworld.liveness.pause_detector import PauseDetector
 
-EXIT_HUNG = 70  # of a replica that exits because its model hangs
-GUARD_S = 1.0  # between two checks
+EXIT_HUNG = 70  # exit code of a replica whose model hangs
+GUARD_S = 1.0  # seconds between two checks
 
 
 class HangGuard:
@@ -18,23 +18,24 @@ class HangGuard:
     def __init__(
         self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # ``look`` ends the process if something hangs. It gets the monotonic time
-        # before which nothing counts, because the process was paused.
+        # ``look`` exits the process if something hangs. Its argument is the monotonic
+        # time at which the process last resumed after a pause: only time since then
+        # counts.
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
         self._is_started = self._is_stopped = False
         self._turned_at = clock()
 
     def stop(self) -> None:
-        """End the thread at its next look."""
+        """Stop the thread after at most one more check."""
         self._is_stopped = True
 
     def turned(self) -> None:
-        """Record that what is watched has done something."""
+        """Record that the watched loop has made progress."""
         self._turned_at = self._clock()
 
     def still_s(self, resumed_at: float) -> float:
-        """Return the seconds since then, or since a pause of the process."""
+        """Return the seconds since ``turned``, or since the process resumed."""
         return self._clock() - max(self._turned_at, resumed_at)
 
     def start(self) -> None:

@@ -56,17 +56,17 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
-LAST_S = 0.5  # for the controller to take the last report
-IDLE_S = 0.1  # without work; then a finishing worker exits
-LOOK_S = 1.0  # between checks for a controller and gateways
-SEND_S = 5.0  # for an exiting worker's messages to be sent
-MEMORY_LOOK_S = 0.1  # between checks of the memory in use
-TELL_S = 0.5  # between the report of excessive memory use and the exit
+LAST_S = 0.5  # maximum seconds to send the last report to the controller
+IDLE_S = 0.1  # seconds without work after which a finishing worker exits
+LOOK_S = 1.0  # seconds between checks for a controller and gateways
+SEND_S = 5.0  # maximum seconds to send an exiting worker's messages
+MEMORY_LOOK_S = 0.1  # seconds between checks of the memory in use
+TELL_S = 0.5  # seconds between the report of excessive memory use and the exit
 OUTGROWN = 99  # exit code of a process that used more memory than it booked
 
 
 class _Parts(NamedTuple):
-    """Loader of the stage, owner of the edges, and maker of ``StageLoaded``."""
+    """Loader of the stage, owner of the edges, and factory of ``StageLoaded``."""
 
     runner: Executor | GenerationWorker | EngineWorker
     worker: Worker | GenerationWorker | EngineWorker
@@ -74,10 +74,8 @@ class _Parts(NamedTuple):
 
 
 def compute_s_of(spec: ModelSpec, stage: int) -> float | None:
-    """Return the most seconds of a batch; None: it follows from the deadlines.
-
-    An engine that embeds may hang, and answer its health route all the same.
-    """
+    """Return the maximum seconds of a batch; None: the deadlines limit it."""
+    # An embedding engine that hangs may still answer its health route.
     return spec.stages[stage].compute_s or (2 * HUNG_S if spec.engine else None)
 
 
@@ -151,7 +149,7 @@ def _generation_of(
     def loaded(device: str) -> messages.StageLoaded:
         is_fixed = generation.deterministic
         has_own = is_fixed and device == "cpu" and facts.dtype in ("", "float32")
-        # Other code has other bits.
+        # Different code may compute different bits, so the fingerprint names it.
         more = [f"layers {DIGEST}"] if has_own and can_run() else []
         kind = [fingerprint(limits.threads, device, *more)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
@@ -208,7 +206,7 @@ class WorkerProcess:
             is_of_work = is_of_work and computing.exception() is not None
             if not is_of_work or self._worker.is_idle:
                 raise
-            # A polite end would say that nothing it computes is at fault.
+            # After a clean shutdown, gateways would not suspect the running requests.
             logger.exception("%s failed at work", self._args.name)
             os._exit(1)
         finally:
@@ -233,7 +231,7 @@ class WorkerProcess:
             )
             group = RankGroup(world)
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
-        if self._args.spec.engine is None:  # an engine's memory is not torch's here
+        if self._args.spec.engine is None:  # torch does not limit an external engine
             limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         spec = self._args.spec
         folder = await asyncio.to_thread(folder_of, spec)
@@ -324,7 +322,7 @@ def memory_limit(args: ProcessArgs) -> int:
 
 
 async def outgrown(limit: int) -> int:
-    """Wait until this process uses over ``limit`` bytes, if not 0; return how many."""
+    """Wait until this process uses over ``limit`` bytes (0: forever); return them."""
     if not limit:
         await asyncio.get_running_loop().create_future()
     while True:
@@ -361,11 +359,11 @@ def gpu_memory_of(device: str) -> int:
 
 
 def cut(seconds: float) -> None:
-    """Simulate a network partition: no reads, writes or heartbeats for a while."""
+    """Simulate a network partition: no reads, writes or heartbeats for ``seconds``."""
     # This blocks the event loop on purpose, and stops the heartbeat helper.
     helpers = family_of(os.getpid())[1:]
-    # Another process wakes the helper: this one is usually killed meanwhile, and a
-    # stopped helper would not notice that and would remain.
+    # Another process resumes the helper. This process is usually killed meanwhile; a
+    # stopped helper would not notice that, and would never exit.
     waking = f"sleep {seconds}; kill -CONT {' '.join(map(str, helpers))}"
     subprocess.Popen(
         ["sh", "-c", waking],
@@ -381,7 +379,7 @@ def cut(seconds: float) -> None:
 
 
 async def _exit_with(world: World) -> None:
-    """Exit when the world of the replica's ranks breaks: they fail together."""
+    """Exit when the world of the replica's ranks breaks: all ranks fail together."""
     await world.wait_over()
     if world.is_broken:
         logger.error("a rank of this replica was lost: %r", world)

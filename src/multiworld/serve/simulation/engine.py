@@ -1,9 +1,10 @@
 """Discrete-event simulation of a served model: queues, batches, replicas.
 
-It follows the rules of the service: a bounded queue at the gateway, windows to the next
-stage, the less loaded of two random replicas, batches of the requests that arrived
-during the previous batch. Replicas are ready after ``start_s``, and drained before they
-exit. They do not slow each other down: each has the cores that it was measured with.
+It follows the rules of the service: a bounded queue at the gateway, a credit window for
+each replica, the less loaded of two random replicas, batches of the requests that
+arrived during the previous batch. Replicas are ready after ``start_s``, and drained
+before they exit. They do not slow each other down: each has the cores that it was
+measured with.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from multiworld.serve.controller.scaling.snapshot import (
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.text.engine_limits import EngineLimits
 
-# Schedules a function to be called at a simulated time, with that time.
+# Schedules a call of a function at a simulated time; its argument is that time.
 At = Callable[[float, Callable[[float], None]], None]
 
 
@@ -43,12 +44,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel(StageNow):
-    """One stage of a simulated model, as it starts."""
+    """One stage of a simulated model, in its initial state."""
 
     # Seconds that a batch takes, by its work (its rows, if each request has work 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
-    max_wait_s: float = 0.0  # that a batch's oldest request waits for others
+    max_wait_s: float = 0.0  # longest wait of a batch's oldest request for others
     window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
 
@@ -67,13 +68,13 @@ class PipelineModel:
     objective_share: float = 0.99
     deadline_s: float = 30.0
     max_queued_requests: int = 512
-    start_s: float = 1.0  # until a started replica is ready
-    interval_s: float = 1.0  # between two decisions
+    start_s: float = 1.0  # time until a started replica is ready
+    interval_s: float = 1.0  # time between two decisions
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A simulated request; times in seconds, ``ended`` is -1 until it ends."""
+    """A simulated request; times are in seconds, ``ended`` is -1 until it ends."""
 
     at: float
     work: float
@@ -129,10 +130,10 @@ class SimulationResult:
     attained: int
     refused: int
     late: int
-    replica_s: tuple[float, ...]  # by stage, from launch on
+    replica_s: tuple[float, ...]  # replica-seconds by stage, from launch on
     seconds: float
     moments: list[Moment]  # changes of desired or ready replicas
-    decided: list[SimulatedDecision]  # that changed a number of replicas
+    decided: list[SimulatedDecision]  # decisions that changed a number of replicas
 
 
 class Room:

@@ -24,7 +24,7 @@ Curve = Mapping[int, float]  # seconds of a batch, by its rows
 
 
 def seconds_of(curve: Curve) -> Callable[[float], float]:
-    """Return a function for any batch's seconds, interpolating known batches."""
+    """Return the seconds of a batch as a function of its work, interpolated."""
     points = sorted(curve.items())
 
     def seconds(work: float) -> float:
@@ -100,7 +100,7 @@ def pipeline_of(
     )
 
 
-# Deadline for text generation without one: longer than any stream.
+# Deadline in seconds of text generation whose spec sets none: longer than any stream.
 NO_DEADLINE_S = 3600.0
 
 

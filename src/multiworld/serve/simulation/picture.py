@@ -10,7 +10,7 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
 COLORS = ("#4363d8", "#f58231", "#3cb44b", "#911eb4", "#469990", "#808000")
-POINTS = 300  # points in time in a plot
+POINTS = 300  # maximum number of points in time in a plot
 
 
 def draw(path: Path, title: str, outcomes: dict[str, list[SimulationResult]]) -> None:

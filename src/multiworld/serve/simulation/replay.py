@@ -17,7 +17,8 @@ from multiworld.serve.simulation.engine import (
 )
 from multiworld.serve.simulation.token_pipeline import TokenPipeline
 
-# Maximum random delay of a decision after its interval: the autoscaler polls.
+# Maximum random delay of a decision after its interval, in seconds: the autoscaler
+# polls.
 POLL_S = 0.1
 
 

@@ -25,8 +25,8 @@ class Score:
     mean_replicas: float
     p50_s: float
     p99_s: float
-    refused: int  # by a full queue
-    late: int  # passed their deadline
+    refused: int  # refused because of a full queue
+    late: int  # not answered within their deadline
     changes: int
     flaps: int
 

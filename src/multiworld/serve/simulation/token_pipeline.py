@@ -1,9 +1,9 @@
 """Discrete-event simulation of a model that generates text.
 
-Each replica of stage 0 has the real scheduler; steps pass through the stages, each for
-the time that was measured for its tokens. A sequence is pinned to the least loaded
-replica of each stage. It moves off a draining replica, or onto a new one; the target
-first recomputes its tokens.
+Each replica of stage 0 has the real scheduler. A step takes the time in each stage that
+was measured for its number of tokens. A sequence is pinned to the least loaded replica
+of each stage. It moves off a draining replica, or onto a new one, which first
+recomputes its tokens.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TokenPipeline(Pipeline):
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
         longest = min(self._limits.longest, self._model.max_model_len or math.inf)
         if sequence.prompt + sequence.answer > longest:
-            # The client's mistake, which policies do not see.
+            # The client's mistake: policies must not see it.
             sequence.is_refused = True
             self._too_long += 1
             return
@@ -212,7 +212,7 @@ class TokenPipeline(Pipeline):
         super()._ready(replica, now)
 
     def _begin_moves(self, now: float) -> None:
-        """Move sequences off draining replicas, or else one to a new replica."""
+        """Move sequences off draining replicas, or else some to new replicas."""
         for replicas in self._replicas:
             for replica in replicas:
                 assert isinstance(replica, TextReplica)
@@ -225,7 +225,7 @@ class TokenPipeline(Pipeline):
                 self._lighten(k, now)
 
     def _lighten(self, k: int, now: float) -> None:
-        """Move a sequence to a new replica that is less loaded."""
+        """Move sequences from the busiest replica to a less loaded new one."""
         usable = self._at_stage(k)
         new = [r for r in usable if r.new_until > now]
         if not new:
@@ -243,7 +243,7 @@ class TokenPipeline(Pipeline):
                 self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
     def _restart(self, sequence: SimulatedSequence) -> None:
-        """Place a sequence without a token elsewhere, to compute it from its start."""
+        """Place a sequence without output tokens again, and compute it from 0."""
         number = sequence.key[:2]
         self._leave(sequence)
         sequence.key = (*number, sequence.key[2] + 1)

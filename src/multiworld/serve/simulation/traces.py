@@ -27,14 +27,14 @@ GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_t
 # a prompt of 1,500 tokens takes as long as about 40 to 80 output tokens.)
 TOKEN_WEIGHT = 20.0
 
-LONGEST_S = 1e8  # of a trace: three years
-MAX_REQUESTS = 10_000_000  # of a generated trace; all are kept in memory
+LONGEST_S = 1e8  # maximum seconds of a trace: three years
+MAX_REQUESTS = 10_000_000  # requests of a generated trace: all are kept in memory
 
 _FINER = re.compile(r"(\.\d{6})\d+")  # finer than the microseconds of a datetime
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
-    """Read a CSV file; ``by_tokens``: derive work from tokens, else it is 1."""
+    """Read a CSV file; ``by_tokens`` derives the work of requests from their tokens."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             found = _read(csv.reader(file), path, by_tokens)
@@ -132,7 +132,7 @@ def _from_zero(found: list[Arrival]) -> list[Arrival]:
     return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
-# Coefficient of variation: regular to hours between bursts.
+# Limits of the coefficient of variation: regular arrivals to hours between bursts.
 MIN_CV, MAX_CV = 0.01, 100.0
 
 
@@ -151,12 +151,12 @@ def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[A
 
 
 def generated(text: str, seed: int = 0) -> list[Arrival]:
-    """Return the trace that a text describes, as for ``multiworld simulate``."""
+    """Return the trace that ``text`` describes, as for ``multiworld simulate``."""
     found: list[Arrival] = []
     begin = 0.0
     for number, part in enumerate(text.split("+")):
         kind, _, rest = part.partition(":")
-        # The numbers of tokens are means of exponential distributions.
+        # ``prompt`` and ``answer`` are means of exponential distributions.
         given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0, "prompt": 0.0, "answer": 0.0}
         try:
             for item in rest.split(","):

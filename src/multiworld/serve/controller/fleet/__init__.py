@@ -1,1 +1,1 @@
-"""The state of all processes, and what follows from each event."""
+"""State of all processes, and the decisions that follow from each event."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-FREE_FAILURES = 2  # crashes repaired at once; more count as a crash loop
+FREE_FAILURES = 2  # consecutive crashes without backoff; more are a crash loop
 
-FIRST_S = 0.5
-LAST_S = 30.0  # the backoff doubles up to this
+FIRST_S = 0.5  # first backoff, which doubles with each crash
+LAST_S = 30.0  # maximum backoff
 
 # Maximum backoff, in seconds, after the crash of a ready process: the cause may be
 # external, and requests wait for the replacement.
 LAST_READY_S = 2.0
 
 # Seconds of readiness after which a crashed process is replaced at once, even in a
-# crash loop. A start takes about a second, so such a stage is still ready most of the
-# time; and if it has no other replica, requests wait for it.
+# crash loop. A start takes about a second, so the stage is ready most of the time, and
+# requests may be waiting for it.
 BRIEF_S = 3.0
 
 STABLE_S = 10.0  # seconds of readiness that end a crash loop
@@ -27,9 +27,9 @@ class Crashes:
     """The latest consecutive crashes of the processes with one key."""
 
     failures: int = 0
-    not_before: float = 0.0  # monotonic time of the next replacement, at the earliest
+    not_before: float = 0.0  # earliest monotonic time of the next replacement
     cause: str = ""
-    same: int = 0  # consecutive latest ones with the same cause
+    same: int = 0  # number of latest crashes with the same cause
 
 
 class CrashBackoff:

@@ -19,10 +19,10 @@ from multiworld.serve.controller.fleet.entries import Assessment
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-KEPT = 200  # decisions in memory
-KEPT_SNAPSHOTS = 20  # in memory; they may have thousands of samples
-WAITING = 100  # maximum of decisions waiting for the disk; more are not written
-FORMAT = 1  # of a line; older releases wrote the same lines without it
+KEPT = 200  # number of decisions in memory
+KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
+WAITING = 100  # maximum decisions that wait for the disk; more are not written
+FORMAT = 1  # format of a line; older releases wrote the same lines without this field
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
 
@@ -31,7 +31,7 @@ class LoggedDecision:
     """One decision; ``snapshot`` returns its complete input, as plain data."""
 
     number: int
-    at: float  # since the epoch
+    at: float  # seconds since the Unix epoch
     kind: str  # "scaling" or "placement"
     about: str  # name of the model; empty for all models
     what: str
@@ -132,7 +132,7 @@ class DecisionLog:
         self._lines.put(decided)
 
     def settle(self, limit_s: float) -> None:
-        """Wait until all decisions are in the file."""
+        """Wait until all decisions are in the file, at most ``limit_s``."""
         if self._lines is not None:
             self._lines.settle(limit_s)
 

@@ -10,7 +10,7 @@ from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-MAX_REPLICAS = 4096  # of a stage
+MAX_REPLICAS = 4096  # maximum number of replicas of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,9 @@ class Sizes:
 def desired_state_of(
     app: AppSpec, before: Mapping[str, Sizes] | None = None
 ) -> DesiredState:
-    """Return the desired state of a spec; scaled stages keep their size if in range.
-
-    A fixed number is only the initial size: a stage that was scaled keeps its size
-    until that number changes.
-    """
+    """Return the desired state of a spec; scaled stages keep their size if in range."""
+    # A fixed number is only the initial size: a stage that was scaled keeps its size
+    # until that number changes.
     models = {}
     for name, model in app.models.items():
         old = (before or {}).get(name)
@@ -82,11 +80,9 @@ def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
 def with_new_versions_started(
     desired: DesiredState, old: Mapping[str, str]
 ) -> DesiredState:
-    """Return ``desired`` with at least one replica of each stage of new versions.
-
-    ``old``: the previous versions, by model.
-    """
+    """Return ``desired`` with at least one replica of each stage of new versions."""
     # Otherwise a new version would be active before a probe has passed through it.
+    # ``old``: the previous version of each model.
     models = dict(desired.models)
     for name, model in desired.models.items():
         if old.get(name, model.version) != model.version:
@@ -111,7 +107,7 @@ def rescaled(
     low, high = bounds_of(spec, stage)
     stage_spec = spec.stages[stage]
     if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
-        low, high = 1, MAX_REPLICAS  # a fixed number in the spec only sets the start
+        low, high = 1, MAX_REPLICAS  # a fixed number is only the initial size
     if not low <= replicas <= high:
         raise ServeError(
             f"stage {stage_spec.name or stage} of {model!r} may have {low} to "

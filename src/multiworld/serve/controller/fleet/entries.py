@@ -6,7 +6,7 @@ import msgspec
 
 
 class HistoryEntry(msgspec.Struct, frozen=True):
-    """An event in the life of a service; ``at`` is since the epoch."""
+    """An event of a service; ``at`` is in seconds since the Unix epoch."""
 
     number: int
     at: float

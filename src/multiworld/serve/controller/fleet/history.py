@@ -11,9 +11,9 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 
 logger = logging.getLogger("multiworld.serve")
 
-EVENTS = 1000  # kept
+EVENTS = 1000  # number of events to keep
 
-# Kinds of events that change which processes run, on purpose or by a failure.
+# Kinds of events that ``status`` shows.
 OPERATIONS = (
     "update",
     "updated",

@@ -48,10 +48,10 @@ class Reconciler:
     def __init__(
         self,
         *,
-        # Maximum time for a process to become ready, and between two replicas of a new
-        # version that become ready.
+        # Maximum time for a process to become ready, and for each further replica of a
+        # new version.
         ready_s: float = 120.0,
-        drain_s: float = 60.0,  # maximum for a draining process to finish its work
+        drain_s: float = 60.0,  # maximum time for a draining process to finish its work
         first: int = 1,
         number: int = 0,
         # Versions activated by an earlier controller.
@@ -69,8 +69,8 @@ class Reconciler:
         self.backoff = CrashBackoff()
         self._versions: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
-        self.unplaced: dict[StageKey, str] = {}  # missing resources
-        # Time from launch to readiness in the last start.
+        self.unplaced: dict[StageKey, str] = {}  # reasons
+        # Seconds from launch to readiness in the last start.
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
         self.losses: Counter[StageKey] = Counter()  # since the controller started
@@ -98,7 +98,7 @@ class Reconciler:
             case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
             case events.Adopted(process):
-                # Its senders may not have heard that it drains.
+                # Its senders may not know yet that it drains.
                 process.drain_number = self.table.number + 1
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
@@ -200,7 +200,7 @@ class Reconciler:
                 why = f"{probe.failures} probes failed in a row, the last: {error}"
                 yield from self._gone(events.ProcessGone(name, why), now)
         elif process.phase is ProcessPhase.LOADED:
-            process.phase = ProcessPhase.SPARE  # unless it is needed, which follows
+            process.phase = ProcessPhase.SPARE  # or READY, as decided below
             took_s = now - process.since
             process.since = now
             self.start_s[_key_of(process)] = took_s
@@ -219,7 +219,7 @@ class Reconciler:
         """Return whether a stage has fewer ready replicas than it should have."""
         known = self._versions.get(key[:2])
         if known is None or not any(known.spares):
-            return True  # without spares, every replica that is there gets work
+            return True  # without spares, every probed replica gets work
         ready = sum(
             p.phase is ProcessPhase.READY and not p.is_drain_requested
             for p in self._processes_of(key)
@@ -238,7 +238,7 @@ class Reconciler:
             )
 
     def _update_goes_on(self, process: Process, now: float) -> None:
-        """Restart the deadline of a model's update, for its next replica."""
+        """Restart the deadline of a model's update after progress of a replica."""
         version, _ = self._updates.get(process.model, (None, 0.0))
         if version == process.version:
             self._updates[process.model] = version, now
@@ -322,8 +322,7 @@ class Reconciler:
                 yield from self._roll_back(name, model.version)
 
     def _note_waits(self, now: float) -> None:
-        """Exclude from a replica's start the time in which it waits for other stages,
-        or for a gateway to probe it."""
+        """Exclude waits for other stages and for a gateway from the start time."""
         has_gateway = any(self._probers())
         if not has_gateway:
             updates = self._updates.items()
@@ -342,7 +341,7 @@ class Reconciler:
             process.waited_at = now if is_waiting else None
 
     def _postpone(self, seconds: float, now: float) -> None:
-        """Extend all deadlines by a pause, at most to their full time from now."""
+        """Extend all deadlines by a pause, at most to their full length from now."""
         for process in self.processes.values():
             if process.waited_at is None:
                 process.since = min(now, process.since + seconds)
@@ -410,7 +409,7 @@ class Reconciler:
                 if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
         ready = [p for p in kept if p.phase is ProcessPhase.READY]
-        excess = len(ready) - count  # they are drained though spares lack
+        excess = len(ready) - count  # drained even if spares are missing
         surplus = max(len(kept) - count - self._spares(key), excess, 0)
         newest_ready = sorted(ready, key=lambda p: -_number(p.name))[: max(0, excess)]
         others = sorted(
@@ -449,7 +448,7 @@ class Reconciler:
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
         every = len(starting) + sum(bool(key[0]) for key in chosen)
-        # But starts may be slow because there are many, so allow at most twice as many.
+        # But starts may be slow because there are many, so at most double their number.
         limit = self.starts_at_once
         room = min(every - fast, limit - fast, 2 * limit - every)
         chosen += urgent_starts(shortages, chosen, max(0, room))
@@ -602,7 +601,7 @@ class Reconciler:
         return min(longest_s, PROBE_S * 2.0**process.probe.failures)
 
     def _pass_unprobed(self, now: float) -> Iterator[Action]:
-        """Mark replicas ready that cannot be probed: another stage is at zero."""
+        """Mark replicas as ready that no probe can reach: another stage is at zero."""
         for process in list(self.processes.values()):
             key = process.model, process.version
             known = self._versions.get(key)
@@ -646,8 +645,8 @@ class Reconciler:
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders if s.is_there
             )
-            # If a whole stage drains, earlier stages that drain, too, still send it
-            # their work. Earlier stages that stay take back work that they cannot send.
+            # If a whole stage drains, earlier stages that also drain still send it
+            # their work. Earlier stages that stay return work that they cannot send.
             is_last_of_stage = not any(
                 not p.is_going for p in self._processes_of(_key_of(process))
             )
@@ -670,7 +669,7 @@ LOADED_PHASES = (
     ProcessPhase.DRAINING,
 )
 
-# Phases of replicas that are kept, those to be drained first in front.
+# Phases of replicas in the order in which surplus ones are drained.
 PREFERRED = (
     ProcessPhase.LAUNCHING,
     ProcessPhase.JOINED,
@@ -679,15 +678,19 @@ PREFERRED = (
     ProcessPhase.READY,
 )
 
-PLACEMENT_RETRY_S = 1.0  # before placing a replica again; a new machine ends the wait
-PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s
+# Seconds before placing a replica again; a new machine ends the wait.
+PLACEMENT_RETRY_S = 1.0
+# Seconds before repeating a failed probe; doubled each time, up to 3.2 s.
+PROBE_PAUSE_S = 0.1
 
 # Consecutive failed probes after which a replica is replaced.
 PROBE_FAILURES = 5
 
-PROBE_S = 10.0  # for the first probe of a replica
-PROBE_GRACE_S = 5.0  # beyond a probe's limit, until it counts as lost and is repeated
-# Consecutive failures with one cause after which a stage's first start is given up.
+PROBE_S = 10.0  # maximum seconds of a replica's first probe
+# Seconds beyond a probe's limit after which it counts as lost and is repeated.
+PROBE_GRACE_S = 5.0
+# Consecutive failures with the same cause after which a stage's first start is
+# abandoned.
 FIRST_START_FAILURES = 4
 # Consecutive crashes of one stage after which a new version is rolled back.
 ROLL_BACK_FAILURES = 3

@@ -25,13 +25,11 @@ from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.engine.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-FORMAT = 1  # of ``record.json``; older releases wrote none, which counts as 1
-MAX_SOCKET_PATH = 107  # bytes, on Linux
+FORMAT = 1  # format of ``record.json``; files of older releases lack it, and count as 1
+MAX_SOCKET_PATH = 107  # maximum bytes of a socket's path on Linux
 
 
 class ProcessRecord(BaseModel):
-    """A process of the service."""
-
     model_config = ConfigDict(frozen=True)
 
     name: str
@@ -68,18 +66,15 @@ class Record(BaseModel):
     store: StoreRecord | None = None
     port: int = 0
     number: int = 0  # number of the last routing table
-    next_number: int = 1  # in the name of the next process
-    replicas: dict[str, list[int]] = {}  # of the desired versions
+    next_number: int = 1  # number in the name of the next process
+    replicas: dict[str, list[int]] = {}  # replicas of the desired versions
     # Replicas of all versions, by model and version; empty in older releases.
     sizes: dict[str, dict[str, list[int]]] = {}
     processes: list[ProcessRecord] = []
 
 
 def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
-    """Return the sizes that models had under the previous controller.
-
-    The sizes are those of the same version, or else of the active one.
-    """
+    """Return each model's recorded sizes, of its version or else of the active one."""
     found = {}
     for name, model in app.models.items():
         sizes, specs = old.sizes.get(name, {}), old.specs.get(name, {})
@@ -123,7 +118,7 @@ def _unusable(path: Path, error: OSError) -> ServeError:
 
 
 def _flush(file: IO[str]) -> None:
-    """Write a file to the disk: a new name must not survive a crash without it."""
+    """Flush a file to disk, so that no crash leaves its new name without content."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -197,7 +192,7 @@ class StateFolder:
         return lock
 
     def controller(self) -> str:
-        """Return the process id of the latest controller; empty if it is unknown."""
+        """Return the process id of the latest controller; "" if it is unknown."""
         try:
             return (self.path / "controller").read_text().strip()
         except OSError:
@@ -268,15 +263,13 @@ class StateFolder:
         fresh.replace(self._record)
 
     def next_number(self) -> int:
-        """Return a number above those of all processes that have a log here.
-
-        The record may lack the latest ones, if the disk was full.
-        """
+        """Return a number above those of all processes that have a log here."""
+        # The record may lack the latest processes, if the disk was full.
         numbers = (NUMBERED.search(log.stem) for log in self.logs.glob("*.log"))
         return 1 + max((int(found[1]) for found in numbers if found), default=0)
 
     def forget(self) -> None:
-        """Remove record and socket once no process of the service is left."""
+        """Remove the record, the socket and copied files, once no process is left."""
         self._record.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
         shutil.rmtree(self.versions, ignore_errors=True)

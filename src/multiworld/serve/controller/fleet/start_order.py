@@ -30,7 +30,7 @@ class Shortage:
 
     @property
     def urgent(self) -> int:
-        """Number of starts that must not wait for slow ones."""
+        """Number of starts that must not wait for slow ones: lost or first replicas."""
         first = int(self.missing == self.count > 0)
         return min(self.missing, max(self.lost, first))
 
@@ -50,8 +50,7 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
 def urgent_starts(
     shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
-    """Return urgent starts beyond ``chosen``, the most needed first: replacements of
-    lost replicas, and first replicas of stages."""
+    """Return urgent starts beyond ``chosen``, the most needed first."""
     taken = Counter(chosen)
     found = sorted(
         (_urgency(shortage, nth), shortage.key)

@@ -20,9 +20,9 @@ class DesiredModel:
     generates: bool = False
     ttft_s: float | None = None  # objective for the first token
     tpot_s: float | None = None  # objective for each further token
-    start_s: float | None = None  # for a replica to become ready; None: the service's
-    has_deadline: bool = True  # False for text without ``deadline_s``
-    spares: tuple[int, ...] = ()  # by stage; empty: none
+    start_s: float | None = None  # time limit of a start; None: the service's
+    has_deadline: bool = True  # False for text generation without ``deadline_s``
+    spares: tuple[int, ...] = ()  # number of spares by stage; empty: none
 
     def spares_of(self, stage: int) -> int:
         """Return how many spares a stage should have; none at zero replicas."""
@@ -43,7 +43,7 @@ class ProcessPhase(enum.StrEnum):
     LAUNCHING = "launching"
     JOINED = "joined"
     LOADED = "loaded"
-    SPARE = "spare"  # a probe has passed through it; gets no work until it is needed
+    SPARE = "spare"  # probed, but gets no work until it is needed
     READY = "ready"
     DRAINING = "draining"
     FINISHING = "finishing"
@@ -84,7 +84,7 @@ class Process:
     phase: ProcessPhase = ProcessPhase.LAUNCHING
     # Monotonic time of launch, readiness or start of draining, whichever came last.
     since: float = 0.0
-    waited_at: float | None = None  # since when it is loaded but another stage is not
+    waited_at: float | None = None  # start of its wait for other stages or a gateway
     waited_s: float = 0.0  # total of such waits, which ``since`` excludes
     applied: int = 0  # number of the last routing table that it has applied
     # Number of the first routing table without this process as a target; senders that
@@ -96,7 +96,7 @@ class Process:
     # Hardware fingerprint on which its results depend; empty if unknown.
     fingerprint: str = ""
     weights: str = ""
-    noise: str = ""  # what its external engine samples by
+    noise: str = ""  # name of its external engine's sampling method
     entered: dict[ProcessPhase, float] = field(default_factory=dict)
 
     @property

@@ -1,1 +1,1 @@
-"""Starting processes, locally and on Ray."""
+"""Launchers, which start processes locally and on Ray."""

@@ -17,8 +17,6 @@ from multiworld.serve.wire.process_args import ProcessArgs
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A process of the service."""
-
     name: str
     pid: int
     began: int  # start in the kernel's ticks; detects a reused ``pid``
@@ -31,17 +29,15 @@ OnExit = Callable[[str, int | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherContext:
-    """Arguments for creating a launcher."""
-
     app: AppSpec
     preload: Sequence[str]
     waiting: WaitingServer | None = None  # fork server for the first processes
-    env: dict[str, str]  # added to the environment of every process
+    env: dict[str, str]  # variables to add to the environment of every process
     logs: Path  # folder for the launcher's own output
     node: Node  # the controller's machine, with the resources for the service
     on_exit: OnExit
     on_nodes: Callable[[], None]  # called after machines or ``trouble`` have changed
-    is_new: bool  # no process of this service runs yet
+    is_new: bool  # whether no process of this service runs yet
 
 
 class Launcher(Protocol):
@@ -56,10 +52,10 @@ class Launcher(Protocol):
     async def launch(
         self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
-        """Start a process that books ``need`` at ``spot`` (None: at the controller).
+        """Start a process that books ``need`` at ``spot`` (None: with the controller).
 
-        ``log`` receives its output. Raises ``LaunchError``. After cancellation the
-        process may still start.
+        ``log`` receives its output. Raises ``LaunchError``. After a cancel, the process
+        may still start.
         """
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
@@ -68,7 +64,8 @@ class Launcher(Protocol):
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the bytes of memory that a process uses, if more than ``limit``.
 
-        Also None if the controller cannot see it; replicas also check their own memory.
+        None also means that the controller cannot measure them; replicas check their
+        own memory, too.
         """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:

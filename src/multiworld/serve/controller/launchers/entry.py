@@ -1,4 +1,4 @@
-"""The entry point of every process of a service: a gateway or a replica."""
+"""Entry point of every process of a service: a gateway or a replica."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from multiworld.serve.replica.batches.rank_group import LEADER, fork_ranks
 from multiworld.serve.replica.process import run_follower, run_worker
 from multiworld.serve.wire.process_args import ProcessArgs
 
-# Makes the kernel's OOM killer kill replicas before gateways and the store.
+# Score with which the kernel's OOM killer kills replicas before gateways and the store.
 OOM_SCORE = 500
 
 
 def main(text: str) -> int:
     """Run the process described by ``ProcessArgs`` as JSON; return its exit code."""
-    # Forced, because the parent of this fork has configured logging for people.
+    # Forced, because the parent of this fork has already configured logging.
     logging.basicConfig(
         level=min(logging.INFO, logging.getLogger().level),
         force=True,

@@ -1,14 +1,14 @@
 """Fork server: imports a service's modules once, and forks its processes.
 
-It runs as ``python -m`` this module, with a socket's descriptor, from which it takes
-orders, and the modules.
+It runs as ``python -m`` this module, with arguments FD MODULES..., and takes orders
+from the socket FD.
 
 Importing torch and a model's code takes seconds, a fork about 10 ms. A service's first
-fork server is a fork of the controller, which has imported most of it. The fork server
-has a single thread, because a fork copies no other, and runs no torch operation:
-torch's thread pool would hang in every child. If a module starts a thread, it exits and
-is replaced by one without that module. It exits with its parent; the forked processes
-keep running.
+fork server is a fork of the controller, which has already imported most modules. The
+fork server has a single thread, because a fork copies only one, and runs no torch
+operation, because torch's thread pool would hang in every child. If a module starts a
+thread, the fork server exits, and another one without that module replaces it. The fork
+server exits with its parent; the forked processes keep running.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ForkServer:
             return not self._has_modules
         leash = None
         try:
-            # Opened before the answer, after which the sender may let go.
+            # Opened before the reply, after which the sender may let go of it.
             leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:
@@ -167,7 +167,7 @@ def count_threads() -> int:
 
 
 def has_more_threads(before: int) -> bool:
-    """Return whether there are lasting new threads; joined ones vanish with delay."""
+    """Return whether there are lasting new threads; joined ones disappear late."""
     for _ in range(GONE_LOOKS):
         if count_threads() <= before:
             return False
@@ -207,10 +207,9 @@ def fork_waiting() -> WaitingServer | None:
 
 
 def _close_inherited() -> None:
-    """Close inherited descriptors, such as a lock of the controller's parent.
-
-    The processes of a service outlive the controller. ``subprocess`` closes them, too.
-    """
+    """Close inherited descriptors, such as a lock of the controller's parent."""
+    # The processes of a service outlive the controller, and must not hold them.
+    # ``subprocess`` closes them, too.
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:

@@ -24,10 +24,10 @@ logger = logging.getLogger("multiworld.serve")
 
 FORK_SERVER = "multiworld.serve.controller.launchers.fork_server"
 
-WARM_S = 120.0  # maximum for the fork server to import its modules
+WARM_S = 120.0  # maximum seconds for the fork server to import its modules
 
-# Seconds before retrying to start a fork server: the first pause, which doubles each
-# time, and the maximum.
+# Seconds before another attempt to start a fork server: the first pause, which doubles
+# each time, and the maximum.
 RETRY_S, RETRY_MAX_S = 1.0, 30.0
 
 

@@ -27,8 +27,8 @@ logger = logging.getLogger("multiworld.serve")
 
 M = TypeVar("M")
 
-END_S = 5.0  # for a helper process to exit before it is killed
-PING_S = 1.0  # between pings
+END_S = 5.0  # seconds for a helper process to exit before it is killed
+PING_S = 1.0  # seconds between pings
 MISSED_LIMIT = 5  # unanswered pings after which it counts as hung
 LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
 
@@ -56,7 +56,6 @@ class ForkedChild:
             os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait until the child has exited."""
         await self._exited.wait()
 
 
@@ -75,7 +74,7 @@ class HelperProcess(Generic[M]):
         on_end: Callable[[], None],  # the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
-        # True: kill a hung process. False: others would be lost with it.
+        # True: kill a hung process. False: keep it, if killing it would lose others.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec
@@ -109,7 +108,7 @@ class HelperProcess(Generic[M]):
         except OSError as error:
             raise LaunchError(f"{self._module} did not start: {error}") from error
         if self._writer is not None:
-            self._writer.close()  # of the previous process
+            self._writer.close()  # the previous process's
         if self._socket is not None:
             self._socket.close()
         self._socket = ours.dup()
@@ -177,7 +176,7 @@ class HelperProcess(Generic[M]):
             await asyncio.sleep(PING_S)
 
     def _send_ping(self) -> None:
-        """Send a ping past the stream, whose errors would drop unread messages."""
+        """Send a ping on the socket: an error of the stream would drop unread lines."""
         if self._writer is None or self._socket is None or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() == 0:

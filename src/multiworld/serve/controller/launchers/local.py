@@ -21,8 +21,6 @@ from multiworld.serve.wire.process_args import ProcessArgs
 
 
 class LocalLauncher:
-    """Processes of this machine, forked from a fork server."""
-
     def __init__(self, context: LauncherContext) -> None:
         self._context, self._on_exit = context, context.on_exit
         self._loop = asyncio.get_running_loop()

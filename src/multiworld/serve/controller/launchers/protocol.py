@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-VERSION = 1  # of these messages; helpers have the controller's release
+VERSION = 1  # version of these messages; helpers have the controller's release
 
 M = TypeVar("M")
 
@@ -29,7 +29,7 @@ class Launch(Line, frozen=True, tag="Launch"):
 
 
 class Launched(Line, frozen=True, tag="Launched"):
-    """A started process; ``began`` as in ``RunningProcess``, 0 if unknown."""
+    """A process was started; ``began`` is as in ``RunningProcess``, 0 if unknown."""
 
     name: str
     pid: int
@@ -42,20 +42,20 @@ class LaunchFailed(Line, frozen=True, tag="LaunchFailed"):
 
 
 class Exited(Line, frozen=True, tag="Exited"):
-    """A process that has exited; ``code`` is None if unknown."""
+    """A process has exited; ``code`` is None if unknown."""
 
     name: str
     code: int | None
 
 
 class Ping(Line, frozen=True, tag="Ping"):
-    """Checks whether the helper process still responds."""
+    """Check whether the helper process still responds (controller → helper)."""
 
     number: int
 
 
 class Pong(Line, frozen=True, tag="Pong"):
-    """The answer to the ``Ping`` with the same number."""
+    """Answer to the ``Ping`` with the same number (helper → controller)."""
 
     number: int
 
@@ -64,7 +64,7 @@ class Pong(Line, frozen=True, tag="Pong"):
 
 
 class Begin(Line, frozen=True, tag="Begin"):
-    """First order to a forked fork server: its arguments."""
+    """First order with the arguments (controller → forked fork server)."""
 
     modules: tuple[str, ...]
     env: dict[str, str]
@@ -72,16 +72,16 @@ class Begin(Line, frozen=True, tag="Begin"):
 
 
 class Warm(Line, frozen=True, tag="Warm"):
-    """First line of the fork server: all modules are imported."""
+    """First line: all modules are imported (fork server → controller)."""
 
     pid: int
     version: int = VERSION
 
 
 class Threaded(Line, frozen=True, tag="Threaded"):
-    """The fork server cannot fork: a module has started a thread. It exits."""
+    """The fork server cannot fork, because a module has started a thread, and exits."""
 
-    module: str  # empty: unknown which
+    module: str  # empty if unknown
 
 
 ForkOrder = Launch | Ping
@@ -96,7 +96,7 @@ class WarmNodes(Line, frozen=True, tag="WarmNodes"):
 
     preload: tuple[str, ...]
     folder: str  # working directory of the service, from which modules may be imported
-    logs: str  # for the output of fork servers, if it exists on the machine
+    logs: str  # folder for the output of fork servers, if it exists on the machine
 
 
 class LaunchActor(Line, frozen=True, tag="LaunchActor"):
@@ -105,10 +105,10 @@ class LaunchActor(Line, frozen=True, tag="LaunchActor"):
     name: str
     key: str
     address: str
-    bundle: dict[str, float]  # that Ray reserves for each rank
+    bundle: dict[str, float]  # resources that Ray reserves for each rank
     args: tuple[str, ...]  # ``ProcessArgs`` as JSON, by rank
     env: dict[str, str]
-    log: str  # for the output, if its folder exists on the machine
+    log: str  # file for the output, if its folder exists on the machine
 
 
 class AdoptActor(Line, frozen=True, tag="AdoptActor"):
@@ -116,7 +116,7 @@ class AdoptActor(Line, frozen=True, tag="AdoptActor"):
 
     name: str
     ranks: int
-    must_be_known: bool  # it counts as exited if the head does not know it
+    must_be_known: bool  # whether it counts as exited if the head does not know it
 
 
 class KillActor(Line, frozen=True, tag="KillActor"):
@@ -148,14 +148,14 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ClusterReady(Line, frozen=True, tag="ClusterReady"):
-    """First line of the bridge, once it is connected."""
+    """First line: the bridge is connected (bridge → controller)."""
 
     nodes: tuple[ClusterNode, ...]
     version: int = VERSION
 
 
 class ClusterNodes(Line, frozen=True, tag="ClusterNodes"):
-    """A response of the head; `is_same` if the machines have not changed."""
+    """The head's machines; `is_same` if they are unchanged (bridge → controller)."""
 
     nodes: tuple[ClusterNode, ...]
     is_same: bool
@@ -173,7 +173,7 @@ class LineCodec(Generic[M]):
         return _ENCODER.encode(message) + b"\n"
 
     def decode(self, line: bytes) -> M:
-        """Return the message in a line; ``ValueError`` if it is not valid."""
+        """Return the message in a line; raise ``ValueError`` if it is not valid."""
         return self._decoder.decode(line)
 
 

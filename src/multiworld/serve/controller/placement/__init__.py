@@ -1,1 +1,1 @@
-"""Which replica goes on which machine."""
+"""Placement: the choice of a machine for each replica."""

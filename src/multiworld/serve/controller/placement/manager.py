@@ -1,4 +1,4 @@
-"""Manager of placements: carries out what bookings, policy and solvers decide. It
+"""Placement manager: carries out the decisions of bookings, policy and solvers. It
 admits models, plans, moves replicas, tracks the machines, and kills replicas that use
 more memory than they booked."""
 
@@ -50,7 +50,7 @@ class PlacementManager:
         history: History,
         journal: DecisionLog,
         policy: Policy,
-        specs: Specs,  # of all known versions
+        specs: Specs,  # specs of all known versions
         happened: Callable[[events.Event], None],
     ) -> None:
         self._launcher, self._fleet = launcher, fleet
@@ -67,10 +67,8 @@ class PlacementManager:
     # Before the first start.
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
-        """Raise ``PlacementError`` if the machines lack room for all models.
-
-        If the current desired state does not fit either, only ``model`` must fit.
-        """
+        """Raise ``PlacementError`` if the machines lack room for all models."""
+        # If the current desired state does not fit either, only ``model`` must fit.
         try:
             self.bookings.admit(asks_of(wanted, self._specs))
         except PlacementError:

@@ -55,7 +55,7 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return a spec's replicas; with a demand, the solver chooses within the ranges."""
+    """Return requests for models; the solver scales those that declare a demand."""
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -77,12 +77,12 @@ def problem_of(
     asks: Iterable[ReplicaRequest],
     running: Iterable[PlacedReplica] = (),
 ) -> Problem:
-    """Return the problem of placing models."""
+    """Return the placement problem of the requested models."""
     nodes = list(nodes)
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
-    # Omit models scaled to zero and multi-GPU replicas: they go where there is room.
+    # Omit models scaled to zero and multi-GPU replicas: they are placed without a plan.
     asked = [ask for ask in asks if _is_planned(ask)]
     planned = {ask.name for ask in asked}
     whole = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=0)
@@ -202,7 +202,7 @@ class StageOutlook:
     model: str
     stage: int
     where: dict[str, int]
-    busy: float  # share of the time that its busiest replica computes
+    busy: float  # fraction of time for which its busiest replica computes
     able: float  # rows/s that its replicas could compute if nothing else limited them
 
 
@@ -225,7 +225,7 @@ def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
 
 
 def bottleneck(stages: Iterable[StageOutlook], model: str) -> StageOutlook | None:
-    """Return a model's bottleneck; None if no computing time is known."""
+    """Return a model's slowest stage; None if no computing time is known."""
     mine = [s for s in stages if s.model == model and 0 < s.able < float("inf")]
     return min(mine, key=lambda stage: stage.able, default=None)
 

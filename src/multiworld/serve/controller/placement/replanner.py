@@ -1,4 +1,4 @@
-"""Replanner: runs the solvers in a thread after every change."""
+"""Replanner, which runs the solvers in a thread after every change."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from multiworld.serve.machines.assignment import Plan
 
 logger = logging.getLogger("multiworld.serve")
 
-LIMIT_S = 2.0  # for the solvers; until then, replicas are placed one by one
-DEBOUNCE_S = 0.2  # to wait for further changes before planning
+LIMIT_S = 2.0  # maximum seconds of the solvers; meanwhile, replicas go one by one
+DEBOUNCE_S = 0.2  # seconds to wait for further changes before planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,6 @@ class Replanner:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start planning in the background."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 

@@ -15,8 +15,8 @@ from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 
-# Post, its title for people, its number of replicas, and each replica's need. A post is
-# one stage of one version of a model.
+# A post, its title for people, its number of replicas, and the need of each replica. A
+# post is one stage of one version of a model.
 PlaceRequest = tuple[object, str, int, Need]
 
 
@@ -54,11 +54,7 @@ class ReplicaBookings:
             raise PlacementError(text) from error
 
     def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
-        """Return the bookings of all requests next to the running replicas.
-
-        Raises:
-            PlacementError: Not all of them fit.
-        """
+        """Return bookings with all requests; PlacementError if one does not fit."""
         trial = self.ledger.copy()
         missing = []
         for post, title, count, need in asks:
@@ -92,10 +88,8 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
-        """Return the replicas that the plan places elsewhere and that fit there.
-
-        A plan ignores the replicas of unplanned models and cores next to GPUs.
-        """
+        """Return the replicas that the plan places elsewhere and that fit there."""
+        # A plan ignores replicas of unplanned models, and the cores of GPU replicas.
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
         return [n for n in moves(self.plan, here) if self._has_room(bookings[n])]

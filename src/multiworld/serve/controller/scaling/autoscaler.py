@@ -37,11 +37,12 @@ from multiworld.serve.wire.control_messages import Reports
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.5  # between checks for new models and for models that are due
-REPORT_S = 0.5  # for a process's report; else its previous report counts
-POLICY_S = 10.0  # for a policy to decide; a later decision is ignored
-TOGETHER_S = 0.25  # to wait for other policies, to carry out decisions by weight
-START_S = 1.0  # assumed to start a replica, until one has been measured
+LOOK_S = 0.5  # seconds between checks for new models and for models that are due
+REPORT_S = 0.5  # seconds to wait for a process's report; then its previous one counts
+POLICY_S = 10.0  # maximum seconds of a policy; a later decision is ignored
+# Seconds to wait for other policies, so that decisions are carried out by weight.
+TOGETHER_S = 0.25
+START_S = 1.0  # assumed seconds of a replica's start, until one has been measured
 
 
 def largest_that_fits(
@@ -209,7 +210,7 @@ class Autoscaler:
         await self._carry_out_all(asked)
 
     async def _carry_out_all(self, asked: Sequence[_Asked]) -> None:
-        """Carry out decisions, the heaviest models first; a late decision alone."""
+        """Carry out decisions in order of weight; each late one when it arrives."""
         try:
             if asked:
                 deciding = [each.deciding for each in asked]

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-SIGMAS = 2.0  # standard deviations above the allowed late requests that activate it
-MIN_LATE_BURSTS = 2  # separate bursts with late answers that activate it
+SIGMAS = 2.0  # standard deviations above the allowed late requests to activate it
+MIN_LATE_BURSTS = 2  # separate bursts with late answers to activate it
 
 # Minimum share of the allowed wait that a request must have waited to be late for lack
 # of replicas. It limits how many such requests the total waiting time can explain. Well
@@ -35,13 +35,13 @@ SIZE_GROWTH = 1.2  # ratio of successive candidates above that
 # allowed wait that the fluid queue may use up.
 CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
 
-MAX_STEP_S = 1.0  # of a fluid queue; longer intervals are split
+MAX_STEP_S = 1.0  # maximum step of a fluid queue; longer intervals are split
 
 # Calibration levels per horizon by which a period with few misses recovers. Recovery is
 # slow because a period without misses proves little while a reserve is kept.
 RECOVERY = 1.0
 
-LateCounts = tuple[float, ...]  # requests too late, by calibration level
+LateCounts = tuple[float, ...]  # late requests, by calibration level
 
 NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
 
@@ -59,9 +59,9 @@ class Counts:
     """Measured requests of a model in one half of the horizon."""
 
     arrived: float = 0.0
-    missed: float = 0.0  # refused ones included
+    missed: float = 0.0  # including refused ones
     refused: float = 0.0
-    waited: float = 0.0  # total, as a multiple of the allowed wait
+    waited: float = 0.0  # total waiting time, as a multiple of the allowed wait
     late_bursts: int = 0
 
 
@@ -77,7 +77,7 @@ class BurstReserve:
     # Position among the ``CALIBRATION_LEVELS`` at which the fluid queue predicts the
     # measured number of late requests; fractions interpolate.
     level: float = 0.0
-    actual: tuple[FleetFacts, ...] = ()  # by stage, of the replicas that were ready
+    actual: tuple[FleetFacts, ...] = ()  # by stage: queue of the ready replicas
     # By stage, queues of all candidate sizes, smallest first.
     fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
@@ -107,11 +107,11 @@ class BurstRecord:
     missed: float  # requests found late, or refused
     refused: float
     ongoing: Sequence[float]
-    item_s: Sequence[float]  # that a replica is busy with one request
+    item_s: Sequence[float]  # time that a replica is busy with one request
     ready: Sequence[int]
     min_replicas: Sequence[int]
     max_replicas: Sequence[int]
-    max_wait_s: float  # that a request may wait and still meet the objective
+    max_wait_s: float  # time that a request may wait and still meet the objective
     deadline_s: float
     # Seconds without a late answer, after which the next one starts a new burst: enough
     # for replicas started in the previous one to become ready.
@@ -122,7 +122,7 @@ class BurstRecord:
 def update(
     previous: BurstReserve, record: BurstRecord, horizon_s: float
 ) -> BurstReserve:
-    """Return the reserve with one interval added and expired ones dropped."""
+    """Return the reserve with one interval added, and expired ones dropped."""
     old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
     actual, fleets = [], []
     for k, item_s in enumerate(record.item_s):
@@ -227,10 +227,9 @@ def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
 
 
 def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
-    """Return whether to keep a reserve."""
     allowed = (1.0 - record.objective_share) * found.arrived
     if found.is_active:
-        # It ends when the minimum of replicas would be enough.
+        # It ends when the minimum number of replicas would be enough.
         return any(
             _smallest_sufficient(stage_fleets, found.level, allowed) > lowest
             for stage_fleets, lowest in zip(
@@ -300,7 +299,7 @@ def _advance(
             )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        # Requests beyond this have been abandoned.
+        # Requests that wait longer than the deadline have been abandoned.
         queue = min(queue, rate * record.deadline_s)
     return FleetFacts(replicas, queue, late, fleet.previous)
 

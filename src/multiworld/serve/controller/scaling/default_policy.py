@@ -38,8 +38,9 @@ from multiworld.serve.controller.scaling.stabilization import PendingChange
 # Relative change of a service time above which the plans are recomputed.
 PLAN_TOLERANCE = 0.2
 
-# Horizon of the burst reserve, in largest ``downscale_delay_s``; long enough for
-# several bursts to recur. Chosen on traces; see docs/serve/scaling-report.md.
+# Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``: long
+# enough for several bursts to recur. Chosen on traces; see
+# docs/serve/scaling-report.md.
 RESERVE_HORIZON = 15.0
 
 SIMILAR_ROWS = 0.8  # ratio of mean batch sizes above which they count as equal
@@ -51,9 +52,9 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    # By stage, seconds per request and batch.
+    # Seconds per request and per batch, by stage.
     costs: tuple[tuple[float, float], ...] = ()
-    bounds: tuple[tuple[int, int], ...] = ()  # by stage, minimum and maximum
+    bounds: tuple[tuple[int, int], ...] = ()  # minimum and maximum by stage
     plans: tuple[ScalingPlan, ...] = ()
     pending: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
@@ -62,14 +63,14 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Intermediate results behind a decision; by stage, and empty if unknown."""
+    """Intermediate results of a decision; by stage, and empty if unknown."""
 
     demand: Demand
-    costs: tuple[tuple[float, float], ...]  # of a request and of a batch
+    costs: tuple[tuple[float, float], ...]  # seconds of a request and of a batch
     plans: tuple[ScalingPlan, ...]
     burst_reserve: BurstReserve
-    reserved: tuple[int, ...]  # by the burst reserve; empty if it adds none
-    needs: list[tuple[int, int]]  # without and with the margin
+    reserved: tuple[int, ...]  # replicas of the burst reserve; empty if it adds none
+    needs: list[tuple[int, int]]  # replicas without and with the margin
     is_urgent: bool
 
 

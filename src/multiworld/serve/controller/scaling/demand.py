@@ -12,9 +12,11 @@ from multiworld.serve.controller.scaling.snapshot import Sample
 
 SIGMAS = 3.0  # standard deviations of a Poisson process that a burst must exceed
 BURST_SHARE = 6  # divisor of the look-back period that gives the burst window
-MIN_INTERVALS = 3  # sampling intervals per rate: the first requests need not be a burst
+# Minimum sampling intervals of a rate, so that the first requests do not look like a
+# burst.
+MIN_INTERVALS = 3
 TREND_PERIODS = 2.0  # look-back periods over which a trend is fitted
-BINS = 8  # of the trend's linear regression
+BINS = 8  # points of the trend's linear regression
 
 # Minimum ratio of a slope to its standard error (Student's t with six degrees of
 # freedom, two-sided 5 %).
@@ -75,7 +77,7 @@ def demand_of(
 
 
 def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
-    """Return the least throughput (requests/s) that bounds waits by ``max_wait_s``."""
+    """Return the minimum throughput (requests/s) for waits up to ``max_wait_s``."""
     # What arrives within any ``w`` seconds must be computed within ``w + max_wait_s``:
     # the measured arrival curve of network calculus (Cruz, "A calculus for network
     # delay", IEEE Transactions on Information Theory 37, 1991).

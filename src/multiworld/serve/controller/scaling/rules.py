@@ -49,11 +49,11 @@ def for_queue(
 
 def settled(
     snapshot: Snapshot,
-    needs: Sequence[tuple[int, int]],  # without and with the margin
+    needs: Sequence[tuple[int, int]],  # replicas without and with the margin
     pending: Sequence[tuple[PendingChange, ...]],  # needs that the windows still cover
     *,
-    is_urgent: bool,  # scales up without waiting
-    is_rising: bool = False,  # prevents scaling down
+    is_urgent: bool,  # whether to scale up without waiting
+    is_rising: bool = False,  # whether to prevent scaling down
 ) -> tuple[list[int], tuple[tuple[PendingChange, ...], ...]]:
     """Return the replicas by stage after stabilization, and needs to remember."""
     remembered, replicas = [], []
@@ -72,7 +72,7 @@ def settled(
 
 
 def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return the minimum for a busy stage: its load looks small during starts."""
+    """Return a minimum for a busy stage, whose load looks small during starts."""
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0

@@ -52,7 +52,7 @@ class SampleWindow:
     stages: int
     look_back_s: float
     samples: deque[Sample] = field(default_factory=deque)
-    # Totals never decrease, although processes are lost and count from their own start.
+    # Totals never decrease, although processes exit and count from their own start.
     _totals: list[_Stage] = field(default_factory=list)
     _sums: Counter[str] = field(default_factory=Counter)
     _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 """Scaling plans: a precomputed table of the replicas that carry each load. Pure.
 
 A scaling plan is a number of replicas for *every* stage of a pipeline, and the maximum
-arrival rate that these carry within the objective. The next plan has one more replica
-at the bottleneck, or a sixteenth more of many. Plans keyed by load are the idea of
-CascadeServe (Kossmann et al., arXiv 2406.14424), where they also choose among models.
+arrival rate that these replicas carry within the objective. The next plan has one more
+replica at the bottleneck, or a sixteenth more if there are many. Plans keyed by load
+are the idea of CascadeServe (Kossmann et al., arXiv 2406.14424), where they also choose
+among models.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ MIN_OBJECTIVE = 1.5
 class StageCost:
     """Service times and limits of one stage."""
 
-    item_s: float  # that a replica is busy with one request
-    batch_s: float  # of one batch, the minimum time in the stage
+    item_s: float  # time that a replica is busy with one request
+    batch_s: float  # time of one batch, the minimum time in the stage
     limits: StageLimits
     variability: float = 0.75  # see ``mean_wait_s``
 
@@ -126,14 +127,14 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
 
 
 def _wider(count: int, limits: StageLimits) -> int:
-    """Return the next number of replicas: one more, or a sixteenth more of many."""
+    """Return the next number of replicas: one or a sixteenth more."""
     return min(count + max(1, count // 16), limits.max_replicas)
 
 
 def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
-    """Return the stage that gains most from more replicas; None if none may grow."""
+    """Return the stage that gains most from more replicas; None if none gains."""
     best: tuple[float, float, int] | None = None
     for k, stage in enumerate(stages):
         if counts[k] >= stage.limits.max_replicas:

@@ -25,8 +25,8 @@ class StageLimits:
             started.
         downscale_delay_s: Seconds that fewer replicas must be enough before some are
             drained.
-        downscale_to_zero_delay_s: The same for the last replica; None:
-            ``downscale_delay_s``.
+        downscale_to_zero_delay_s: ``downscale_delay_s`` of the last replica; None: the
+            same delay.
         look_back_period_s: Seconds over which arrivals are averaged.
         upscaling_factor: Share of the missing replicas that is started at once.
         downscaling_factor: Share of the surplus replicas that is drained at once.
@@ -134,7 +134,7 @@ class TextObjectives:
     """Objectives and limits of a model that generates text.
 
     Attributes:
-        ttft_s: Seconds within which the first token should come; None: no objective.
+        ttft_s: Seconds within which the first token should arrive; None: no objective.
         tpot_s: Mean seconds per further token of a sequence; None: no objective.
         step_tokens: Maximum tokens of a step (``max_num_batched_tokens``).
         max_num_seqs: Maximum number of running sequences of a stage 0 replica

@@ -20,8 +20,8 @@ class PendingChange:
     """Replicas that one stage needed at one moment."""
 
     at: float
-    low: int  # without the margin; it scales up to this
-    high: int  # with the margin; it scales down only above this
+    low: int  # without the margin: the number to scale up to
+    high: int  # with the margin: the number to scale down to
 
 
 def remember(
@@ -31,7 +31,7 @@ def remember(
     if len(needs) > 1 and all(
         (w.low, w.high) == (need.low, need.high) for w in needs[-2:]
     ):
-        needs = needs[:-1]  # the two ends of a run of equal needs suffice
+        needs = needs[:-1]  # the first and last of equal needs are enough
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
     kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
     # Keep one older need, which shows how far back the window is covered.

@@ -11,11 +11,11 @@ from multiworld.serve.controller.scaling.snapshot import Snapshot, StageSeen
 from multiworld.serve.replica.scheduling.step_planner import MIN_CHUNK
 
 # Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-# an EPYC; see ``generation.scheduling.step_planner``.
+# an EPYC; see ``replica.scheduling.step_planner``.
 USUAL_RATIO = 9.0
 
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
-MEMORY_PERIODS = 20.0  # look-back periods until a measurement's weight is 1/e
+MEMORY_PERIODS = 20.0  # look-back periods after which a measurement's weight is 1/e
 MIN_STEPS = 20  # minimum measured steps for an estimate
 
 
@@ -30,7 +30,8 @@ class StepCost:
 
 def prompt_seconds(tokens: float, costs: Sequence[StepCost], max_tokens: int) -> float:
     """Return the time to prefill a prompt that has the pipeline to itself."""
-    # Its chunks pass the stages one by one; those in flight have ``max_tokens`` tokens.
+    # Its chunks pass the stages one after the other; those in flight together have
+    # ``max_tokens`` tokens.
     tokens = max(1.0, tokens)
     part = min(tokens, max(MIN_CHUNK, min(tokens, max_tokens) / len(costs)))
     seconds = [cost.seconds(part) for cost in costs]

@@ -36,14 +36,14 @@ from multiworld.serve.controller.scaling.step_costs import (
 )
 from multiworld.serve.replica.scheduling.step_planner import ROWS
 
-BUSY = 0.85  # maximum utilization of a stage that is planned for
+BUSY = 0.85  # maximum planned utilization of a stage
 
-KV_SHARE = 0.9  # maximum share of the KV blocks that is planned for
+KV_SHARE = 0.9  # maximum planned share of the KV blocks
 MIN_TOKENS = 100  # recent output tokens for a measured round to count
 
+# Limits of the measured correction of a predicted round. Sequences that still wait for
+# their first token look like slow rounds.
 MAX_FACTOR = 1.5
-# Limits of the measured correction of the predicted round. Sequences that still wait
-# for their first token look like slow rounds.
 MIN_FACTOR = 0.85
 
 MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
@@ -53,8 +53,8 @@ MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
 # share a replica. Both are fitted to the simulation.
 OVERLAP, SPLIT_COST = 0.75, 1.4
 
-SETTLING = 50  # iterations until the number of sequences converges
-# Longest round without ``tpot_ms``, as a multiple of a lone sequence's.
+SETTLING = 50  # maximum iterations until the number of sequences converges
+# Maximum duration of a round without ``tpot_ms``, as a multiple of a lone sequence's.
 GUESSED_ROUND = 4.0
 
 
@@ -72,7 +72,7 @@ class Load:
 
     rate: float  # requests per second
     burst: float  # requests per second in the worst recent burst
-    sequences: float  # running now; longer rounds mean more, as each lives longer
+    sequences: float  # running now; there are more if rounds take longer
     lengths: Lengths
     factor: float = 1.0  # measured round, as a multiple of the predicted one
     # Additional prompts per second, to clear the waiting ones soon.

@@ -1,4 +1,4 @@
-"""Batches of one replica, and what is counted of them. Pure."""
+"""Batches of one replica, and their counts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.deadlines import HUNG_S
 
-# A batch counts as hung after ``HUNG_S``, and this long after its last deadline.
+# Seconds after the last deadline of a batch after which it counts as hung, if it has
+# also been running for ``HUNG_S``.
 OVERDUE_S = 10.0
 
 
@@ -23,10 +24,10 @@ class Batch:
         works: The requests.
         has_failed: Whether it failed on the event loop, so that it is repeated in the
             stage's thread.
-        began_at: Monotonic time, once it runs.
-        calls_before: Calls of the model before it. It may take several: if it fails,
-            its requests are computed alone.
-        wanted_at: Monotonic time when somebody last waited for it.
+        began_at: Monotonic time of its start; 0 before.
+        calls_before: Calls of the model before this batch. A batch may take several
+            calls: if one fails, its requests are computed in smaller parts.
+        wanted_at: Monotonic time at which a client last waited for it.
     """
 
     works: list[Work]
@@ -34,8 +35,8 @@ class Batch:
     began_at: float = 0.0
     calls_before: int = 0
     wanted_at: float = 0.0
-    _calls: int = 0  # the latest that was seen, and when
-    _called_at: float = 0.0
+    _calls: int = 0  # number of the latest call that a check has seen
+    _called_at: float = 0.0  # monotonic time of that check
 
     @property
     def rows(self) -> int:
@@ -53,9 +54,9 @@ class Batch:
         self,
         now: float,
         resumed_at: float,  # when this process last resumed after a pause
-        calls: int,  # of the model so far
-        compute_s: float | None,  # declared limit
-        deadlines: Sequence[float],  # of the requests that somebody waits for
+        calls: int,  # calls of the model so far
+        compute_s: float | None,  # declared limit of a call
+        deadlines: Sequence[float],  # of the requests that clients still wait for
     ) -> bool:
         if calls > self._calls:
             self._calls, self._called_at = calls, now

@@ -4,8 +4,9 @@ Work of one tenant waits in order of arrival; work of several tenants in fair or
 batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
 is 0 by default. Only work of the same group runs together: its tensors agree in names,
 dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
-isolation. For a while after the model raised for a request, its tenant's work does not
-run together with others': a batch in which one request fails is computed in parts.
+isolation. After the model raised for a request, work of that tenant does not share
+batches with other tenants' for ``APART_S``: if one request of a batch fails, the batch
+is computed again in parts.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.wire.protocol import Key
 
-APART_S = 30.0  # after a failure
+APART_S = 30.0  # seconds after a failure
 
 
-# A struct, as one is made and replaced for each request: a frozen dataclass takes 8 us.
+# A struct because each request creates and replaces one; a frozen dataclass takes 8 us.
 class Work(msgspec.Struct, frozen=True, eq=False):
     """One attempt of a request, at one stage; times are monotonic seconds."""
 
     key: Key  # gateway, request and attempt
     group: Hashable  # equal for work that may share a batch
-    rows: int  # they count towards ``max_batch_size``
+    rows: int  # number of rows, which counts towards ``max_batch_size``
     deadline_at: float
     arrived_at: float  # when it was queued: for a batch, or for the next stage
     is_isolated: bool = False  # alone in its batch
-    session: str | None = None  # its work goes to the same replica
-    via: dict[str, str] | None = None  # of a probe: replicas by stage that it must pass
+    session: str | None = None  # work of one session prefers the same replica
+    via: dict[str, str] | None = None  # a probe's replicas by stage; None: no probe
     content: Any = None
     share: Share = DEFAULT_SHARE
-    spent: Spent = NOTHING_SPENT  # at earlier stages
+    spent: Spent = NOTHING_SPENT  # time spent at earlier stages
 
 
 class BatchQueue:
@@ -47,10 +48,10 @@ class BatchQueue:
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
         self._waiting: OrderedDict[Key, Work] = OrderedDict()
-        self._probes: dict[Key, None] = {}  # that wait
+        self._probes: dict[Key, None] = {}  # waiting probes
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
-        self._apart: dict[str, float] = {}  # until when, by tenant
+        self._apart: dict[str, float] = {}  # by tenant: time until which it is separate
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -65,7 +66,7 @@ class BatchQueue:
 
     @property
     def probes(self) -> int:
-        """Number of waiting probes, which no client sent."""
+        """Number of waiting probes (no client sent them)."""
         return len(self._probes)
 
     def cancel(self, key: Key) -> Work | None:
@@ -86,7 +87,7 @@ class BatchQueue:
         )
 
     def failed(self, shares: set[Share], now: float, batches: int) -> None:
-        """Record whose requests failed in a batch that was computed in ``batches``."""
+        """Record whose requests failed in a batch that took ``batches`` calls."""
         self._apart = {t: until for t, until in self._apart.items() if until > now}
         for share in shares:
             if share.tenant:
@@ -121,7 +122,7 @@ class BatchQueue:
         return batch
 
     def _full(self, now: float) -> list[Work]:
-        """Return a full batch of another group than the oldest work; empty if none."""
+        """Return a full batch of any group; empty if there is none."""
         groups: dict[Hashable, list[Work]] = {}
         rows: Counter[Hashable] = Counter()
         for key in self._fair.order():

@@ -10,9 +10,9 @@ from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.protocol import Key
 
-RELEASE_S = 0.05  # until the credit of a quick stage's work is returned
+RELEASE_S = 0.05  # maximum seconds until the credit of a quick stage's work is returned
 
-# Credit is returned at once when this fraction of ``max_ongoing_requests`` is owed.
+# Credit is returned at once when 1 / RELEASE_SHARE of ``max_ongoing_requests`` is owed.
 RELEASE_SHARE = 4
 
 
@@ -21,7 +21,7 @@ class CreditReturns:
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
         self._upstream, self._max_ongoing = upstream, max_ongoing
-        self._source: dict[Key, Outbox] = {}  # without gateways: they use no credit
+        self._source: dict[Key, Outbox] = {}  # senders; gateways use no credit
         self._owed: dict[Outbox, list[Key]] = {}
         self._paying: asyncio.TimerHandle | None = None
 
@@ -37,7 +37,7 @@ class CreditReturns:
             source.put(inference_messages.CreditRefused(tuple(keys)))
 
     def release_soon(self, works: Sequence[Work]) -> None:
-        """Return the credit of this work together with that of other work."""
+        """Return credit within ``RELEASE_S``, together with that of other work."""
         for source, keys in self._by_source(works).items():
             self._owed.setdefault(source, []).extend(keys)
         if not self._owed:

@@ -23,11 +23,11 @@ LOST = (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError
 
 Outcome = Tensors | errors.ServeError  # outputs of one request, by name; or its error
 WARM = 20  # minimum number of measured batches of a quick stage
-QUICK_S = 0.0005  # maximum mean time of a quick stage's batch
-SLOW_S = 0.005  # of a batch; then the stage counts as slow for ``WARM`` more
+QUICK_S = 0.0005  # maximum mean seconds of a quick stage's batch
+SLOW_S = 0.005  # seconds of a batch that make the stage slow for ``WARM`` more batches
 LATEST_SHARE = 0.1  # weight of the latest batch in the moving average
-LOG_S = 1.0  # between two logged errors: clients may cause any number
-MAX_TRACE = 8000  # characters
+LOG_S = 1.0  # minimum seconds between logged errors: clients can cause any number
+MAX_TRACE = 8000  # maximum characters of a logged stack trace
 
 
 class Quickness:
@@ -67,7 +67,7 @@ class Executor:
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
         self._logged_at, self._unlogged = -LOG_S, 0
-        self.calls = 0  # of the stage's function, begun: one for a batch, or more
+        self.calls = 0  # started calls of the stage's function: at least one per batch
 
     async def compute(self, batch: Tensors) -> None:
         assert self._thread is not None
@@ -79,13 +79,13 @@ class Executor:
                 self._call(batch)
         except LOST:
             raise
-        except BaseException as error:  # as ``_run``
+        except BaseException as error:  # for the same reason as in ``_run``
             raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
         """Load the stage, in its thread; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
-        torch.set_num_threads(self._threads)  # of this thread too, for ``run_here``
+        torch.set_num_threads(self._threads)  # in this thread too, for ``run_here``
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
@@ -100,9 +100,9 @@ class Executor:
 
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
         """Compute a batch; return the outputs or the error of each piece of work."""
-        # If the batch fails, its requests are computed again, one by one. After an
-        # error in ``LOST`` the replica must exit. If cancelled, the computation
-        # finishes unread.
+        # If the batch fails, it is halved until the failing requests are alone. After
+        # an error in ``LOST`` the replica must exit. A cancel does not stop the
+        # computation, but drops its results.
         assert self._thread is not None
         requests = [work.content for work in batch]
         rows = [work.rows for work in batch]
@@ -110,15 +110,15 @@ class Executor:
 
     @property
     def is_quick(self) -> bool:
-        """True if batches take so little time that ``run_here`` costs less."""
+        """True if batches are so short that ``run_here`` costs less than ``run``."""
         return self._share is None and self._quickness.is_quick
 
     def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
-        """Compute a batch in the calling thread; None if it fails: then ``run`` it."""
+        """Compute a batch in the calling thread; None if it fails and needs ``run``."""
         requests = [work.content for work in batch]
-        if (
-            len(requests) == 1
-        ):  # the stage may change it, and is called again if it fails
+        # The stage may modify its input, which ``run`` needs after a failure. Several
+        # requests are copied into a batch anyway.
+        if len(requests) == 1:
             requests = [{name: t.clone() for name, t in requests[0].items()}]
         try:
             return self._compute(requests, [work.rows for work in batch])
@@ -128,7 +128,7 @@ class Executor:
             return None
 
     def needs_its_thread(self) -> None:
-        """Stop being quick: a batch that failed here worked in the stage's thread."""
+        """Disable ``run_here``: a batch that failed there succeeded in the thread."""
         logger.info("stage %s computes only in its own thread from now on", self._name)
         self._quickness.is_forbidden = True
 
@@ -137,14 +137,15 @@ class Executor:
             return [*self._compute(requests, rows)]
         except LOST:
             raise
-        # Whatever a model raises (``SystemExit``, a panic of Rust) fails its requests:
-        # if it ended the process, they would be computed elsewhere, and end that too.
+        # Whatever a model raises (even ``SystemExit`` or a Rust panic) fails only its
+        # requests. If it ended the process, they would be replayed on another replica,
+        # and end that one too.
         except BaseException as error:
             if self._settle is not None:
                 self._settle()
             if len(requests) == 1:
                 return [self._translated(error)]
-        # Halve it to find the ones that fail.
+        # Halve the batch to find the failing requests.
         half = len(requests) // 2
         return [
             *self._run(requests[:half], rows[:half]),
@@ -165,12 +166,12 @@ class Executor:
             return split(outputs, rows, lengths, ragged, self._name)
 
     def _call(self, batch: Tensors) -> Tensors:
-        """Compute on the stage's device; batches come from the host, and go there."""
+        """Compute on the stage's device; inputs and outputs are on the host."""
         assert self._function is not None
         if self._device != "cpu":
             batch = {name: tensor.to(self._device) for name, tensor in batch.items()}
         outputs = self._function(batch)
-        if not isinstance(outputs, dict):  # ``split`` says what is wrong with it
+        if not isinstance(outputs, dict):  # ``split`` raises the error
             return outputs
         return {
             name: self._own(tensor) if isinstance(tensor, torch.Tensor) else tensor
@@ -178,7 +179,7 @@ class Executor:
         }
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host: the stage may use its memory again."""
+        """Return a copy on the host: the stage may reuse its output's memory."""
         is_elsewhere = self._device != "cpu" and tensor.device.type != "cpu"
         return tensor.cpu() if is_elsewhere else tensor.clone()
 

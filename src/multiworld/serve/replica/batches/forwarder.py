@@ -1,9 +1,9 @@
 """Forwarding of finished work to the next stage, with backpressure. Pure.
 
 A replica may send another replica only a limited number of pieces of work that the
-receiver has not begun: its *credit*. Other work waits here, and a replica with too much
-waiting work begins no new batch. So a slow stage slows the stages before it, up to the
-gateway.
+receiver has not begun: its *credit*. Other work waits in the forwarder, and a replica
+with too much waiting work begins no new batch. So a slow stage slows the stages before
+it, back to the gateway.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from multiworld.serve.wire.routing_table import Replica, ReplicaState
 # Seconds during which a gateway's work is not sent to a replica that refused it.
 REFUSED_S = 0.5
 
-# Pieces of work that a session's home may have more than another replica, of those that
-# it has not begun. They count as held by this stage, too.
+# Unbegun pieces of work that a session's home replica may have beyond the least loaded
+# replica. This stage's report counts them too.
 SESSION_LEAD = 4
 
-REMEMBERED = 4  # begun work that is remembered by receiver, per unit of credit
+REMEMBERED = 4  # begun pieces of work to remember per receiver and unit of credit
 
 
 class Forwarder:
@@ -36,7 +36,7 @@ class Forwarder:
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
         self._begun: dict[str, deque[Key]] = {}
-        self._begun_at: dict[str, int] = {}  # number of its last begin among all
+        self._begun_at: dict[str, int] = {}  # sequence number of its last begin
         self._begins = itertools.count(1)
         self._replicas: dict[str, Replica] = {}
         self._silent: set[str] = set()
@@ -47,7 +47,7 @@ class Forwarder:
 
     @property
     def handed_count(self) -> int:
-        """Number of pieces of work that were sent and are not begun."""
+        """Number of pieces of work that were sent and not begun yet."""
         return sum(map(len, self._handed.values()))
 
     def table_changed(self, replicas: list[Replica]) -> None:
@@ -72,8 +72,8 @@ class Forwarder:
         self._silent.discard(name)
         for refusal in [r for r in self._refusals if r[0] == name]:
             del self._refusals[refusal]
-        # Also what it began: it tells this process and the gateways separately, and may
-        # have died in between. The gateways know what was begun.
+        # Includes begun work: the replica notifies this process and the gateways
+        # separately, and may have died in between. The gateways know what was begun.
         self._begun_at.pop(name, None)
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
@@ -101,7 +101,7 @@ class Forwarder:
         self._begun_at[name] = next(self._begins)
 
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
-        """Record that a replica refused work: its gateway is not connected."""
+        """Record that a replica refused work whose gateway it is not connected to."""
         held = self._handed.get(name, {})
         for key in keys:
             if key in held:  # else a faulty replica could exhaust memory
@@ -175,11 +175,11 @@ class Forwarder:
             chosen = HashRing(candidates).home(piece.session) or None
             most = min((load[name] for name in candidates), default=0) + SESSION_LEAD
             if piece.via is None and chosen is not None and load[chosen] >= most:
-                # Else the work of one session would fill this replica, for everybody.
+                # Otherwise one session could use up this replica's credit.
                 chosen = None
         if chosen is None:
-            # Of two with as much to begin, the one that began longer ago: nobody says
-            # when a batch is over.
+            # Of two equally loaded replicas, prefer the one that began a batch longer
+            # ago: replicas do not report when a batch is done.
             chosen = choose(
                 candidates,
                 lambda name: (load[name], self._begun_at.get(name, 0)),

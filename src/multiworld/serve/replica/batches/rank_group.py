@@ -1,10 +1,11 @@
 """Replicas of several ranks, one process each.
 
 To other processes, the leader (rank 0) is the replica. It forks the other ranks before
-it starts anything else, and they join a world of their own. The leader sends each batch
-to the other ranks; then every rank computes its part, and they exchange tensors through
-the group's collectives. The loss of any rank is the loss of the replica: the world
-breaks, the leader exits, and the controller starts another replica.
+it starts anything else (on Ray, each rank is launched by itself), and all ranks join a
+world of their own. The leader sends each batch to the other ranks; then every rank
+computes its part, and they exchange tensors through the group's collectives. The loss
+of any rank is the loss of the replica: the world breaks, the leader exits, and the
+controller starts another replica.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ PR_SET_PDEATHSIG = 1  # of ``prctl``: signal to a process when its parent dies
 
 LEADER = 0
 
-FAILED = 1  # tag of reports of failed batches; batches have 0
-SETTLED = 2  # tag of the answers to the leader's reports
+FAILED = 1  # tag of reports of failed batches; batches have tag 0
+SETTLED = 2  # tag of the replies to the leader's reports
 
 
 class RankGroup:
     """Collectives of a replica's ranks, for the model's thread; a ``Group``.
 
-    A rank whose part of a batch raises reports how many collectives it had begun. A
-    rank that has begun more, or begins another, cancels it, which breaks the world:
-    else that collective would match one of a later batch, and answers would be wrong.
+    A rank whose part of a batch raises reports how many collectives it had begun. If
+    another rank has begun more, or begins more later, it cancels that collective, which
+    breaks the world. Otherwise the collective would match one of a later batch, and
+    answers would be wrong.
     """
 
     def __init__(self, world: World) -> None:
@@ -68,8 +70,8 @@ class RankGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over all ranks, in place, and return it."""
-        # The loop's thread may not write to tensors made in inference mode, which the
-        # model's thread is in.
+        # The event loop's thread must not write to ``tensor``: the model's thread made
+        # it in inference mode.
         tensor.copy_(self._wait(self._collective(self._all_reduce, tensor)))
         return tensor
 
@@ -135,7 +137,7 @@ class RankGroup:
             report = [self._batch, self._begun]
             for peer in self._peers:
                 await self._world.send_object(report, dst=peer, tag=FAILED)
-            # Every rank's part has ended then.
+            # Once all have replied, every rank's part has ended.
             if self.rank == LEADER:
                 for peer in self._peers:
                     await self._world.recv_object(src=peer, tag=SETTLED)
@@ -198,7 +200,7 @@ async def follow(world: World, runner: Executor, device: str) -> None:
             try:
                 await runner.compute(bundle.tensors)
             except ServeError as error:
-                # If the leader's part raised too, it answers with its error.
+                # If the leader's part raised too, the leader reports its own error.
                 logger.info("rank %d: %s", world.rank, error)
                 failed = True
             await group.end(failed=failed)

@@ -1,6 +1,6 @@
-"""One replica of one stage: receives work, computes it and forwards it, or answers. It
+"""Worker of one replica: receives work, computes it, and forwards it or answers. It
 announces batches to the gateways, so that they know what a lost replica was computing.
-A quick stage computes on the event loop, unannounced."""
+A quick stage computes on the event loop, without announcements."""
 
 from __future__ import annotations
 
@@ -43,24 +43,22 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-# Seconds since the previous batch after which work is computed at once; under more load
-# it waits one turn of the loop, in which more work for the same batch arrives.
+# Seconds since the previous batch after which arriving work is computed at once. Under
+# more load it waits one turn of the loop, so that more work joins its batch.
 CALM_S = 0.001
 
-LOOK_S = 0.1  # between checks of deadlines and of silent replicas
-MAX_CANCELLED = 4096  # remembered cancelled requests whose work may still arrive
-TELL_S = 0.1  # for a batch's announcement to be sent; a stopped gateway does not read
+LOOK_S = 0.1  # seconds between checks of deadlines and of silent replicas
+MAX_CANCELLED = 4096  # cancelled requests to remember: their work may still arrive
+TELL_S = 0.1  # maximum seconds to announce a batch: a stopped gateway does not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits of one replica."""
-
     max_batch_size: int = 16  # in rows
-    max_wait_s: float = 0.0  # of the oldest work, for more to batch
+    max_wait_s: float = 0.0  # longest wait for more work to share a batch
     # Credit: requests sent to one replica of the next stage that it has not begun.
     max_ongoing_requests: int = 32
-    compute_s: float | None = None  # for one batch; None: see ``HUNG_S``
+    compute_s: float | None = None  # maximum seconds of a call; None: see ``OVERDUE_S``
 
 
 class Worker:
@@ -88,13 +86,13 @@ class Worker:
         self._guard = HangGuard(self._end_if_hung)
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
-        self._announced: dict[str, list[Attempt]] = {}  # to each gateway, the latest
-        self._gave_up: set[str] = set()  # gateways, some of that
+        self._announced: dict[str, list[Attempt]] = {}  # latest batch, by gateway
+        self._gave_up: set[str] = set()  # gateways that cancelled a part of it
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
         self._is_busy = asyncio.Event()
-        self._left: Batch | None = None  # taken already; ``run`` computes it next
+        self._left: Batch | None = None  # out of the queue; ``run`` computes it next
         self._running: Batch | None = None
         self._began_at = 0.0  # monotonic time of the latest batch
         self._counted = BatchCounts()
@@ -245,8 +243,8 @@ class Worker:
             holder.put(inference_messages.Cancel(key))
 
     def _end_load(self) -> None:
-        """Tell gateways that nothing which they gave up is computed any more."""
-        # They count it as load until then, or until they hear of a further batch.
+        """Notify gateways that no work which they cancelled is computed any more."""
+        # Until then, or until the next announcement, they count it as load.
         for gateway in self._gave_up:
             self._notify(gateway, inference_messages.BatchBegun((), False))
         self._gave_up.clear()
@@ -254,7 +252,7 @@ class Worker:
     # Computing.
 
     async def run(self) -> None:
-        """Compute batches until cancelled; the outputs of a running one are dropped."""
+        """Compute batches until cancelled, which drops the running batch's outputs."""
         while True:
             batch = await self._next_batch()
             if not self._is_quick(batch) or not self._compute_here(batch):
@@ -263,7 +261,7 @@ class Worker:
                 await asyncio.sleep(0)
 
     def _compute_at_once(self) -> None:
-        """Compute what has arrived if the stage is quick, without waking ``run``."""
+        """Compute waiting work without waking ``run``, if the stage is quick."""
         is_free = self._is_waiting and self._left is None and self._has_room
         is_calm = self._clock() - self._began_at >= CALM_S
         can_begin = is_free and is_calm and self._runner.is_quick
@@ -290,14 +288,15 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # Only now: until then, the senders report it as lost or stuck here.
+        # Not earlier: a sender reports work as lost or stuck only while it is owed the
+        # credit.
         self._credit.release_soon(batch.works)
         return True
 
     def _enter(self, batch: Batch) -> None:
         self._began_at = self._clock()
         batch.begin(self._began_at, self._runner.calls)
-        self._running = batch  # last: the guard's thread looks at it
+        self._running = batch  # set last: the guard's thread reads it
 
     async def _compute(self, batch: Batch) -> None:
         """Announce a batch, and compute it in the stage's thread."""
@@ -348,8 +347,8 @@ class Worker:
 
     async def _announce(self, batch: Batch) -> None:
         """Announce a batch to its gateways, in case it kills this process."""
-        # If a quick stage's batch kills it, all its work counts as queued here; after a
-        # second such loss, a request is computed alone, and announced.
+        # If a batch kills a quick stage, all its work counts as queued. After a second
+        # such loss, a request runs in isolation, and is announced.
         is_isolated = batch.is_isolated
         by_gateway = _by_gateway(work.key for work in batch.works)
         self._announced |= by_gateway
@@ -437,7 +436,7 @@ class Worker:
         if self._has_room:
             self._room.set()
 
-    # Notes to the gateways.
+    # Messages to the gateways.
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
@@ -457,7 +456,7 @@ class Worker:
             | inference_messages.WorkStuck
         ],
     ) -> None:
-        """Count attempts, and report to their gateways what the next stage did."""
+        """Count attempts, and report their outcome at the next stage to gateways."""
         for gateway, attempts in _by_gateway(keys).items():
             self.counts[what] += len(attempts)
             self._notify(gateway, kind(tuple(attempts), self._number + 1))
@@ -492,7 +491,7 @@ class Worker:
         batch, now = self._running, self._clock()
         if batch is None:
             return
-        # A client may give it a day, and hang up.
+        # A client may set a deadline of a day, and then disconnect.
         deadlines = [
             work.deadline_at
             for work in batch.works

@@ -1,1 +1,1 @@
-"""Which tokens each step computes."""
+"""Scheduling: the choice of the tokens that each step computes."""

@@ -1,4 +1,4 @@
-"""Sequences at their scheduler. Pure."""
+"""Scheduling state of sequences. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from multiworld.serve.wire.protocol import Key
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """Scheduling state of one sequence."""
-
     key: Key
     tokens: list[int]
     share: Share = DEFAULT_SHARE
     computed: int = 0  # tokens whose KV is computed, or being computed
-    # Tokens that the later stages have; 0 once no sequence lacks such tokens in this
-    # stage.
+    # Number of tokens that later stages have; 0 once this stage has rebuilt those of
+    # all sequences.
     rebuild: int = 0
     is_in_flight: bool = False  # its next token is being computed
     blocks: int = 0
@@ -30,7 +28,7 @@ class ScheduledSequence:
     group: tuple[str, int] | None = None  # gateway and number; None: it runs alone
     proof: int = 0  # tokens that it has produced as a suspect
     is_paused: bool = False  # a stage of its chain is being replaced
-    route: tuple[str, ...] = ()  # replicas by stage that compute it
+    route: tuple[str, ...] = ()  # its replica of each stage
     last_step: int = 0
     costs: SampleCosts = FREE
 
@@ -45,8 +43,8 @@ class ScheduledSequence:
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """Sort sequences into the order in which they enter a step."""
-    # Longest waiting first, then those of its route: if a step is split between
-    # replicas, each of them reads all weights.
+    # The longest waiting first, and with it all others of its route: if a step is split
+    # between replicas, each of them reads all weights.
     ready.sort(key=lambda s: s.last_step)
     if ready:
         first = ready[0].route

@@ -1,6 +1,6 @@
 """Scheduler of steps, in a replica of stage 0: continuous batching. Pure.
-``SequencePool`` decides which sequences run; ``StepPlanner`` which of their tokens the
-next step computes."""
+``SequencePool`` decides which sequences run; ``StepPlanner`` decides which of their
+tokens the next step computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scheduler:
         self._planner = StepPlanner(self.pool, self.steps)
 
     def add(self, sequence: ScheduledSequence) -> None:
-        """Add a sequence of which at least one token is to be computed."""
+        """Add a sequence with at least one token to compute."""
         count = len(sequence.tokens)
         if sequence.lacking <= 0:
             raise ValueError(f"all {count} tokens of {sequence.key} are computed")
@@ -40,13 +40,13 @@ class Scheduler:
         self.pool.wait(sequence)
 
     def take_over(self, old: Key, sequence: ScheduledSequence) -> None:
-        """Add a paused sequence from another replica; ``old`` has its reservation."""
+        """Add a paused sequence from another replica, in the blocks of ``old``."""
         self.pool.enter(sequence)
         sequence.is_paused = True
         self.pool.run_reserved(sequence, old)
 
     def pause(self, key: Key) -> None:
-        """Compute nothing of a sequence until ``resume``; its steps do not return."""
+        """Pause a sequence until ``resume``; stop waiting for its steps in flight."""
         sequence = self.pool.known.get(key)
         if sequence is not None:
             sequence.is_paused = True
@@ -54,7 +54,7 @@ class Scheduler:
             self.steps.leave(key)
 
     def move(self, old: Key, new: ScheduledSequence) -> None:
-        """Pause a sequence, and continue it as ``new``."""
+        """Pause a sequence, and give it the key, tokens and route of ``new``."""
         self.pause(old)
         sequence = self.pool.known[old]
         self.pool.rename(sequence, new.key)
@@ -62,7 +62,7 @@ class Scheduler:
         sequence.computed = min(new.computed, sequence.computed)
 
     def rewind(self, key: Key, computed: int) -> None:
-        """Recompute a paused sequence from a token on."""
+        """Recompute a paused sequence from position ``computed``."""
         sequence = self.pool.known[key]
         sequence.computed = min(computed, sequence.computed)
 
@@ -84,8 +84,8 @@ class Scheduler:
         sequence = self.pool.known.get(key)
         if sequence is None:
             return False
-        # Then the gateway must decide how it continues: one of its tokens may be in
-        # flight, or a stage waits for what was dropped.
+        # If so, the gateway must decide how the sequence continues: one of its tokens
+        # may be in flight, or a stage is waiting for dropped rows.
         is_elsewhere = sequence.is_paused or key in self.steps
         self.steps.leave(key)
         sequence.is_in_flight = False
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def wakes_at(self) -> float:
-        """Time from which on there may be a step that now is none; may be infinite."""
+        """Time at which a step may become due without any event; may be infinite."""
         return min(self.steps.next_late_at, self.pool.full.ends_at)
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:

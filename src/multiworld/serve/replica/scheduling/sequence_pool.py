@@ -1,4 +1,4 @@
-"""Sequences of a scheduler, and who holds its slots and KV blocks. Pure.
+"""Sequences of a scheduler, with their slots and KV blocks. Pure.
 
 If a running sequence needs a block and none is free, the latest sequence is preempted:
 its blocks are freed, and it is recomputed from its tokens when there is room
@@ -8,8 +8,8 @@ priority may also preempt one of a lower priority for its slot.
 
 Slots and blocks are shared by weight between the tenants that have sequences; a tenant
 alone may use everything. A tenant that has less than its share preempts others. A probe
-preempts whatever it must, and is preempted by no stream: streams may be waiting for the
-replica that it makes ready.
+preempts any sequence, and no client's sequence preempts a probe: clients may be waiting
+for the replica that the probe makes ready.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.protocol import Key
 
 # Minimum and maximum seconds for which nothing is sent to a replica that had no KV
-# blocks for a sequence; the time doubles while it has none.
+# blocks for a sequence. The time doubles each time that it still has none.
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
 
 
 class FullReplicas:
-    """Replicas that receive nothing for a while; ``names``: those of now."""
+    """Replicas that lacked KV blocks, and (``names``) receive nothing for a while."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -41,46 +41,46 @@ class FullReplicas:
 
     def add(self, replica: str, now: float) -> None:
         until, pause_s = self._pauses.get(replica, (now, 0.0))
-        if now >= until:  # otherwise the message concerns what was sent earlier
+        if now >= until:  # otherwise the message is about earlier work
             pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
             self._pauses[replica] = now + pause_s, pause_s
         self.update(now)
 
     @property
     def ends_at(self) -> float:
-        """Time at which the next one receives something again; may be infinite."""
+        """Time at which the first pause of a replica ends; infinite without any."""
         return min((self._pauses[name][0] for name in self.names), default=math.inf)
 
     def update(self, now: float) -> None:
-        """Forget replicas that have had memory for as long as they were avoided."""
+        """Forget replicas that had memory for as long as their last pause lasted."""
         pauses = self._pauses.items()
         self._pauses = {name: (t, p) for name, (t, p) in pauses if now < t + p}
         self.names = {name for name, (t, _) in self._pauses.items() if now < t}
 
 
 class SequencePool:
-    """Sequences that wait, run or are paused; those that run have a slot and blocks."""
+    """Waiting, running and paused sequences; running ones have a slot and blocks."""
 
     def __init__(self, limits: EngineLimits, steps: StepsInFlight) -> None:
         self.limits, self._steps = limits, steps
         self.known: dict[Key, ScheduledSequence] = {}
-        self.queue = WaitingQueue()  # those that neither run nor are paused
-        # By number: those that run, and the suspects, which run alone.
+        self.queue = WaitingQueue()  # sequences that neither run nor are paused
+        # By number: running sequences, and suspects, which run alone.
         self.running: dict[int, ScheduledSequence] = {}
         self.suspects: dict[int, ScheduledSequence] = {}
-        # Those of which the later stages had tokens when they came, by number.
+        # By number: sequences of which later stages had tokens when they arrived.
         self.rebuilt: dict[int, ScheduledSequence] = {}
         self.planned: set[Key] = set()  # in the step that is being planned
-        self.full = FullReplicas()  # of later stages, without KV blocks
+        self.full = FullReplicas()  # replicas of later stages
         self.shares = TokenShares()
-        # Times that blocks were taken; tokens in multiples of which memory is
-        # allocated; blocks left to other schedulers, but a lone sequence may use all,
-        # so that it can finish.
+        # Number of preemptions; granularity of memory allocation, in tokens; blocks
+        # left to other schedulers (a lone sequence may use them, so that it can
+        # finish).
         self.preemptions, self.granule, self.withheld = 0, 1, 0
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
-        self.reserved: dict[Key, int] = {}  # blocks
-        self.preempted: list[Key] = []  # since they were taken
+        self.reserved: dict[Key, int] = {}  # number of blocks
+        self.preempted: list[Key] = []  # since the last ``take_preempted``
         self._arrivals = 0
 
     def is_paused(self, key: Key) -> bool:
@@ -92,7 +92,7 @@ class SequencePool:
         return len(self.known) - len(self.running)
 
     def enter(self, sequence: ScheduledSequence) -> None:
-        """Add a sequence, which neither runs nor waits yet."""
+        """Add a sequence; it neither runs nor waits yet."""
         self._arrivals += 1
         sequence.number = self._arrivals
         self.known[sequence.key] = sequence
@@ -113,14 +113,14 @@ class SequencePool:
         self._use.add(sequence.share, slots=1, blocks=sequence.blocks)
 
     def _leave(self, sequence: ScheduledSequence) -> int:
-        """Stop running a sequence; return the blocks that it had."""
+        """Stop running a sequence; return the number of its blocks."""
         blocks, sequence.blocks = sequence.blocks, 0
         if self.running.pop(sequence.number, None) is not None:
             self._use.add(sequence.share, slots=-1, blocks=-blocks)
         return blocks
 
     def append(self, sequence: ScheduledSequence, token: int) -> None:
-        """Add the next token of a sequence; a suspect may be none any more."""
+        """Append a token; a suspect with ``PROOF_TOKENS`` tokens is cleared."""
         sequence.tokens.append(token)
         sequence.proof += sequence.is_suspect
         if sequence.proof >= PROOF_TOKENS:
@@ -147,7 +147,7 @@ class SequencePool:
         return self._leave(sequence)
 
     def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
-        """Reserve blocks instead of those of ``earlier`` keys, if enough are free."""
+        """Free reservations of ``earlier`` keys; reserve blocks if there is room."""
         self._free += sum(self.reserved.pop(old, 0) for old in earlier)
         needed = self.blocks_of(tokens + 1)
         if needed > self._free - self.withheld or self._slots <= 0:
@@ -157,7 +157,7 @@ class SequencePool:
         return True
 
     def reserve_own(self, key: Key) -> None:
-        """Forget a sequence, but reserve the blocks that it had."""
+        """Forget a sequence, but keep its blocks reserved."""
         self.reserved[key] = self._forget(key)
 
     def run_reserved(self, sequence: ScheduledSequence, old: Key) -> None:
@@ -168,7 +168,7 @@ class SequencePool:
     # Admission and preemption.
 
     def admit(self, sequence: ScheduledSequence) -> bool:
-        """Run a sequence if there is room for all of it; return whether there is."""
+        """Run a sequence if all its tokens fit; return whether it runs."""
         victims = self._victims_for(sequence)
         if victims is None:
             return False
@@ -211,7 +211,7 @@ class SequencePool:
     ) -> bool:
         if sequence.waits_for(self.full.names):
             return False
-        # All of it must fit, or it would preempt what came before.
+        # All its tokens must fit, or it would preempt earlier sequences.
         needed = self.blocks_of(len(sequence.tokens) + 1)
         room = self._room(sequence, is_only=len(gone) == len(self.running))
         has_slot = sequence.is_probe or self._slots + len(gone) > 0
@@ -255,8 +255,8 @@ class SequencePool:
     def _victim_for_probe(
         self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for a probe: an idle, paused or later one."""
-        # Paused ones may wait for the very replica that the probe makes ready.
+        """Return an idle sequence to preempt, or else a paused one or a later probe."""
+        # Paused ones may be waiting for the replica that the probe makes ready.
         found = [s for s in self._unplanned() if s not in gone]
         for those in (
             [s for s in found if not (s.is_paused or s.is_probe)],
@@ -280,7 +280,7 @@ class SequencePool:
         self.preempted.append(sequence.key)
 
     def free(self, sequence: ScheduledSequence) -> None:
-        """Free the blocks of a sequence, which is computed anew from its tokens."""
+        """Free the blocks of a sequence, which must be recomputed from its tokens."""
         sequence.computed = sequence.rebuild = 0
         self.rebuilt.pop(sequence.number, None)
         if sequence.number in self.running:
@@ -303,7 +303,7 @@ class SequencePool:
 
     @property
     def usage(self) -> float:
-        """Share of its blocks that are in use, from 0 to 1."""
+        """Fraction of the usable blocks that are in use, from 0 to 1."""
         return min(1.0, self.used_blocks / (self.limits.blocks - self.withheld))
 
     @property

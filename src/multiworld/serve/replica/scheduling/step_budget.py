@@ -1,8 +1,8 @@
 """Limits of a step in which several tenants have sequences. Pure.
 
 A tenant with a share of one half completes a step in less than twice the time that it
-takes alone, whatever others compute in it and in the steps before it. Its own rows do
-not count.
+takes alone, whatever other tenants compute in this step and in the steps before it. A
+tenant's limit bounds the rows of the other tenants, not its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from multiworld.serve.queueing.fair_queue import Share
 # Fixed cost of a step, in rows: reading the weights. SmolLM2 on an EPYC, float32, one
 # thread: 55 ms with one row, 99 with eight, 136 with sixteen.
 STEP_ROWS = 9.0
-# Usable fraction of the cost that a tenant's weight allows others in a step; a newcomer
-# also waits for the steps in flight, which were made before it came.
+# Usable fraction of the cost that a tenant's weight allows others in a step. The rest
+# allows for steps in flight that were planned before a newcomer arrived.
 BESIDE = 0.7
-# Cost of one token of context of a sequence in a step, in rows, and what each of its
-# rows adds to that. SmolLM2 on an EPYC, one thread: 16 rows take 6.6 ms more each with
-# 1,024 tokens of context, a part of 64 rows 80 to 105 ms.
+# Cost of one token of context of a sequence in a step, in rows, and the fraction of it
+# that each row of the sequence adds. SmolLM2 on an EPYC, one thread, with 1,024 tokens
+# of context: each of 16 rows takes 6.6 ms more, a part of 64 rows 80 to 105 ms more.
 CONTEXT_ROWS, CONTEXT_SHARE = 1 / 1024, 0.3
 
 
@@ -29,7 +29,8 @@ def cost_of(rows: float) -> float:
 
 
 def rows_of(count: int, context: int) -> float:
-    """Return the cost of ``count`` rows, in rows without tokens before them."""
+    """Return the cost of ``count`` rows after ``context`` tokens."""
+    # The unit is a row without context.
     return count + CONTEXT_ROWS * context * (1 + CONTEXT_SHARE * count)
 
 
@@ -38,8 +39,8 @@ class StepBudget:
 
     def __init__(
         self,
-        demands: Mapping[Share, float],  # rows in the next step if it were alone
-        in_flight: float,  # cost, in rows; stages may share processors
+        demands: Mapping[Share, float],  # rows of a tenant's next step if it were alone
+        in_flight: float,  # cost of steps in flight, in rows: stages may share CPUs
         max_rows: int,
     ) -> None:
         self.weights = sum(share.weight for share in demands)
@@ -49,7 +50,7 @@ class StepBudget:
             for share, demand in demands.items()
             if share.priority == first
         }
-        # The tightest limit, whose own tenant is bound by the second one.
+        # The two tightest limits: the tenant of the first is bound by the second.
         self._tightest = sorted(self._limits, key=self._limits.__getitem__)[:2]
         self._cost, self._max_rows = in_flight + STEP_ROWS, max_rows
         self.rows, self.used = 0, 0.0

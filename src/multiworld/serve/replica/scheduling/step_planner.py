@@ -2,12 +2,12 @@
 
 Every step computes one token of each running sequence whose previous token is known,
 and fills the rest of the token budget with prefill chunks. Up to one step per stage is
-in flight, with equal parts of the running sequences. But a step of one row takes almost
-as long as one of eight, so a few sequences share one step, and wait for each other.
+in flight, each with an equal part of the running sequences. But a step of one row takes
+almost as long as one of eight, so if there are only a few sequences, they share one
+step and wait for each other.
 
-The tenant that has received the fewest tokens is first in a step, and a step is only as
-large as the tenant with the smallest part of it can tolerate (``step_budget``). A probe
-is in the next step.
+The tenant that has received the fewest tokens is first in a step, and ``step_budget``
+limits how much a step may delay each tenant. A probe is always in the next step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from multiworld.serve.replica.scheduling.step_budget import (
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.wire.generation_messages import StepPart
 
-# Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs
-# about as much as nine tokens, so chunks of 32 take 28 % more time in all.
+# Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step has
+# a fixed cost of about nine tokens, so chunks of 32 take 28 % more time in all.
 MIN_CHUNK = 32
-# Sequences per step below which splitting them saves no time: it is spent on reading
-# the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row, 99 with eight,
-# 136 with sixteen).
+# Sequences per step below which smaller steps save no time, because most of it is spent
+# on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row, 99
+# with eight, 136 with sixteen).
 ROWS = 8
 # Seconds for which a second tenant counts as present after its last sequence, and the
-# maximum cost of the tokens in flight meanwhile, in rows. A newcomer waits for at most
-# these; such steps take a fifth more time than full ones.
+# maximum cost of the tokens in flight during that time, in rows. A newcomer waits for
+# at most these; such small steps take 20 % more time in all than full ones.
 SHARED_S, SHARED_TOKENS = 60.0, 32
 
 
@@ -73,10 +73,10 @@ class StepPlanner:
         parts: list[StepPart] = []
         if self._was_alone and len(self._steps):
             return None  # a suspect runs alone
-        # What is stuck may stay so for long: suspects wait for it, the others do not.
+        # A passed step may take long to return. Suspects wait for it; others do not.
         is_stuck = len(self._steps) > self._steps.places
         suspects = [] if is_stuck else self._ready_suspects()
-        # Steps of suspects and of the others take turns.
+        # Steps of suspects alternate with steps of the others.
         is_alone = False
         if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
@@ -100,13 +100,13 @@ class StepPlanner:
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if self._steps.places and rows < STEP_ROWS:
-                return bool(parts)  # more would cost more than it computes
+                return bool(parts)  # another step costs more than it computes
             self._share(parts, budget)
             return bool(parts)
         for share in demands:
             self._pool.shares.reach(share)
         flying = self._steps.cost - STEP_ROWS * self._steps.places
-        # Those that run continue beside prompts, however much is in flight.
+        # Running sequences advance beside prompts, however much is in flight.
         decoded = max(STEP_ROWS, SHARED_TOKENS - flying) if is_shared else math.inf
         self._decode(parts, decoded)
         left = max_tokens - sum(part.count for part in parts)
@@ -129,7 +129,7 @@ class StepPlanner:
     def _has_others(self, demands: Iterable[Share], now: float) -> bool:
         for share in demands:
             self._seen.pop(share.tenant, None)
-            self._seen[share.tenant] = now  # the last one is the latest
+            self._seen[share.tenant] = now  # moved to the end: the latest
         while len(self._seen) > 1:
             first = next(iter(self._seen))
             if self._seen[first] >= now - SHARED_S:
@@ -141,8 +141,8 @@ class StepPlanner:
         return self._pool.queue.heads(self._pool.full.names)
 
     def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
-        """Return what runs and can be computed now: the probes, or all others."""
-        passed = self._steps.passed()  # no further chunks of theirs
+        """Return the running sequences to compute now: probes, or all others."""
+        passed = self._steps.passed()  # these get no further chunks
         return [
             s
             for s in self._pool.running.values()
@@ -153,7 +153,7 @@ class StepPlanner:
         ]
 
     def _ready_suspects(self) -> list[ScheduledSequence]:
-        """Return the suspects that run or may, least recently computed first."""
+        """Return the suspects that run or could, least recently computed first."""
         found = [
             s
             for s in self._pool.suspects.values()
@@ -178,12 +178,12 @@ class StepPlanner:
         waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
         for sequence in heapq.merge(*waiting, key=self._rank):
             if sequence.key in self._pool.preempted[before:]:
-                continue  # for one of these
+                continue  # preempted for one of these
             if not self._pool.admit(sequence):
                 return
 
     def _plan_probes(self, parts: list[StepPart]) -> None:
-        """Plan probes before all others, which cannot be preempted once planned."""
+        """Plan probes first: once planned, other sequences cannot be preempted."""
         for probe in (*self._ready(is_probe=True), *self._pool.queue.probes()):
             self._plan_chunk(parts, probe)
 
@@ -206,10 +206,10 @@ class StepPlanner:
         for sequence in self._ready():
             ready.setdefault(sequence.share, []).append(sequence)
         for those in ready.values():
-            # Tokens are taken from the end: next ones first, then prompts in order.
+            # Taken from the end: sequences that decode first, then prompts in order.
             those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
             those.reverse()
-        # A tenant with only a few next tokens to compute is in every step: a newcomer's
+        # A tenant with few tokens to decode is in every step, so that a newcomer's
         # prompt does not delay it.
         for share, those in ready.items():
             few = [s for s in those if s.lacking == 1]
@@ -267,7 +267,7 @@ class StepPlanner:
         *,
         is_open: bool,
     ) -> ScheduledSequence | None:
-        """Return what a tenant computes next: what is ready, or its first in queue."""
+        """Return a tenant's next sequence: a ready one, or the first in its queue."""
         those = ready.get(share, [])
         while those and those[-1].number not in self._pool.running:
             those.pop()  # it was preempted
@@ -285,7 +285,7 @@ class StepPlanner:
         rows: int,
         ready: dict[Share, list[ScheduledSequence]],
     ) -> bool:
-        """Add at most ``rows`` of a sequence; return False if it must go on waiting."""
+        """Add at most ``rows`` of a sequence; return False if it must keep waiting."""
         if sequence.number in self._pool.running:
             ready[sequence.share].pop()
         else:
@@ -302,8 +302,8 @@ class StepPlanner:
     # A step of one tenant.
 
     def _decode(self, parts: list[StepPart], budget: float) -> None:
-        """Add the next token of each running sequence that is ready, up to a share."""
-        # ``budget``: in rows without context.
+        """Add the next token of ready sequences, up to one step's share of them."""
+        # ``budget``: maximum cost, in rows without context.
         late = self._steps.late()
         decoding = [
             s
@@ -320,8 +320,8 @@ class StepPlanner:
         fits = max(1.0, min(budget / each, self._limits.max_num_batched_tokens))
         max_rows = min(max_rows, int(fits))
         ready = sum(not s.is_in_flight for s in decoding)
-        # Fewer than a share wait until others return, but not during a KV rebuild:
-        # steps run all the time, and a few more rows cost little.
+        # If fewer than a step's share are ready, they wait until others return. During
+        # a KV rebuild they do not: steps run anyway, and a few more rows cost little.
         if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
             return  # the others are in flight
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
@@ -334,10 +334,11 @@ class StepPlanner:
 
     def _prompt_tokens(self, *, is_shared: bool) -> int:
         """Return the maximum number of prefill tokens in the next step."""
-        # All steps in flight together have as many as one may have: running sequences
-        # wait for no more, and a prompt is computed in several stages at once. If no
-        # sequence waits for them and there is more to compute, each step is full.
-        # Sequences whose KV was just rebuilt wait for those still being rebuilt.
+        # The steps in flight together have as many prefill tokens as one full step:
+        # running sequences wait for no more, and several stages compute a prompt at the
+        # same time. If no sequence waits for the steps, and one step cannot hold all
+        # prompts, each step is full. Sequences whose KV was just rebuilt wait for those
+        # still being rebuilt.
         max_tokens = self._limits.max_num_batched_tokens
         if is_shared:
             max_tokens = min(max_tokens, SHARED_TOKENS)
@@ -397,7 +398,7 @@ class StepPlanner:
         cost = sequence.costs.of(begin, count, samples=samples)
         share = sequence.share
         if share not in self._charged and not self._pool.queue.has(share):
-            # All that it asked for runs.
+            # Nothing of this tenant waits, so it keeps no credit.
             self._pool.shares.lift(share, self._steps.cost + STEP_ROWS)
         self._charged.add(share)
         self._pool.shares.charge(share, count + cost)

@@ -1,12 +1,14 @@
 """The steps in flight in a pipeline, as seen by stage 0. Pure.
 
-A step may be split on its way, where its sequences use different replicas; the parts
-return one by one. Sequences of one route stay together: one that is missing when the
-others of its route return will not return at all. That, and a step of which nothing
-returns, indicates an undetected fault of a later stage. A step that takes several times
-as long as others do is *late*: no other sequences wait for those in it, if there is a
-place for theirs. It is *passed* if it, or a step after it, has returned on another
-route: then it takes no place either, and its own sequences are in no further step.
+A step is split where its sequences use different replicas, and its parts return one by
+one. Sequences of one route stay together: one that is missing when the others of its
+route return will never return. A missing sequence, and a step of which nothing returns,
+indicate an undetected fault of a later stage.
+
+A step that takes several times as long as others is *late*: other sequences no longer
+wait for those in it, if another step may start. A late step is *passed* once a part of
+it, or of a step after it, has returned: then it does not count towards ``max_steps``,
+and its sequences are in no further step.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from dataclasses import dataclass
 from multiworld.serve.wire.generation_messages import StepPart
 from multiworld.serve.wire.protocol import Key
 
-# Seconds for which a sequence may be missing, as its end may be in flight. Also the
-# time between two checks.
+# Seconds for which a sequence may be missing: the message that ends it may be in
+# flight. Also the time between two checks.
 GRACE_S = 1.0
 
-# Maximum time between two checks that counts: a process that was stopped has not read
-# what arrived, and one that is late all the time still judges.
+# Maximum seconds by which one check extends the waiting time of a step. A process that
+# was stopped has not read what arrived; one that is always late must still find faults.
 COUNTED_S = 2 * GRACE_S
 
-# A step is late after so many times the duration of the others, and so many seconds.
+# Multiple of the duration of other steps, and minimum seconds, after which a step is
+# late.
 LATE_FACTOR, LATE_S = 3.0, 0.1
-FORGET = 0.9  # of the longest duration, with each step
+FORGET = 0.9  # smallest factor by which one step may change the limit
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class StepsInFlight:
         self._missing: dict[Key, float | None] = {}
         self._checked_at = self._now = 0.0
         self._late_after_s = math.inf  # until a step has returned
-        self._returned = 0  # the latest step of which some has returned
+        self._returned = 0  # latest step of which a part has returned
         self.last_number = 0
 
     def __len__(self) -> int:
@@ -97,7 +100,7 @@ class StepsInFlight:
 
     @property
     def cost(self) -> float:
-        """Cost of those that are not passed together, in rows."""
+        """Total cost of the steps that are not passed, in rows."""
         return sum(step.cost for step in self._unpassed())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
@@ -119,7 +122,7 @@ class StepsInFlight:
         return step is not None and key in step.samples
 
     def came_back(self, number: int, key: Key) -> None:
-        """Record that a sequence has returned, or will not."""
+        """Record that a sequence has returned, or never will."""
         step = self._steps.get(number)
         if step is not None:
             step.waits_for.discard(key)
@@ -130,12 +133,12 @@ class StepsInFlight:
         """Record that a step has returned, at least in part."""
         step = self._steps.get(number)
         if step is None or self._is_passed(number, step):
-            return  # what was stuck does not say how long a step takes
+            return  # a stuck step does not show how long steps take
         self._returned = max(self._returned, number)
         late_after_s = LATE_FACTOR * (now - step.began)
         if math.isfinite(self._late_after_s):
-            # One late step must not hide later ones: it raises the
-            # limit by no more than that factor.
+            # One late step must not hide later ones, so it raises the limit by at most
+            # ``LATE_FACTOR``.
             late_after_s = min(late_after_s, LATE_FACTOR * self._late_after_s)
             late_after_s = max(late_after_s, FORGET * self._late_after_s)
         self._late_after_s = max(LATE_S, late_after_s)
@@ -161,7 +164,7 @@ class StepsInFlight:
                 self._missing[key] = None
 
     def excuse(self, now: float) -> None:
-        """Wait for missing sequences from ``now`` on: this process was stopped."""
+        """Restart the wait for missing sequences: this process was stopped."""
         for key, since in self._missing.items():
             self._missing[key] = None if since is None else now
 

@@ -33,7 +33,7 @@ class TenantUse:
                 del uses[share]
 
     def of(self, share: Share, *, slots: int = 0, blocks: int = 0) -> float:
-        """Return the use of a tenant if it had some more."""
+        """Return the use of a tenant if it had this many more slots and blocks."""
         max_slots, max_blocks = self._limits
         used = (
             (self._slots[share] + slots) / max_slots,
@@ -47,10 +47,10 @@ class TenantUse:
         blocks: int,
         idle: Iterable[ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for another tenant's."""
+        """Return the sequence to preempt for a newcomer of another tenant."""
         wanted = self.of(newcomer.share, slots=1, blocks=blocks)
-        # Its tenant keeps at least as much as the newcomer's will have, so that they do
-        # not preempt each other in turns.
+        # The victim's tenant keeps at least as much as the newcomer's will have, so
+        # that the two do not preempt each other in turn.
         found = [
             s
             for s in idle
@@ -63,8 +63,9 @@ class TenantUse:
         self, grower: ScheduledSequence, idle: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
         """Return the sequence to preempt for a running one that needs a block."""
-        # The latest of the tenant with the largest use. But a tenant's only sequence is
-        # not preempted for a later one, or a long one would never end.
+        # The latest sequence of the tenant with the largest use, in the lowest
+        # priority. A tenant's only sequence is not preempted for a later one:
+        # otherwise, a long sequence would never finish.
         found = [
             s
             for s in idle

@@ -2,12 +2,12 @@
 
 Each tenant has a counter of the prompt and output tokens computed for it, divided by
 its weight. The tenant with the lowest counter is next (the virtual token counter of
-Sheng et al., "Fairness in Serving Large Language Models", 2024). One that returns after
-a while, or takes less than its share, gets hardly any credit for that: its counter is
-lifted to the *level*, the counter of the tenant that was next in the latest step (the
-virtual time of start-time fair queueing, Goyal et al., 1996), less the tokens of the
-steps in flight that it may have to wait for. Each priority has a level of its own: a
-tenant that waits for a higher priority does not hold down the level of that priority.
+Sheng et al., "Fairness in Serving Large Language Models", 2024). A tenant that returns
+after a while, or takes less than its share, gets hardly any credit for that: its
+counter is lifted to the *level*, the counter of the tenant that was next in the latest
+step (the virtual time of start-time fair queueing, Goyal et al., 1996), minus the
+tokens of the steps in flight that it may have to wait for. Each priority has a level of
+its own, so that a waiting tenant does not hold down the level of a higher priority.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 
 from multiworld.serve.queueing.fair_queue import Share
 
-# Number of counters at which those that would be lifted anyway are dropped.
+# Number of counters above which those that would be lifted anyway are dropped.
 PRUNE_AT = 1024
 
 _Key = tuple[int, str]  # priority and tenant
@@ -53,12 +53,12 @@ class TokenShares:
             }
 
     def lift(self, share: Share, waits_for: float = 0.0) -> None:
-        """Take the credit of a tenant that takes less than its share."""
+        """Remove the credit of a tenant that takes less than its share."""
         level = self._levels.get(share.priority, 0.0) - waits_for / share.weight
         self._served[_key(share)] = max(self._served.get(_key(share), 0.0), level)
 
     def reach(self, share: Share) -> None:
-        """Record that a tenant is next: none of its priority that waits had less."""
+        """Lift the level to a tenant's counter: it is the next one of its priority."""
         level = self._levels.get(share.priority, 0.0)
         self._levels[share.priority] = max(level, self._served[_key(share)])
 

@@ -11,7 +11,7 @@ from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequ
 
 
 class WaitingQueue:
-    """Waiting sequences: each tenant's, and probes, in order of arrival."""
+    """Queues of each tenant's waiting sequences, and of probes, in order of arrival."""
 
     def __init__(self) -> None:
         self._queues: dict[Share | None, list[ScheduledSequence]] = {}

@@ -11,8 +11,6 @@ from multiworld.serve.wire.protocol import Key, StreamId
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message."""
-
     peer: str
     message: EdgeMessage
     is_urgent: bool = False  # at once, before anything is computed
@@ -20,7 +18,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendLogged:
-    """Send the next stage, or a prepared replica, rows of the activation log."""
+    """Send rows of the activation log to the next stage, or to a prepared replica."""
 
     peer: str
     key: Key
@@ -31,7 +29,7 @@ class SendLogged:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Compute tokens of a sequence in stage 0 for stages that lack them."""
+    """Compute tokens of a sequence again in stage 0, for stages that lack them."""
 
     key: Key
     begin: int
@@ -54,7 +52,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class DropComputed:
-    """Drop the KV and logged activations of a sequence; it stays known."""
+    """Drop the KV blocks and the activation log of a sequence, but keep its state."""
 
     stream: StreamId
 

@@ -12,7 +12,7 @@ from multiworld.serve.wire.protocol import StreamId
 
 
 class _Rows:
-    """Rows of one sequence, [rows, hidden]: shared pieces, then a tail that grows."""
+    """Rows of one sequence, [rows, hidden]: shared pieces, then a growing tail."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
@@ -22,13 +22,13 @@ class _Rows:
         self._tail: Tensor | None = None
 
     def share(self, piece: Tensor) -> None:
-        """Keep a piece without copying it; only while there is no tail."""
+        """Keep a piece without copying it; allowed only while there is no tail."""
         self._shared.append(piece)
         self._tail_begin += len(piece)
         self.nbytes += piece.nbytes
 
     def write(self, begin: int, rows: Tensor) -> None:
-        """Copy rows to the tail, in place of those at ``begin`` and after it."""
+        """Copy rows to the tail, replacing all rows from ``begin`` on."""
         while begin < self._tail_begin:
             self._drop_tail()
             piece = self._shared.pop()
@@ -65,7 +65,7 @@ class _Rows:
 
 
 class ActivationLog:
-    """Outputs of one stage, at most ``limit`` bytes: the oldest sequence is dropped."""
+    """Outputs of one stage, at most ``limit`` bytes; the oldest sequence goes first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -74,8 +74,8 @@ class ActivationLog:
 
     def append(self, sequence: StreamId, begin: int, rows: Tensor) -> list[StreamId]:
         """Keep rows, [rows, hidden]; return the sequences dropped to make room."""
-        # ``begin``: right after the kept rows, or before their end; the later ones are
-        # dropped.
+        # ``begin`` is the end of the kept rows or a position before it; kept rows from
+        # there on are replaced.
         kept = self._kept.get(sequence)
         if kept is None or begin < kept.begin:  # recomputed from an earlier position
             self.drop(sequence)
@@ -86,10 +86,10 @@ class ActivationLog:
         return self._make_room()
 
     def share(self, sequence: StreamId, pieces: Sequence[Tensor]) -> list[StreamId]:
-        """Keep the first rows, not copied, and no others; return what was dropped."""
+        """Keep only these first rows, uncopied; return the dropped sequences."""
         self.drop(sequence)
         kept = self._kept[sequence] = _Rows(0)
-        for piece in pieces:  # from position 0 on, [rows, hidden] each; never change
+        for piece in pieces:  # from position 0 on, [rows, hidden]; immutable
             kept.share(piece)
         self.nbytes += kept.nbytes
         return self._make_room()

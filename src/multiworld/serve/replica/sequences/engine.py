@@ -1,5 +1,5 @@
-"""The engine of a replica: its stage engine in a thread of its own, and the chores
-before the next step. It ends the process if it hangs."""
+"""Engine of a replica: runs the stage engine in a thread of its own, does the chores
+before each step, and exits the process if a step hangs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Engine:
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
-        tokens: int = 0,  # of KV memory to allocate at first, on a GPU
+        tokens: int = 0,  # KV memory to allocate at first on a GPU
     ) -> None:
         self._stage, self._threads, self._model = stage, threads, model
         self._compute_s, self._clock = compute_s or HUNG_S, clock
@@ -62,7 +62,7 @@ class Engine:
         self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
         self._matchers = Matchers(model)
         self._structures: dict[StreamId, Matcher] = {}
-        self.began_at: float | None = None  # of the running step, monotonic
+        self.began_at: float | None = None  # start of the running step, monotonic
         self.computed_s = 0.0
 
     async def load(self, context: StageContext) -> None:
@@ -73,7 +73,7 @@ class Engine:
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
         if context.device == "cpu":
-            # Before the weights are in memory: a compiler takes 100 MB, too.
+            # Compile before the weights are in memory: a compiler needs 100 MB, too.
             can_run()
             compiled_code.outcome(integer_products.SOURCE)
         with torch.inference_mode():
@@ -107,7 +107,7 @@ class Engine:
     async def compute(
         self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
     ) -> Computed:
-        """Compute a step, and copy blocks that it completes; outlives a cancel."""
+        """Compute a step, and copy blocks that it completes; a cancel stops neither."""
         assert self._thread is not None
         began_at = self.began_at = self._clock()
         try:
@@ -131,8 +131,8 @@ class Engine:
             return None
         if stream not in self._structures:
             self._structures[stream] = self._matchers.begin(grammar, start.share)
-        # Done once its structure is compiled: a step that contains the sequence blocks
-        # until then.
+        # The future is done once the grammar is compiled: a step that contains the
+        # sequence would block until then.
         return self._structures[stream].made
 
     def restore(self, stream: StreamId, blocks: Sequence[Block], tokens: int) -> None:
@@ -150,11 +150,11 @@ class Engine:
         self._restore.pop(stream, None)
         structure = self._structures.pop(stream, None)
         if structure is not None:
-            structure.made.cancel()  # so that others need not wait until it is compiled
+            structure.made.cancel()  # so that others do not wait for its compilation
         self._free.append(stream)
 
     def drop(self, stream: StreamId) -> None:
-        """Free the KV blocks of a sequence before the next step."""
+        """Free the KV blocks of a sequence before the next step; keep its state."""
         self._restore.pop(stream, None)
         self._drop.append(stream)
 

@@ -1,6 +1,6 @@
-"""One replica of one stage of a model that generates text: stage 0 schedules steps, the
-others compute those that arrive, in order. ``Recovery`` decides; this shell has the
-edges, the engine and all rows."""
+"""Worker of one replica of a model that generates text. Stage 0 schedules steps; later
+stages compute the steps that arrive, in order. ``Recovery`` makes all decisions; this
+shell has the edges, the engine and all rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GenerationWorker:
         self._engine.close()
 
     async def run(self) -> None:
-        """Compute steps until cancelled; a running one ends in its thread, unused."""
+        """Compute steps until cancelled; a running step finishes, but is not used."""
         while True:
             self._has_work.clear()
             if not await self.compute_next():
@@ -269,7 +269,7 @@ class GenerationWorker:
         return True
 
     async def _or_return(self, keys: Sequence[Key], work: Awaitable[None]) -> None:
-        """Compute; after an unexpected error, return only these sequences."""
+        """Await ``work``; after an unexpected error, return ``keys`` to gateways."""
         try:
             await work
         except Exception:
@@ -288,11 +288,11 @@ class GenerationWorker:
             if state is None or state.is_evicted:
                 continue
             count = state.lacking(part.begin, part.count)
-            if count is None:  # rows before are missing
+            if count is None:  # earlier rows are missing
                 self.recovery.return_to_gateway([part.key])
                 continue
-            # Kept also without rows: later stages may lack them, and its scheduler
-            # waits for it.
+            # Kept even without rows: later stages may lack them, and the scheduler
+            # waits for the sequence.
             begin = part.begin + part.count - count
             kept.append(StepPart(part.key, begin, count, part.samples))
             rows.append(hidden[end - count : end])
@@ -337,7 +337,7 @@ class GenerationWorker:
             self._outboxes.send(peer, step, hidden)
 
     async def _rebuild(self, pieces: Sequence[RebuildRows]) -> None:
-        """Compute rows that this stage lacks, and send those that later ones lack."""
+        """Compute rows that this stage lacks, and send those that later stages lack."""
         parts: list[StepPart] = []
         rows: list[Tensor] = []
         for piece in pieces:

@@ -2,8 +2,8 @@
 
 Stage 0 counts the blocks of its sequences. But several stage 0 replicas may share a
 replica of a later stage, which also receives more sequences after a loss. So every
-stage drops what does not fit, and stage 0 preempts it. All agree on what is dropped
-first, so at least one sequence makes progress.
+later stage drops sequences that do not fit, and stage 0 preempts them. All stages drop
+sequences in the same order, so at least one sequence makes progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KvBudget(Generic[K]):
         self.used = 0
 
     def take(self, wanted: Mapping[K, int]) -> list[K]:
-        """Allocate blocks; return those dropped for them, but never the last one."""
+        """Allocate blocks; return sequences dropped for them, never the last one."""
         for sequence, tokens in wanted.items():
             needed = self._blocks_of(tokens)
             more = max(0, needed - self._blocks.get(sequence, 0))

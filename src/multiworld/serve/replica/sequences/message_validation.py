@@ -37,7 +37,7 @@ def check(
     stage: int,
     table: SequenceTable,
 ) -> None:
-    """Raise MessageError if the sender may not send a message, or it does not fit."""
+    """Raise MessageError for a wrong sender or stage, or for contents that mismatch."""
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
         raise MessageError(f"{peer} sent a {type(message).__name__} to stage {stage}")
     match message:
@@ -77,7 +77,7 @@ def _check_start(start: SequenceStart, peer: str, name: str, stage: int) -> None
 def _check_sender(
     keys: Iterable[Key], stage: int, peer: str, table: SequenceTable
 ) -> None:
-    """Check that a replica computes a stage of the known sequences among ``keys``."""
+    """Check that ``peer`` computes ``stage`` of all known sequences in ``keys``."""
     for key in keys:
         state = table.get(key)
         if state is None:

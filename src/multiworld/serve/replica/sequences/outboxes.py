@@ -11,7 +11,7 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.routing_table import RoutingTable
 
-MAX_POSTPONED = 4096  # messages for a gateway that is still to connect
+MAX_POSTPONED = 4096  # messages to keep for a gateway that is not connected yet
 
 
 class Outboxes:
@@ -59,7 +59,7 @@ class Outboxes:
     def send(
         self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
     ) -> None:
-        """Send a message, with its rows, [rows, hidden]."""
+        """Send a message with its rows, [rows, hidden]."""
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message, () if hidden is None else [{"hidden": hidden}])

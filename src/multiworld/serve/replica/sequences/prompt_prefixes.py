@@ -37,7 +37,7 @@ class PromptPrefixes:
 
     @property
     def in_use(self) -> int:
-        """Number of cached blocks that sequences may begin with."""
+        """Number of uses of cached blocks; 0 if all blocks may be dropped."""
         return len(self._found) + self._cache.in_use
 
     def find(self, state: SequenceState) -> None:
@@ -49,9 +49,9 @@ class PromptPrefixes:
         names = list(digests(start.tokens, self._block, start.share.tenant))
         self._names[state.stream] = names
         if start.sampling.prompt_logprobs is not None:
-            return  # all of its tokens are to be scored
+            return  # all its tokens must be computed, to score them
         self.counts["prefix_cache_queries"] += len(start.tokens)
-        # The last token is always computed, because it gives the next one.
+        # The last prompt token is always computed: its output gives the next token.
         found = self._cache.use(names[: (len(start.tokens) - 1) // self._block])
         # Nothing is copied before ``restore``: a waiting sequence takes no memory.
         if found:
@@ -59,7 +59,7 @@ class PromptPrefixes:
             state.held = state.logged = len(found) * self._block
 
     def restore(self, state: SequenceState, engine: Engine) -> list[Tensor]:
-        """Restore a prefix in the next step; return its output, by blocks."""
+        """Restore a cached prefix before the next step; return its rows, by block."""
         held = state.held
         found = self._found.get(state.stream, [])[: -(-held // self._block)]
         self.release(state.stream)
@@ -79,7 +79,7 @@ class PromptPrefixes:
         self._cache.release(self._names.get(stream, [])[: len(found)])
 
     def spans(self, parts: Iterable[StepPart]) -> list[BlockSpan]:
-        """Return the blocks of prompts that a step completes and no cache has."""
+        """Return the prompt blocks that a step completes and the cache lacks."""
         found: dict[Digest, BlockSpan] = {}
         for part in parts:
             names = self._names.get(part.key[:2], ())
@@ -94,7 +94,7 @@ class PromptPrefixes:
     def keep(
         self, state: SequenceState, span: BlockSpan, block: Block, log: ActivationLog
     ) -> None:
-        """Cache a copy of a block; rows of earlier steps are still in the log."""
+        """Cache a copy of a block, with the rows of earlier steps from the log."""
         if block.rows is not None:
             missing = self._block - len(block.rows)
             if missing and span.begin < state.logged:

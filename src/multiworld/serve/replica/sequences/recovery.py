@@ -1,16 +1,17 @@
 """The sequences of one replica: how they begin, recover from losses, and end. Pure.
 
 Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
-each other stage's input is in the activation log of the previous one. When an attempt
-begins, each replica reports to the previous stage how many tokens it has, starting with
-the last stage; that one replays the rest from its log. A replica that no longer has the
-logged rows rewinds to where they are missing, and is itself replayed from the stage
-before it; the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
-"High-Availability Algorithms for Distributed Stream Processing", 2005).
+each other stage's input is in the activation log of the previous stage. When an attempt
+begins, each replica, starting with the last stage, reports to the previous stage how
+many tokens it has, and the previous stage replays the rest from its log. If that log
+lacks rows, the previous stage rewinds to the first missing one, and the stage before it
+replays them in turn. The tokens of stage 0 always suffice ("upstream backup", Hwang et
+al., "High-Availability Algorithms for Distributed Stream Processing", 2005).
 
-A replica never decides which replicas compute a sequence: it *returns* one that it
-cannot continue to its gateway, and keeps the state until the gateway decides. An error
-that the model raises for a sequence is reported, and the gateway ends the stream.
+A replica never decides which replicas compute a sequence. If it cannot continue a
+sequence, it *returns* it to the gateway, and keeps the state until the gateway decides.
+If the model raises an error for a sequence, the replica reports that, and the gateway
+ends the stream.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class ReplicaSettings:
     stage: int  # its number, from 0
     stage_name: str  # for errors
     is_last: bool
-    log_bytes: int  # of the activation log, at most
-    prefix_bytes: int = 0  # of the prefix cache, at most
-    overdue_s: float = 60.0  # after which a step counts as lost in later stages
+    log_bytes: int  # maximum size of the activation log
+    prefix_bytes: int = 0  # maximum size of the prefix cache
+    overdue_s: float = 60.0  # time after which a step counts as lost in later stages
 
 
 class Recovery:
@@ -170,7 +171,7 @@ class Recovery:
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
-            # It must not be computed here.
+            # There is no room to prepare it here.
             self.return_to_gateway([start.key])
             self._end(start.key)
         elif away := neighbours_of(start.chain, self._stage) - self._connected:
@@ -180,7 +181,7 @@ class Recovery:
             self._next_has(start.key, next_has)
 
     def _compiled(self, key: Key) -> None:
-        """Continue where recovery starts: at the last stage that takes part."""
+        """Start recovery, if this is the last stage that takes part in it."""
         state = self.table.get(key)
         if state is None or not self._is_end(state):
             return
@@ -188,7 +189,7 @@ class Recovery:
             self._resolve(state)
 
     def _schedule(self, state: SequenceState) -> bool:
-        """Register with the scheduler what continues here; return whether it fits."""
+        """Reserve blocks, or continue earlier attempts; return whether that worked."""
         pool = self._scheduler.pool
         if state.prepared:
             return pool.reserve(state.earlier, state.key, len(state.start.tokens))
@@ -200,7 +201,7 @@ class Recovery:
         return True
 
     def _is_end(self, state: SequenceState) -> bool:
-        """Return whether the next stage needs no rows of a starting sequence."""
+        """Return whether no later stage takes part in the recovery of a sequence."""
         return self._is_last or (
             bool(state.prepared) and self._stage + 1 not in state.prepared
         )
@@ -223,7 +224,7 @@ class Recovery:
         self._resolve(state)
 
     def _resolve(self, state: SequenceState) -> None:
-        """Continue a sequence, now that the later stages can."""
+        """Continue a sequence: all later stages are ready for it."""
         key, start, before = state.key, state.start, self._stage - 1
         if state.prepared and before not in state.prepared:
             self._fill(state)
@@ -248,7 +249,7 @@ class Recovery:
             self.fail(state.key, InvalidRequestError(str(error)))
 
     def _fill(self, state: SequenceState) -> None:
-        """Request the rows that this stage lacks of a sequence it prepares for."""
+        """Request the rows that this stage lacks of a sequence to prepare."""
         key, start, held = state.key, state.start, state.held
         if self._stage > 0:
             fetch = generation_messages.FetchActivations(key, start.previous, held)
@@ -283,7 +284,7 @@ class Recovery:
             state.is_paused = True
 
     def return_to_gateway(self, keys: Iterable[Key], lacks: str = "") -> None:
-        """Return sequences to their gateways: they cannot continue as they are."""
+        """Pause sequences, and let their gateways decide how they continue."""
         for key in keys:
             self._pause(key)
             failed = generation_messages.SequenceFailed(key, lacks=lacks)
@@ -301,12 +302,13 @@ class Recovery:
     # Memory.
 
     def _rank_of(self, stream: StreamId) -> tuple[bool, bool, int, int, str]:
-        """Return the rank of a sequence, the same in all stages."""
+        """Return the rank of a sequence, which is the same in all stages."""
         state = self.table.of(stream)
         if state is None:
             return True, True, 0, stream[1], stream[0]
-        # Dropped first: those that are only prepared, then the latest ones. Probes are
-        # kept: streams may be waiting for the replica that a probe makes ready.
+        # Dropped first: sequences that are only prepared, then those of the lowest
+        # priority, then the latest. Probes are dropped last: streams may be waiting for
+        # the replica that a probe makes ready.
         priority, is_probe = state.start.share.priority, state.start.is_probe
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
@@ -315,10 +317,10 @@ class Recovery:
         if self._stage == 0:
             return [*range(len(parts))]  # the scheduler has allocated it
         for part in parts:
-            if part.begin == 0:  # its memory is freed before it is computed anew
+            if part.begin == 0:  # its memory is freed before it is recomputed
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
-        # Others may be dropped for them.
+        # Other sequences may be dropped to make room.
         evicted = {*self._memory.take(wanted)}
         for stream in evicted:
             self._evict(stream)
@@ -349,7 +351,7 @@ class Recovery:
             self._evicted.append(evicted)  # handled between two steps
             return
         state = self.table.get(evicted.key)
-        if state is None:  # it may not have begun here yet; its gateway decides
+        if state is None:  # it may not have begun here yet: its gateway decides
             self.return_to_gateway([evicted.key])
         else:
             self._send(state.start.chain[self._stage - 1], evicted)
@@ -385,10 +387,11 @@ class Recovery:
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
         planned = self._scheduler.next_step(now)
-        # Also without a step: the blocks count as free, and a rebuild may take them.
+        # Done even without a step: the scheduler counts these blocks as free, and a
+        # KV rebuild may take them.
         preempted = self._scheduler.pool.take_preempted()
         self.preempt(preempted)
-        # Later stages may be waiting for rows of a paused one, which are dropped now.
+        # Later stages may be waiting for rows of a paused sequence, which are dropped.
         self.return_to_gateway(filter(self._scheduler.pool.is_paused, preempted))
         if planned is None:
             return None
@@ -446,7 +449,7 @@ class Recovery:
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
         """Continue after a piece of a KV rebuild; return what to send on."""
-        # ``rows``: output rows of the piece, by sequence; ``is_end``: it is the last.
+        # ``rows``: number of output rows by sequence; ``is_end``: the last piece.
         state = self.table.get(key)
         if state is None or state.is_evicted:
             return None
@@ -476,7 +479,6 @@ def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
 
 
 def _scheduled(state: SequenceState) -> ScheduledSequence:
-    """Return a sequence as its scheduler gets it."""
     start = state.start
     return ScheduledSequence(
         start.key,

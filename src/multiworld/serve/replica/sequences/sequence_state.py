@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
-MAX_EARLY = 4096  # sequences that the next stage reports before their gateway does
+MAX_EARLY = 4096  # reports to keep about sequences that have not begun here yet
 
 
 @dataclass(slots=True)
@@ -18,15 +18,16 @@ class SequenceState:
 
     start: SequenceStart  # as its gateway described it
     held: int = 0  # tokens whose KV is here
-    # That KV is in blocks of the prefix cache, which are copied when it is computed.
+    # ``held`` refers to blocks of the prefix cache, which are copied before the first
+    # step of the sequence.
     is_cached: bool = False
     # First token whose output is in the activation log, which ends at ``held``.
     logged: int = 0
     # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
     prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
-    is_paused: bool = False  # or returned: only another attempt continues it
-    is_evicted: bool = False  # for lack of memory; its rows in flight are useless
+    is_paused: bool = False  # or returned: only another attempt can continue it
+    is_evicted: bool = False  # for lack of memory: its rows in flight are ignored
 
     @property
     def earlier(self) -> list[Key]:
@@ -43,18 +44,18 @@ class SequenceState:
         return self.start.key[:2]
 
     def lacking(self, begin: int, count: int) -> int | None:
-        """Return how many of ``count`` rows, the last ones, are to be computed."""
-        # None: rows before are missing.
+        """Return how many of ``count`` rows, from the end, must still be computed."""
+        # None: earlier rows are missing.
         return None if begin > self.held else max(0, begin + count - self.held)
 
     def take_unsent(self, begin: int, count: int) -> int:
-        """Return how many of ``count`` rows, the last ones, are to be sent now."""
+        """Mark ``count`` rows as sent; return how many, from the end, were unsent."""
         end, sent = begin + count, self.sent or 0
         self.sent = max(end, sent)
         return min(count, max(0, end - sent))
 
     def reset(self) -> None:
-        """Record that all of it was dropped, here and in later stages."""
+        """Record that all rows were dropped, here and in later stages."""
         self.held, self.logged, self.is_cached, self.is_evicted = 0, 0, False, False
         self.sent = None if self.sent is None else 0
 
@@ -74,18 +75,18 @@ class SequenceTable:
         return iter(list(self._states.values()))
 
     def of(self, stream: StreamId) -> SequenceState | None:
-        """Return a sequence, whichever attempt of it is known."""
+        """Return a sequence by its stream, whichever attempt it is."""
         return self._states.get(stream)
 
     def get(self, key: Key) -> SequenceState | None:
-        """Return a sequence, if this attempt of it is known."""
+        """Return a sequence, if its current attempt is ``key``."""
         state = self._states.get(key[:2])
         return state if state is not None and state.key == key else None
 
     def begin(
         self, start: SequenceStart, prepared: Sequence[int] = ()
     ) -> tuple[SequenceState, int | None]:
-        """Add an attempt; it keeps the KV that an earlier one has here."""
+        """Add an attempt, which takes over the KV that an earlier one has here."""
         state = SequenceState(start, prepared=prepared)
         found = next(filter(None, map(self.get, state.earlier)), None)
         if found is not None:
@@ -94,11 +95,11 @@ class SequenceTable:
             state.held, state.is_cached = min(found.held, limit), found.is_cached
             state.logged = min(found.logged, state.held)
         self._states[start.key[:2]] = state
-        # And the number of tokens that the next stage has reported; None: not yet.
+        # Second value: number of tokens that the next stage has; None: no report yet.
         return state, self._early.pop(start.key, None)
 
     def end(self, key: Key) -> SequenceState | None:
-        """Forget a sequence; return it if this attempt of it was known."""
+        """Forget a sequence and return it, if its current attempt is ``key``."""
         self._early.pop(key, None)
         return None if self.get(key) is None else self._states.pop(key[:2])
 

@@ -33,9 +33,9 @@ def outcome(
     number: int,
     parts: Sequence[StepPart],
     tokens: Sequence[TokenItem],
-    rebuilt: dict[Key, int | None],  # sampled during a KV rebuild; used ones leave
+    rebuilt: dict[Key, int | None],  # sampled in a KV rebuild; used ones are removed
 ) -> StepDone:
-    """Return the message to the scheduler of a step."""
+    """Return the message that reports a step's tokens to its scheduler."""
     sampled = {t.key: None if t.finish else t.token for t in tokens}
     for part in parts:
         if part.samples and part.key in rebuilt:
@@ -45,13 +45,13 @@ def outcome(
 
 def steps_on(
     stage: int,
-    origin: str,  # that scheduled the step, as ``number``
+    origin: str,  # replica that scheduled the step, as ``number``
     number: int,
     parts: Sequence[StepPart],
     found: Computed,
     table: SequenceTable,  # the rows sent are recorded there
 ) -> Iterator[tuple[str, Step, Tensor]]:
-    """Yield the parts of a step for the next replicas of their chains, and rows."""
+    """Yield each next replica, its parts of the step, and their rows."""
     rows_of = found.rows()
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}

@@ -1,9 +1,9 @@
 """Queue of a stage: steps, and rows of KV rebuilds.
 
-Steps and rebuilds take turns, and rebuilds are split into small pieces, so that
-sequences which move here do not delay those that run here; if there are none, a piece
-is as large as a step. A step waits until the KV of all its sequences is rebuilt. Rows
-that prepare this stage for a sequence which still runs elsewhere come last.
+Steps alternate with pieces of rebuilds. The pieces are small, so that arriving
+sequences do not delay running ones; if none is running, a piece is as large as a step.
+A step waits until the KV of all its sequences is rebuilt. Rows that prepare this stage
+for a sequence which still runs elsewhere come last.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key
 
-# Rows of a KV rebuild between two steps of other sequences. A step has a fixed cost of
-# about nine rows, so a rebuild in such pieces takes 14 % longer.
+# Maximum rows of a KV rebuild between two steps of other sequences. A step has a fixed
+# cost of about nine rows, so a rebuild in such pieces takes 14 % longer.
 PIECE = 64
 
 
@@ -50,13 +50,13 @@ class RebuildRows:
 
 
 class StepQueue:
-    """Steps and rebuilds in the order of their arrival; ``rows`` at once, at most."""
+    """Steps and rebuilds in order of arrival; at most ``rows`` rows at once."""
 
     def __init__(self, rows: int, table: SequenceTable) -> None:
         self._rows, self._table = rows, table
         self._steps: deque[ArrivedStep | PreemptSequences] = deque()
         self._rebuilds: deque[RebuildRows] = deque()
-        # Of sequences that still run elsewhere.
+        # Rebuilds of sequences that still run elsewhere.
         self._prepared: deque[RebuildRows] = deque()
         self._rebuilding: Counter[Key] = Counter()
         self._moved: set[Key] = set()  # rebuilt since ``_rebuilds`` was last empty

@@ -1,1 +1,1 @@
-"""Sequences of an engine of others, which is one replica."""
+"""Replicas that run a whole model in an external engine, such as vLLM."""

@@ -1,10 +1,10 @@
-"""Sequences of a replica with a whole engine: which of them run there. Pure.
+"""Sequences of a replica with a whole engine, and the choice of those that run. Pure.
 
 Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
-that the engine's own queue stays empty. The tokens so far are kept here: a sequence can
-be taken from the engine at any time, and continues later from there. A *suspect* runs
-alone, or with its group, until it has a few tokens, and then lets the others run. What
-the engine does not run any more, but has not ended yet, keeps its place until then.
+that the engine's own queue stays empty. The tokens generated so far are kept here, so a
+sequence can be aborted in the engine at any time and continue later. A *suspect* runs
+alone, or with its group, until it has a few tokens; then the others run again. An
+aborted run keeps its slot until the engine has stopped it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key, RemoteError, StreamId
 
-# Runs without any token, in a row, after which the engine is tried with a run of its
-# own. If that has a token, the sequences are at fault; otherwise the engine is lost.
+# Consecutive runs without a token after which a trial run tests the engine. If the
+# trial run gets a token, the sequences are at fault; otherwise the engine is lost.
 MAX_FAILURES = 8
-OWN_FAILURES = 4  # the same, of one sequence
-KEPT_FAILURES = 1024  # sequences whose failures are known
-
-# Sampling that prepares a sequence: it fills the engine's prefix cache.
+OWN_FAILURES = 4  # the same limit for the runs of one sequence
+KEPT_FAILURES = 1024  # sequences whose failures to remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class RunOver:
-    """Nothing of a run is left in the engine, which ended it or was to abort it."""
+    """A run has left the engine, after its end or an abort."""
 
     run: int
 
@@ -78,7 +76,7 @@ Event = Received | Disconnected | GatewaysChanged | Generated | RunEnded | RunOv
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Let the engine continue a sequence."""
+    """Start a run in the engine."""
 
     number: int
     run: Run
@@ -86,14 +84,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Take a run from the engine."""
+    """Abort a run in the engine."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The engine is of no use: end this process, so that the replica is replaced."""
+    """Exit this process, so that the replica is replaced: the engine is unusable."""
 
     text: str
 
@@ -102,15 +100,15 @@ Action = Send | Begin | Abort | GiveUp
 
 
 class Phase(StrEnum):
-    QUEUED = "queued"  # waits for a place, in the order of fair queueing
-    PROBE = "probe"  # waits, before all others
+    QUEUED = "queued"  # waits for a slot, in the order of fair queueing
+    PROBE = "probe"  # waits ahead of all others
     SUSPECT = "suspect"  # waits until nothing else runs
-    MOVING = "moving"  # waits for a place to be prepared in
-    CONTINUING = "continuing"  # waits in the place that it was prepared in
+    MOVING = "moving"  # waits for a slot in which to be prepared
+    CONTINUING = "continuing"  # waits to run in the slot in which it was prepared
     RUNNING = "running"
-    HELD = "held"  # was prepared; its place waits for its gateway
-    DOUBTED = "doubted"  # had no token too often; the engine is tried meanwhile
-    OVER = "over"  # stays until its gateway ends it
+    HELD = "held"  # prepared; its slot is reserved until its gateway continues it
+    DOUBTED = "doubted"  # too many runs without a token; a trial run tests the engine
+    OVER = "over"  # remains until its gateway ends it
 
 
 WAITING = (
@@ -121,11 +119,11 @@ WAITING = (
     Phase.CONTINUING,
 )
 
-# Phases after each phase; from every one, a sequence may be forgotten.
+# Phases that may follow each phase; a sequence may be forgotten in every phase.
 TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
     None: frozenset(WAITING),
     **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
-    # Back to waiting: a suspect runs alone now, or has run alone.
+    # Back to waiting: either a suspect must run alone now, or this one has done so.
     Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
     Phase.HELD: frozenset(),
     Phase.DOUBTED: frozenset({Phase.OVER}),
@@ -143,8 +141,8 @@ class EngineSequence:
     arrived: int
     tokens: list[int] = field(default_factory=list)  # prompt and output
     run: int = 0  # number of its run; 0 while it does not run
-    phase: Phase | None = None  # None: it is not known yet, or not any more
-    doubt: str = ""  # why it is doubted
+    phase: Phase | None = None  # None: not added yet, or forgotten
+    doubt: str = ""  # reason for phase DOUBTED
 
     @property
     def key(self) -> Key:
@@ -152,17 +150,17 @@ class EngineSequence:
 
     @property
     def group(self) -> tuple[str, int] | None:
-        """The suspects that it may run with, by gateway and number; None: with none."""
+        """Group of suspects that it runs with (gateway and number); None: alone."""
         return (self.key[0], self.start.group) if self.start.group else None
 
     @property
     def made(self) -> int:
-        """Number of tokens that it has got in this attempt."""
+        """Number of tokens generated in this attempt."""
         return len(self.tokens) - len(self.start.tokens)
 
     @property
     def waiting_phase(self) -> Phase:
-        """The phase in which it waits for a place."""
+        """The phase in which it waits for a slot."""
         if self.is_prepared:
             return Phase.MOVING
         if self.start.is_probe:
@@ -200,10 +198,10 @@ class EngineSequences:
         self.counts: Counter[str] = Counter()  # events since the start, by kind
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
-        self._leaving: set[int] = set()  # runs that are not over yet
+        self._leaving: set[int] = set()  # ended runs that are still in the engine
         self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
-        self._queue: FairQueue[StreamId] = FairQueue()  # of those in this phase
-        # The suspects that run alone, together, and the last that did.
+        self._queue: FairQueue[StreamId] = FairQueue()  # sequences in phase QUEUED
+        # Suspects that run in isolation now, and those that did so last.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0
@@ -221,7 +219,7 @@ class EngineSequences:
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for a place in the engine."""
+        """Number of sequences that wait for a slot in the engine."""
         return sum(len(self._in[phase]) for phase in WAITING)
 
     def handle(self, event: Event) -> list[Action]:
@@ -245,7 +243,7 @@ class EngineSequences:
         return actions
 
     def _become(self, sequence: EngineSequence, phase: Phase | None) -> None:
-        """Take a sequence into another phase; None: it is forgotten."""
+        """Move a sequence to another phase; None: forget it."""
         before, stream = sequence.phase, sequence.key[:2]
         if phase is not None and phase not in TRANSITIONS[before]:
             raise AssertionError(f"{sequence.key} cannot go from {before} to {phase}")
@@ -325,7 +323,7 @@ class EngineSequences:
     # The engine.
 
     def _admit(self) -> None:
-        """Let the engine continue what may run now."""
+        """Start runs of all sequences that may run now."""
         if self._alone or self._trial:
             return
         if self._in[Phase.SUSPECT] and not self._owes_turn():
@@ -343,7 +341,7 @@ class EngineSequences:
                 break
             self._run(continuing)
         while self._places() < self.settings.max_num_seqs:
-            # Those that move ran before: they are older than what waits.
+            # Moving sequences have run elsewhere, so they are older than queued ones.
             following = self._first(Phase.MOVING)
             if following is None:
                 stream = self._queue.next()
@@ -354,11 +352,11 @@ class EngineSequences:
             self._run(following)
 
     def _first(self, phase: Phase) -> EngineSequence | None:
-        """Return the sequence that is in a phase for longest."""
+        """Return the sequence that has been in a phase for longest."""
         return next(iter(self._in[phase].values()), None)
 
     def _places(self) -> int:
-        """Return the number of places that are taken or held."""
+        """Return the number of slots that are in use or reserved."""
         held = len(self._in[Phase.HELD]) + len(self._in[Phase.CONTINUING])
         return len(self._runs) + len(self._leaving) + held
 
@@ -371,7 +369,7 @@ class EngineSequences:
         return running > sum(map(self._takes_place, self._after))
 
     def _takes_place(self, after: EngineSequence) -> bool:
-        """Return whether a suspect that was alone runs, or waits like the others."""
+        """Return whether a suspect that ran alone still runs or waits."""
         return after.phase not in (None, Phase.OVER)
 
     def _next_group(self) -> list[EngineSequence]:
@@ -393,7 +391,7 @@ class EngineSequences:
         self._actions.append(Begin(sequence.run, sequence.next_run()))
 
     def _run_alone(self, group: list[EngineSequence]) -> None:
-        """Run suspects; nothing else is in the engine."""
+        """Run suspects while nothing else is in the engine."""
         self._alone, self._after = list(group), list(group)
         for sequence in group:
             alone = generation_messages.RunsAlone(sequence.key)
@@ -402,7 +400,7 @@ class EngineSequences:
             self._run(sequence)
 
     def _take_back(self, sequence: EngineSequence) -> None:
-        """Take a sequence from the engine, if it runs there."""
+        """Abort the run of a sequence, if it has one."""
         if not sequence.run:
             return
         self._actions.append(Abort(sequence.run))
@@ -414,8 +412,8 @@ class EngineSequences:
         self._leaving.add(sequence.run)
         sequence.run = 0
         if has_failed and sequence in self._alone:
-            # Not told to its gateway: the engine may have died of it, and this process
-            # ends next.
+            # The gateway is not notified: the sequence may have killed the engine, and
+            # then this process exits next.
             self._alone.remove(sequence)
         self._no_longer_alone(sequence)
 
@@ -464,7 +462,7 @@ class EngineSequences:
             and sequence not in self._alone
             and self._places() > self.settings.max_num_seqs
         ):
-            # A suspect runs even where all places are held. The others come first.
+            # The suspect ran although all slots were reserved. Now the others run.
             self._take_back(sequence)
             self._become(sequence, sequence.waiting_phase)
 
@@ -488,11 +486,11 @@ class EngineSequences:
     def _known_words(
         self, top: Sequence[tuple[int, float]]
     ) -> tuple[tuple[int, float], ...]:
-        """Leave out what is no token of the vocabulary."""
+        """Drop tokens that are not in the vocabulary."""
         return tuple(p for p in top if 0 <= p[0] < self.settings.vocabulary)
 
     def _prepared(self, sequence: EngineSequence) -> None:
-        """Report that a sequence can continue here; its place is held until then."""
+        """Report that a sequence can continue here; reserve its slot until then."""
         self._take_back(sequence)
         self._become(sequence, Phase.HELD)
         self._send(generation_messages.SequencePrepared(sequence.key), sequence.key)
@@ -522,7 +520,7 @@ class EngineSequences:
             case BusyError():
                 self._return(sequence)
             case RequestRefusedError() if len(sequence.tokens) > sequence.start.prompt:
-                # Earlier tokens came, maybe from another server.
+                # It was accepted before, perhaps by another server.
                 self._no_token(sequence, str(error))
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)
@@ -533,7 +531,7 @@ class EngineSequences:
                 self._no_token(sequence, f"the engine failed: {error}")
 
     def _no_token(self, sequence: EngineSequence, why: str) -> None:
-        """Return a sequence to its gateway; after too many in a row, try the engine."""
+        """Return a sequence to its gateway; after too many failures, start a trial."""
         stream = sequence.key[:2]
         self.counts["failed_runs"] += 1
         self._failures += 1
@@ -560,7 +558,7 @@ class EngineSequences:
         self._send(failed, sequence.key)
 
     def _trial_succeeded(self, token: int) -> None:
-        """Fail the sequences that do not run though the engine works."""
+        """Fail the sequences that got no token although the engine works."""
         self._actions.append(Abort(self._trial))
         self._trial = 0
         if not 0 <= token < self.settings.vocabulary:

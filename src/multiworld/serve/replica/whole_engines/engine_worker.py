@@ -1,7 +1,7 @@
-"""One replica of a model that a whole engine computes.
+"""Worker of one replica whose model an external engine computes.
 
-``EngineSequences`` decides; this shell has the edges, the engine and a task for each
-run.
+``EngineSequences`` makes all decisions; this shell has the edges, the engine and a task
+for each run.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.1  # between checks of the engine
-# Tokens a second that any engine computes of a prompt: a longer one may take longer
-# than ``compute_s`` to its first token.
+LOOK_S = 0.1  # seconds between checks of the engine
+# Prefill speed that every engine reaches, in tokens per second. The first token of a
+# long prompt may take longer than ``compute_s``.
 PREFILL = 200.0
-BUSY_S = 60.0  # for which an engine without a token may say that it is busy
-NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
+BUSY_S = 60.0  # seconds for which an engine without a token may report that it is busy
+NO_SEQUENCES = SequenceTable(is_last=True)  # a whole engine receives no rows
 
 
 @dataclass(slots=True)
 class _Wait:
-    """Since when a run waits for a token, and how much longer its prompt may take."""
+    """Wait of a run for its next token."""
 
-    since: float
-    prompt_s: float
+    since: float  # monotonic seconds
+    prompt_s: float  # additional time allowed for its prompt
 
 
 MakeEngine = Callable[[whole_engine.EngineSettings], whole_engine.WholeEngine]
@@ -84,7 +84,7 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
-        self._busy_since: float | None = None  # and last said so at ``_busy_at``
+        self._busy_since: float | None = None  # last report: ``_busy_at``
         self._busy_at = 0.0
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
@@ -94,14 +94,14 @@ class EngineWorker:
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
-        # What an adapter raises here is better raised before the replica is ready.
+        # If an adapter raises here, it must do so before the replica is ready.
         self.report()
         self._engine.stopped_s()
         self._guard.turned()
         self._guard.start()
 
     def _exit_if_stuck(self, resumed_at: float) -> None:
-        """Exit if an adapter blocks the event loop, which then cannot look itself."""
+        """Exit if an adapter blocks the event loop, on which ``tick`` cannot run."""
         stuck_s = self._guard.still_s(resumed_at)
         if stuck_s > self._hung_s:
             self._guard.stop()
@@ -111,7 +111,7 @@ class EngineWorker:
             )
 
     def close(self) -> None:
-        """Stop the engine at once, if it still runs."""
+        """Kill the engine, if it still runs."""
         self._guard.stop()
         self._kill()
 
@@ -146,8 +146,8 @@ class EngineWorker:
             self._heard_at = now
             return
         if is_paused:
-            # What arrived then is unread. Only this time does not count: a busy machine
-            # pauses again and again.
+            # What arrived during the pause is unread. Only the pause is subtracted: a
+            # busy machine pauses often.
             self._heard_at += self._pauses.late_s
             for wait in self._waits.values():
                 wait.since += self._pauses.late_s
@@ -172,13 +172,13 @@ class EngineWorker:
                 self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
                 return
             self._tasks[number].cancel()
-            self._waits[number] = _Wait(now, 0.0)  # from now on, to end
+            self._waits[number] = _Wait(now, 0.0)  # it has time to end
             error = whole_engine.BusyError(text)
             self._handle(engine_sequences.RunEnded(number, error))
 
     def _give_up(self, text: str, code: int) -> None:
         self._kill()
-        # The last line of the log is shown to people.
+        # Logged last: the service shows the last line of the log as the reason.
         logger.error("%s; this replica exits", text)
         self._exit_process(code)
 
@@ -199,7 +199,7 @@ class EngineWorker:
 
     @property
     def noise(self) -> str:
-        """What the engine samples by; see ``WholeEngine``."""
+        """Name of the engine's sampling method; see ``WholeEngine``."""
         return str(getattr(self._engine, "noise", ""))
 
     @property
@@ -266,11 +266,11 @@ class EngineWorker:
 
     def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number], self._waits[number]
-        if not self._is_closing:  # nothing is to take its place
+        if not self._is_closing:  # otherwise no other run may start
             self._handle(engine_sequences.RunOver(number))
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
-        """Pass on the tokens of a run; cancelling aborts it."""
+        """Forward the tokens of a run; a cancel aborts the run."""
         error: Exception | None = None
         try:
             async with aclosing(self._engine.generate(run)) as found:
@@ -306,7 +306,7 @@ class EngineWorker:
         self._handle(engine_sequences.RunEnded(number, error))
 
     def _hear(self, number: int, tokens: int) -> None:
-        """Count tokens, and the engine's steps: each has one token of every run."""
+        """Count tokens and estimate steps: a step yields one token of every run."""
         now = self._clock()
         self._waits[number] = _Wait(now, 0.0)
         self._busy_since = None
@@ -318,7 +318,7 @@ class EngineWorker:
 
 
 def check_types(tokens: Sequence[whole_engine.EngineToken]) -> None:
-    """Raise ``TypeError`` for tokens that cannot be sent, such as those of numpy."""
+    """Raise ``TypeError`` for tokens that cannot be sent, such as numpy integers."""
     for each in tokens:
         ids: list[object] = [each.token]
         scores: list[object] = [] if each.logprob is None else [each.logprob]
@@ -333,6 +333,6 @@ def check_types(tokens: Sequence[whole_engine.EngineToken]) -> None:
 
 
 def number_or_zero(usage: object) -> float:
-    """Return the usage that an engine reports, if it is a share."""
+    """Return an engine's usage if it is a number from 0 to 1, otherwise 0."""
     is_share = isinstance(usage, int | float) and 0.0 <= usage <= 1.0
     return float(usage) if is_share else 0.0  # type: ignore[arg-type]

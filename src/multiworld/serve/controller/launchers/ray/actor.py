@@ -21,11 +21,11 @@ from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.machines.leash import Leash, hold_leash
 
-# Seconds that a holder stays after its replica has exited, to report the exit. After
-# that, the bridge kills it, unless the head is lost.
+# Seconds after which a holder exits by itself once its replica has exited. Usually the
+# bridge has read the exit and killed the holder by then, unless the head is lost.
 LINGER_S = 5.0
 
-CODE_S = 1.0  # for the fork server to report the exit code of an exited process
+CODE_S = 1.0  # maximum wait for the fork server to report an exit code, in seconds
 
 # Variables in which Ray names the GPUs that an actor may use.
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -43,7 +43,7 @@ class NodeLauncher:
         log = Path(logs, f"launcher-{number}.log") if Path(logs).is_dir() else None
         self._forks = Forks(preload, env, log, self._exited)
         self._leashes: dict[str, Leash] = {}
-        self._waiting: set[str] = set()  # for the fork server
+        self._waiting: set[str] = set()  # ranks that wait for the fork server
         self._codes: dict[str, asyncio.Future[int | None]] = {}
 
     async def warm(self) -> None:
@@ -60,7 +60,8 @@ class NodeLauncher:
                 raise LaunchError(f"{name} was given up while the fork server started")
         finally:
             self._waiting.discard(name)
-        # Not earlier: if let go meanwhile, another rank's leash could get its path.
+        # Not created earlier: if it were let go meanwhile, another rank's leash could
+        # get its path.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -127,7 +128,7 @@ def wait_exit(pid: int, began: int) -> None:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    if began_at(pid) == began:  # else the id was reused
+    if began_at(pid) == began:  # otherwise the id was reused
         select.select([watched], [], [])
     os.close(watched)
 

@@ -37,21 +37,22 @@ from multiworld.serve.controller.launchers.ray.actor import (
     probe_machine,
 )
 
-PLACE_S = 10.0  # for Ray to reserve a replica's resources on a machine
-# To start an actor's process or a replica; a new machine is warmed first.
+PLACE_S = 10.0  # maximum seconds for Ray to reserve a replica's resources
+# Maximum seconds to start an actor's process or a replica, with the warm-up of a new
+# machine.
 START_S = 60.0
-CODE_S = 2.0  # for a machine to report the exit code of a replica
-LOOK_S = 0.5  # between queries of the head
-CLAIM_S = 5.0  # for the head to know that an earlier controller has exited
-GPU_S = 30.0  # for a machine to report its GPUs and bfloat16 speed
+CODE_S = 2.0  # maximum seconds for a machine to report the exit code of a replica
+LOOK_S = 0.5  # seconds between queries of the head
+CLAIM_S = 5.0  # seconds for the head to notice that an earlier controller has exited
+GPU_S = 30.0  # maximum seconds for a machine to report its GPUs and bfloat16 speed
 
 # Amount of the machine's own ``node:`` resource in every bundle. A bundle must not be
 # empty, and a replica that books no CPU must not reserve one in Ray.
 MINIMAL_SHARE = 0.0001
 
 HEAD = "node:__internal_head__"  # a resource that only the head has
-STARTERS = 64  # orders carried out concurrently
-DRAIN_S = 5.0  # for pending orders after the controller has closed the socket
+STARTERS = 64  # maximum number of concurrent orders
+DRAIN_S = 5.0  # seconds for pending orders after the controller has closed the socket
 
 NAME_LABEL = "multiworld/name"
 ID_LABEL = "ray.io/node-id"
@@ -67,7 +68,7 @@ Started = tuple[int, int, str]  # process id and start of a rank, path of its le
 
 
 class WarmNodePool:
-    """A ``NodeLauncher`` on each machine. Any thread may call the methods."""
+    """A ``NodeLauncher`` on each machine; thread-safe."""
 
     def __init__(self) -> None:
         remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
@@ -79,7 +80,7 @@ class WarmNodePool:
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: protocol.WarmNodes) -> None:
-        """Set the modules that fork servers import; nothing is warmed before this."""
+        """Set the modules that fork servers import; required before warming."""
         with self._lock:
             self._order = order
 
@@ -182,7 +183,7 @@ class Bridge:
                     self._adopt(name, ranks, must_be_known)
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
-        except Exception:  # else the replica would never be reported
+        except Exception:  # otherwise the replica would never be reported
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # the launcher starts another bridge, which cleans up
@@ -239,7 +240,7 @@ class Bridge:
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
             self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
-        except Exception as error:  # its GPUs are unused until then
+        except Exception as error:  # its GPUs stay unused until a later query succeeds
             sys.stderr.write(f"the resources of {key} are not known yet: {error}\n")
 
     # Replicas.
@@ -326,7 +327,7 @@ class Bridge:
         ).remote()
 
     def _named(self, name: str, rank: int = 0) -> str:
-        """Return Ray's name of a rank's actor; rank 0's is also the group's."""
+        """Return the name of a rank's actor; rank 0's is also the placement group's."""
         own = f"{self._app}/{name}"
         return own if rank == 0 else f"{own}#{rank}"
 
@@ -362,7 +363,7 @@ class Bridge:
             self._news.put(protocol.Exited(name, None))
 
     def _sweep(self, known: Sequence[str]) -> None:
-        """Kill the replicas that an earlier bridge left behind, except ``known``."""
+        """Kill this service's replicas of an earlier bridge, except ``known``."""
         names = {f"{self._app}/{name}" for name in [*known, "controller"]}
         for found in ray.util.placement_group_table().values():
             own = str(found["name"])

@@ -29,13 +29,13 @@ logger = logging.getLogger("multiworld.serve")
 
 BRIDGE = "multiworld.serve.controller.launchers.ray.bridge"
 
-START_S = 60.0  # for the bridge to connect
-ADOPT_S = 15.0  # the same if there are replicas to adopt
-SILENT_S = 5.0  # without a response until the head counts as lost
-RETRY_S = 5.0  # between attempts to reconnect
-LOOK_S = 1.0  # between checks of the head's silence and of the bridge
-REACH_S = 5.0  # to connect to the head's address
-LAUNCH_S = 90.0  # for Ray to start a replica
+START_S = 60.0  # maximum seconds for the bridge to connect
+ADOPT_S = 15.0  # the same limit if there are replicas to adopt
+SILENT_S = 5.0  # seconds without a response after which the head counts as lost
+RETRY_S = 5.0  # seconds between attempts to reconnect
+LOOK_S = 1.0  # seconds between checks of the head's silence and of the bridge
+REACH_S = 5.0  # maximum seconds to connect to the head's address
+LAUNCH_S = 90.0  # maximum seconds for Ray to start a replica
 
 # Share of a GPU that Ray reserves for a replica that books none of its memory.
 MINIMAL_GPU = 0.0001
@@ -77,7 +77,7 @@ class RayLauncher:
         """Connect to the cluster, or start one with ``address: local``."""
         is_new = self._context.is_new
         try:
-            # With replicas to adopt, an unreachable head is no error.
+            # If there are replicas to adopt, an unreachable head is not an error.
             await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
             reason = _last_line(self._log) or error
@@ -251,7 +251,7 @@ class RayLauncher:
         return RunningProcess(name, running.pid, running.began, spot.node)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Kill a replica on any machine (SIGKILL, SIGTERM), else signal it here."""
+        """Kill a replica on any machine; other signals reach only this machine."""
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):

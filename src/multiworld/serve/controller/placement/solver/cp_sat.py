@@ -1,9 +1,10 @@
 """The placement problem for OR-tools' CP-SAT, which is better than HiGHS for many
 devices but needs integers.
 
-Shares of a demand are counted in units of 1/``UNITS``, device time in billionths.
-Factors are rounded down and limits up, so that its bound is a bound of the real
-problem. A linear program (``linear``) then makes its choice of replicas exact.
+Shares of a demand are counted in units of 1/``UNITS``, factors and limits of rows in
+units of 1/``FINE``. Rounding only loosens the rows, so that the solver's bound is also
+a bound of the real problem. Then a linear program (``linear``) computes the exact rates
+of the chosen replicas.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 from multiworld.serve.controller.placement.solver.linear import Formulation
 from multiworld.serve.controller.placement.solver.model import Counts, Slot
 
-UNITS = 10_000  # of a whole demand
-FINE = 1_000_000  # of a factor or a limit
+UNITS = 10_000  # units in a whole demand
+FINE = 1_000_000  # units in a factor or limit of 1
 
 
 def solve(
@@ -104,7 +105,7 @@ def _maximise(
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
     """Return, by model, the maximum units of its served share lost in rounding."""
-    # Every share is rounded down: a stage loses up to one unit for each slot.
+    # Every share is rounded down, so a stage loses up to one unit for each slot.
     slots = Counter((m, stage) for m, stage, _ in formulation.share)
     return {
         number: 1 + max((n for (m, _), n in slots.items() if m == model), default=0)

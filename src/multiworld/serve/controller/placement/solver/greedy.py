@@ -1,8 +1,8 @@
 """Greedy placement: models by their value, one replica at a time. Pure.
 
-Each stage gets its minimum of replicas; then the slowest one gets more until the demand
-is met or no device has time left for it. The result is always feasible; the solvers
-start from it.
+Each stage gets its minimum number of replicas; then the slowest stage gets more until
+the demand is met or no device has time left for it. The result is always feasible; the
+solvers start from it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def place_greedily(problem: Problem) -> dict[Slot, int]:
 
 
 def _urgency(problem: Problem, m: int) -> tuple[float, float]:
-    """Return a model's sort key: greatest value for its computing time first."""
+    """Return a model's sort key: the greatest value per computing time first."""
     model = problem.models[m]
     seconds = sum(min(s.seconds.values(), default=0.0) for s in model.stages)
     load = max(ENOUGH, seconds * model.demand)
@@ -101,12 +101,12 @@ class _Placing:
         self._model: ModelNeed = problem.models[m]
         self._running = Counter(problem.running)
         self._chosen: list[tuple[Slot, float]] = []
-        # By stage: replicas by device, and the items per second that they compute.
+        # By stage: number of replicas on each device, and their total items per second.
         self._on: list[Counter[int]] = [Counter() for _ in self._model.stages]
         self._rates = [0.0] * len(self._model.stages)
 
     def run(self) -> list[Slot]:
-        """Return a slot for each replica; none if a stage does not fit."""
+        """Return a slot for each replica; an empty list if a stage does not fit."""
         for k, stage in enumerate(self._model.stages):
             for _ in range(max(1, stage.min_replicas)):
                 if not self._add(k):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
 
 CLOSE = 1e-6  # relative gap of a solution that counts as optimal
-NONZERO = 0.5  # above this, an integer variable counts as at least 1
+NONZERO = 0.5  # value above which an integer variable counts as at least 1
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Formulation:
         return self._running[key]
 
     def seconds(self, slot: Slot) -> float:
-        """Return the device seconds per second to serve the whole demand here."""
+        """Return the device time per second to serve the model's whole demand here."""
         m, k, d = slot
         model = self.problem.models[m]
         return model.stages[k].seconds[self.places[d].device.kind] * model.demand
@@ -213,7 +213,7 @@ class Formulation:
         """Relative gap at which to stop searching."""
         if not self.problem.running:
             return CLOSE
-        # Below the value of one move; a smaller gap would take longer.
+        # A gap below the value of one move is enough; a smaller one takes longer.
         weight = sum(model.weight for model in self.problem.models)
         whole = max(1.0, worth_of(self.problem) * weight)
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)

@@ -50,7 +50,7 @@ def is_possible(problem: Problem, stage: StageNeed, place: PlacedDevice) -> bool
 
 
 def slots_of(problem: Problem) -> list[Slot]:
-    """Return every slot that a replica fits into and is fast enough in."""
+    """Return every slot in which a replica fits and is fast enough."""
     places = places_of(problem)
     found = []
     for m, model in enumerate(problem.models):
@@ -108,8 +108,8 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 
 def within_reach(problem: Problem) -> Problem:
-    """Cap demands far beyond what all devices could serve: the served shares would be
-    lost in rounding, and worth less than the devices cost."""
+    """Cap demands far beyond what all devices could serve."""
+    # Their served shares would be lost in rounding, and worth less than the devices.
     places = places_of(problem)
 
     def most(stage: StageNeed) -> float:
@@ -201,7 +201,7 @@ def answer(
 
 
 def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
-    """Return the scarce resource, by model that is not served in full."""
+    """Return the reason for each model that is not served in full."""
     found = {}
     for model in problem.models:
         if served[model.name] >= model.demand * (1 - 1e-6):

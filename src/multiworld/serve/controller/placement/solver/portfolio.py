@@ -22,9 +22,9 @@ from multiworld.serve.controller.placement.solver.model import (
 from multiworld.serve.controller.placement.solver.problem import Placement, Problem
 from multiworld.serve.controller.placement.solver.verify import faults
 
-LIMIT_S = 10.0  # for all solvers together
-POLISH_S = 10.0  # maximum for a linear program that makes a placement exact
-SMALL = 400  # slots up to which HiGHS runs first, as it often proves optimality
+LIMIT_S = 10.0  # maximum seconds of all solvers together
+POLISH_S = 10.0  # maximum seconds of a linear program that makes a placement exact
+SMALL = 400  # slots up to which HiGHS runs first, because it often proves optimality
 
 
 def place(

@@ -39,7 +39,7 @@ class StageNeed:
     memory_bytes: int  # of a replica: weights and activations
     # Device seconds per item, by kind of device; other kinds cannot be used.
     seconds: Mapping[str, float]
-    out_bytes: int = 0  # sent to the next stage for one item
+    out_bytes: int = 0  # bytes sent to the next stage for one item
     min_replicas: int = 1  # two or more are spread over at least two nodes
     max_replicas: int | None = None  # None: no limit
     nodes: frozenset[str] = frozenset()  # nodes it may run on; empty: any
@@ -56,7 +56,7 @@ class ModelNeed:
     stages: tuple[StageNeed, ...]
     demand: float
     weight: float = 1.0  # value of serving its demand, relative to other models
-    # Limit for an item through all stages, without waiting.
+    # Maximum seconds of an item in all stages, without waiting; None: no limit.
     latency_s: float | None = None
 
 
@@ -66,9 +66,9 @@ class Problem:
     models: tuple[ModelNeed, ...]
     # Model, stage and device of each running replica.
     running: Collection[tuple[str, int, str]] = ()
-    move_cost: float = 0.05  # per hour and replica that does not already run there
-    hop_s: float = 0.001  # from one stage to the next
-    utilisation: float = UTILISATION  # of a device's time, that may be planned
+    move_cost: float = 0.05  # cost per hour of a replica that does not run there yet
+    hop_s: float = 0.001  # time from one stage to the next
+    utilisation: float = UTILISATION  # share of a device's time that may be planned
     # Cost per hour of the fullest device's load (``model.fullest``); 0: none.
     balance: float = 0.0
 

@@ -15,11 +15,11 @@ from multiworld.serve.controller.placement.solver.problem import (
 )
 from multiworld.serve.machines.amounts import mib
 
-SLACK = 1e-6  # relative, of all checks: solvers compute in floating point
+SLACK = 1e-6  # relative tolerance of checks: solvers compute in floating point
 
 
 def faults(problem: Problem, placement: Placement) -> list[str]:
-    """Return the faults of a placement, as text; empty if it is feasible."""
+    """Return the faults of a placement in words; empty if it is feasible."""
     books = _Books(problem)
     found = [fault for replica in placement.replicas for fault in books.enter(replica)]
     found += books.overdrawn()
@@ -29,7 +29,7 @@ def faults(problem: Problem, placement: Placement) -> list[str]:
 
 
 class _Books:
-    """Resources taken by all replicas together, and where the replicas are."""
+    """Resources used by all replicas together, and the replicas' locations."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
