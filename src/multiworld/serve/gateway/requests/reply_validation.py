@@ -1,4 +1,4 @@
-"""Checks that a replica is authorised to send a message about requests. Pure."""
+"""Checks that a replica is authorised to send a message about requests."""
 
 from __future__ import annotations
 
