@@ -216,6 +216,15 @@ class Served:
         ]
         return found[0]
 
+    def keeper(self) -> int:
+        """Return the process id of the stream keeper, the controller's child; or 0."""
+        assert self.process is not None
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "multiworld.serve.keeper.process" in child.cmdline():
+                    return int(child.pid)
+        return 0
+
     def heartbeat_helpers(self) -> list[int]:
         return [
             child.pid

@@ -68,7 +68,21 @@ KINDS: dict[str, dict[str, Any]] = {
 ENGINES = ("stand-in", "vllm", "llama.cpp", "llama-server")
 """External engines; ``stand-in`` is a small server in place of vLLM's."""
 
-FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
+FAULTS = {
+    "kill": 6,
+    "stop": 2,
+    "pause": 6,
+    "drain": 2,
+    "scale": 2,
+    "update": 1,
+    "kill gateway": 3,
+    "stop gateway": 1,
+    "kill keeper": 1,
+    "stop keeper": 1,
+}
+KEEPER_S = 1.0
+"""Seconds after the loss of the keeper in which no gateway may be lost."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PAUSED_S = (0.3, 1.5)
 """Minimum and maximum seconds between SIGSTOP and SIGCONT of a process."""
 
@@ -297,8 +311,12 @@ class Soak:
 
     def _break(self, fault: str, stage: str) -> None:
         service = self._service
-        if fault in ("kill", "stop") and self._engine and self._random.random() < 0.5:
-            self._break_engine(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault in ("kill gateway", "stop gateway"):
+            self._break_gateway(SIGNALS[fault.split()[0]])
+        elif fault in ("kill keeper", "stop keeper"):
+            self._break_keeper(SIGNALS[fault.split()[0]])
+        elif fault in ("kill", "stop") and self._engine and self._random.random() < 0.5:
+            self._break_engine(SIGNALS[fault])
         elif fault in ("kill", "stop"):
             service.break_replica(fault, stage)
         elif fault == "pause":
@@ -314,6 +332,27 @@ class Soak:
             model = service.spec["models"]["m"]
             model["version"] = str(int(model["version"]) + 1)
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+    def _break_gateway(self, number: signal.Signals) -> None:
+        """Break a gateway; one after the other, if there is another one."""
+        found = [
+            p.pid
+            for p in self._service.status().processes
+            if p.is_gateway and p.phase == "ready" and p.pid
+        ]
+        if found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._random.choice(found), number)
+
+    def _break_keeper(self, number: signal.Signals) -> None:
+        before = self._service.keeper()
+        if not before:
+            return
+        os.kill(before, number)
+        self._service.until(
+            lambda: self._service.keeper() not in (0, before), "the next keeper"
+        )
+        time.sleep(KEEPER_S)
 
     def _break_engine(self, number: signal.Signals) -> None:
         shown = self._service.status().processes

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.serve.harness import WAIT_S, Served, served
@@ -84,8 +85,16 @@ def gateways(service: Served) -> dict[str, int]:
     return {
         process.name: process.pid
         for process in service.status().processes
-        if process.phase == "ready" and process.pid and not process.model
+        if process.phase == "ready" and is_living(process.pid) and not process.model
     }
+
+
+def is_living(pid: int | None) -> bool:
+    """Return whether a process runs; the controller hears of its end later."""
+    try:
+        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -156,4 +165,198 @@ async def test_killed_gateway_cuts_no_stream(
         assert len({event["id"] for event in events}) == 1
         plain = sorted(map(without_chance, events), key=str)
         assert plain == sorted(map(without_chance, undisturbed), key=str)
+    await ready_again(service)
+
+
+async def keeper_again(service: Served, before: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while service.keeper() in (0, before):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+class Streams:
+    """Some streams that read slowly enough to be hit while they run."""
+
+    def __init__(self, service: Served, count: int = 6) -> None:
+        self.service, self.count = service, count
+        path, self.body = BODIES["sampled"]
+        self.seen: asyncio.Queue[int] = asyncio.Queue()
+        self.path = path
+
+    async def __aenter__(self) -> Streams:
+        connection = await Connection(self.service).open()
+        none: asyncio.Queue[int] = asyncio.Queue()
+        self.undisturbed = await stream(connection, self.path, self.body, none)
+        connections = [await Connection(self.service).open() for _ in range(self.count)]
+        self.tasks = [
+            asyncio.ensure_future(stream(each, self.path, self.body, self.seen))
+            for each in connections
+        ]
+        return self
+
+    async def have(self, chunk: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.seen.get() < chunk:
+                pass
+
+    async def __aexit__(self, *failure: object) -> None:
+        async with asyncio.timeout(WAIT_S):
+            found = await asyncio.gather(*self.tasks)
+        wanted = list(map(without_chance, self.undisturbed))
+        for events in found:
+            assert list(map(without_chance, events)) == wanted
+        await ready_again(self.service)
+
+
+async def test_gateway_that_hangs_is_killed_and_cuts_no_stream(service: Served) -> None:
+    pids = await asyncio.to_thread(gateways, service)
+    async with Streams(service) as streams:
+        await streams.have(3)
+        hung = min(pids.values())
+        kill(hung, signal.SIGSTOP)
+        async with asyncio.timeout(WAIT_S):
+            while is_living(hung):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_two_gateways_are_lost_at_once(service: Served) -> None:
+    pids = await asyncio.to_thread(gateways, service)
+    async with Streams(service) as streams:
+        await streams.have(3)
+        for pid in pids.values():
+            kill(pid)
+
+
+async def test_keeper_is_lost_and_then_a_gateway(service: Served) -> None:
+    pids = await asyncio.to_thread(gateways, service)
+    async with Streams(service) as streams:
+        await streams.have(2)
+        before = service.keeper()
+        kill(before)
+        await keeper_again(service, before)
+        await asyncio.sleep(0.2)  # for the gateways to bring their records
+        kill(min(pids.values()))
+
+
+async def test_keeper_that_hangs_is_replaced(service: Served) -> None:
+    async with Streams(service) as streams:
+        await streams.have(2)
+        before = service.keeper()
+        kill(before, signal.SIGSTOP)
+        await keeper_again(service, before)
+
+
+async def test_client_that_connects_while_there_is_nobody_waits(
+    service: Served,
+) -> None:
+    pids = await asyncio.to_thread(gateways, service)
+    for pid in [service.keeper(), *pids.values()]:
+        kill(pid)
+    connection = await Connection(service).open()
+    await connection.ask("/v1/completions", wanted(3))
+    async with asyncio.timeout(WAIT_S):
+        head, _ = await connection.answer()
+    assert "200 ok" in head
+    connection.close()
+    await ready_again(service)
+
+
+async def test_idle_connection_moves_to_another_gateway(service: Served) -> None:
+    connections = [await Connection(service).open() for _ in range(4)]
+    for connection in connections:
+        await connection.ask("/v1/completions", wanted(2))
+        await connection.answer()
+    for pid in (await asyncio.to_thread(gateways, service)).values():
+        kill(pid)
+    for connection in connections:
+        await connection.ask("/v1/completions", wanted(2))
+        async with asyncio.timeout(WAIT_S):
+            head, body = await connection.answer()
+        assert "200 ok" in head
+        assert json.loads(body)["usage"]["completion_tokens"] == 2
+        connection.close()
+    await ready_again(service)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 0.9, "seed": 5}])
+async def test_whole_answer_of_a_killed_gateway_is_the_same(
+    service: Served, more: dict[str, Any]
+) -> None:
+    body = wanted(48, **more)
+    plain = await Connection(service).open()
+    await plain.ask("/v1/completions", body)
+    _, undisturbed = await plain.answer()
+    plain.close()
+    connections = [await Connection(service).open() for _ in range(4)]
+    for connection in connections:
+        await connection.ask("/v1/completions", body)
+    await asyncio.sleep(0.05)
+    for pid in (await asyncio.to_thread(gateways, service)).values():
+        kill(pid)
+    for connection in connections:
+        async with asyncio.timeout(WAIT_S):
+            head, found = await connection.answer()
+        assert "200 ok" in head
+        shown, other = json.loads(found), json.loads(undisturbed)
+        assert without_chance(shown) == without_chance(other)
+        connection.close()
+    await ready_again(service)
+
+
+async def test_pipelined_requests_are_answered_in_order(service: Served) -> None:
+    connection = await Connection(service).open()
+    counts = [30, 3, 20, 1]
+    for count in counts:
+        await connection.ask("/v1/completions", wanted(count))
+    await asyncio.sleep(0.15)
+    for pid in (await asyncio.to_thread(gateways, service)).values():
+        kill(pid)
+    for count in counts:
+        async with asyncio.timeout(WAIT_S):
+            head, body = await connection.answer()
+        assert "200 ok" in head
+        assert json.loads(body)["usage"]["completion_tokens"] == count
+    connection.close()
+    await ready_again(service)
+
+
+async def test_client_without_chunks_gets_every_byte(service: Served) -> None:
+    """HTTP/1.0: the answer ends with the connection."""
+
+    async def read(*, is_killed: bool) -> str:
+        connection = await Connection(service).open()
+        content = json.dumps({**BODIES["sampled"][1], "stream": True})
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(content)}"
+        connection.writer.write(f"{head}\r\n\r\n{content}".encode())
+        found = await connection.reader.read(2000)
+        if is_killed:
+            for pid in (await asyncio.to_thread(gateways, service)).values():
+                kill(pid)
+        async with asyncio.timeout(WAIT_S):
+            found += await connection.reader.read()
+        connection.close()
+        return found.partition(b"\r\n\r\n")[2].decode()
+
+    undisturbed, found = await read(is_killed=False), await read(is_killed=True)
+    first, second = shown(undisturbed.encode()), shown(found.encode())
+    assert list(map(without_chance, second)) == list(map(without_chance, first))
+    await ready_again(service)
+
+
+async def test_large_body_that_is_half_read_is_read_on(service: Served) -> None:
+    """What the dead gateway had read of it is recorded."""
+    body = wanted(3)
+    body["metadata"] = {"x": "y" * 500}
+    content = json.dumps(body).encode() + b" " * 4_000_000
+    connection = await Connection(service).open()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+    connection.writer.write(f"{head}\r\n\r\n".encode() + content[:2_000_000])
+    await asyncio.sleep(0.2)
+    for pid in (await asyncio.to_thread(gateways, service)).values():
+        kill(pid)
+    connection.writer.write(content[2_000_000:])
+    async with asyncio.timeout(WAIT_S):
+        head, _ = await connection.answer()
+    assert "200 ok" in head
+    connection.close()
     await ready_again(service)

@@ -1,4 +1,4 @@
-"""``multiworld chaos``: injects a fault into a replica."""
+"""``multiworld chaos``: injects a fault into a replica or a gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiworld.serve.controller.client import Service
 @click.command()
 @click.argument("action", type=click.Choice(["kill", "stop", "cut"]))
 @click.argument("model")
-@click.argument("stage")
+@click.argument("stage", default="")
 @click.option(
     "--seconds",
     type=FiniteRange(0.1, 3600),
@@ -24,6 +24,8 @@ def chaos(
     service: Service, action: str, model: str, stage: str, seconds: float, as_json: bool
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
+
+    MODEL gateway, without a STAGE: a gateway.
 
     kill: send SIGKILL. stop: send SIGSTOP. cut: drop all traffic from and to the
     replica for --seconds.

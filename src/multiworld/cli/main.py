@@ -41,7 +41,7 @@ GROUPS = {
         "update": "Update a running service to another spec, without a pause.",
         "drain": "Replace one process without losing a request.",
         "tenants": "Manage tenants, their keys and limits; show their usage.",
-        "chaos": "Inject a fault into a replica.",
+        "chaos": "Inject a fault into a replica or a gateway.",
     },
     "Plan and measure": {
         "plan": "Show which replicas a spec would start, and where; start nothing.",
@@ -61,6 +61,7 @@ Examples:
   multiworld serve app.yaml            serve the models of a spec
   multiworld status                    what runs, and what happened last
   multiworld chaos kill m back         kill a replica of a stage
+  multiworld chaos kill gateway        kill a gateway
   multiworld scale m back 3            three replicas of a stage"""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of an output that is full

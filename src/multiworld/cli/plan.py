@@ -295,9 +295,9 @@ def _planned(resolved: Resolved, machines: Sequence[Node], limit_s: float) -> Pl
         models=models,
         solver=found.solver,
         gap=None if found.gap == float("inf") else found.gap,
-        gateways=gateway.replicas,
+        gateways=app.gateways,
         listens=f"{gateway.host}:{gateway.port or '(a free port)'}",
-        processes=workers + gateway.replicas + 3,
+        processes=workers + app.gateways + 3 + gateway.is_kept,
         dtypes=resolved.why,
     )
 

@@ -206,9 +206,16 @@ class Story:
 
     async def break_replica(self, action: str, stage: str) -> None:
         """Break a replica, and wait until its replacement is ready."""
-        scene = self.begin(f"{action} {stage}")
+        await self._break(action, self._model, stage)
+
+    async def kill_gateway(self) -> None:
+        """Kill a gateway, and wait until its replacement is ready."""
+        await self._break("kill", "gateway", "")
+
+    async def _break(self, action: str, model: str, stage: str) -> None:
+        scene = self.begin(f"{action} {stage or model}")
         since = await self.last_event()
-        asked = {"action": action, "model": self._model, "stage": stage}
+        asked = {"action": action, "model": model, "stage": stage}
         harmed = await self.ask("POST", "/chaos", answers.FaultInjected, json=asked)
         self.tell(f"[red]{action}[/] {harmed.name} (process {harmed.pid})")
         began = await self.event(since, "chaos", harmed.name)
@@ -222,12 +229,14 @@ class Story:
         )
 
     async def break_every_stage(self, pause_s: float) -> None:
-        """Kill a replica of each stage, stop one, scale the bottleneck to 3 and 1."""
+        """Kill a replica of each stage and a gateway, stop one, scale a stage."""
         stages = self._stages[self._model]
         await asyncio.sleep(pause_s)
         for stage in stages:
             await self.break_replica("kill", stage)
             await asyncio.sleep(pause_s)
+        await self.kill_gateway()
+        await asyncio.sleep(pause_s)
         await self.break_replica("stop", stages[1])
         await asyncio.sleep(pause_s)
         bottleneck = await self._bottleneck()

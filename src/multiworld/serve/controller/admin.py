@@ -49,11 +49,14 @@ class Drain(AdminRequest):
 
 
 class Chaos(AdminRequest):
-    """Body of ``/chaos``: the fault to inject, and the stage to inject it into."""
+    """Body of ``/chaos``: the fault to inject, and the stage to inject it into.
+
+    The model ``gateway`` has no stage.
+    """
 
     action: Literal["kill", "stop", "cut"]
     model: str
-    stage: str
+    stage: str = ""
     seconds: float = Field(default=5.0, gt=0, le=3600)
 
 

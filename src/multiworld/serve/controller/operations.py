@@ -14,7 +14,7 @@ from multiworld.serve.controller.fleet import desired_state, events
 from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
-from multiworld.serve.controller.fleet.state import DesiredState
+from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.controller.launchers.base import RunningProcess
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import asks_of
@@ -29,6 +29,8 @@ from multiworld.serve.wire.control_messages import (
     InjectPartition,
     Order,
 )
+
+GATEWAY = "gateway"  # in place of a model; no model may have this name
 
 # Replicas per core, on average over all machines, above which a confirmation is needed.
 REPLICAS_A_CORE = 4
@@ -215,10 +217,16 @@ class Operations:
     def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
     ) -> RunningProcess:
-        """Inject "kill", "stop" or "cut" (for `seconds`) into a ready replica."""
-        spec = self._versions.desired(self._fleet.desired, model)
-        number = desired_state.stage_number(spec, model, stage)
-        name = random.choice(self._fleet.ready_at(model, number))
+        """Inject "kill", "stop" or "cut" (for `seconds`) into a ready replica.
+
+        The model `GATEWAY` is a gateway.
+        """
+        if model == GATEWAY:
+            name = self._ready_gateway(action)
+        else:
+            spec = self._versions.desired(self._fleet.desired, model)
+            number = desired_state.stage_number(spec, model, stage)
+            name = random.choice(self._fleet.ready_at(model, number))
         running = self._processes.running[name]
         text = f"{action} {name} (process {running.pid})"
         self._history.say("chaos", text, name)
@@ -230,6 +238,17 @@ class Operations:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._processes.signal(name, sent)
         return running
+
+    def _ready_gateway(self, action: str) -> str:
+        if action == "cut":
+            raise ServeError("a gateway can be killed or stopped; only replicas be cut")
+        found = self._fleet.processes.values()
+        ready = [
+            p.name for p in found if p.is_gateway and p.phase is ProcessPhase.READY
+        ]
+        if not ready:
+            raise ServeError("no gateway is ready")
+        return random.choice(ready)
 
 
 def _growing(before: DesiredState, after: DesiredState) -> DesiredState:

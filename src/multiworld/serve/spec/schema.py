@@ -701,6 +701,9 @@ class GatewaySpec(_Strict):
     """`true`: a stream keeper holds the clients' connections, so that other gateways
     continue them if a gateway is lost. Not with `tls_certificate`: give TLS to a proxy
     in front."""
+    spare: bool = True
+    """`true`: with `keeper`, one more gateway runs than `replicas` says where a model
+    generates text, so that streams of a lost gateway wait for no start."""
     keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 256
     """Maximum size of what the keeper holds of requests and answers, in MiB; streams
     beyond it are not protected."""
@@ -774,6 +777,13 @@ class AppSpec(_Strict):
     """Maximum seconds for a draining process to finish its work before it is killed."""
     orphan_s: Seconds = 10.0
     """Seconds after which a worker with neither controller nor gateway exits."""
+
+    @property
+    def gateways(self) -> int:
+        """Number of gateways that run, with the spare one."""
+        generates = any(model.generation is not None for model in self.models.values())
+        is_spare = self.gateway.spare and self.gateway.is_kept and generates
+        return self.gateway.replicas + is_spare
 
     @model_validator(mode="after")
     def _ray(self) -> AppSpec:

@@ -57,7 +57,7 @@ def desired_state_of(
             has_deadline=model.generation is None or model.deadline_s is not None,
             spares=tuple(stage.spares for stage in model.stages),
         )
-    return DesiredState(models, app.gateway.replicas)
+    return DesiredState(models, app.gateways)
 
 
 def _fixed(model: ModelSpec, stage: int) -> int | None:
@@ -151,11 +151,11 @@ def check_update(
                 f"{name} cannot be changed while the service runs; shut the service "
                 "down, and serve the new spec"
             )
-    same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
-    if same != old.gateway:
+    kept = {"replicas": old.gateway.replicas, "spare": old.gateway.spare}
+    if new.gateway.model_copy(update=kept) != old.gateway:
         raise ServeError(
-            "only `replicas` of the gateway can be changed while the service runs; "
-            "shut the service down, and serve the new spec"
+            "only `replicas` and `spare` of the gateway can be changed while the "
+            "service runs; shut the service down, and serve the new spec"
         )
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)

@@ -1,0 +1,400 @@
+"""Who serves a connection: kills, hangs, late frames, and clients that leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from multiworld.serve.keeper.frames import Entry, FrameError, Kind
+from multiworld.serve.keeper.keeper import (
+    PAUSE_S,
+    TICK_S,
+    WAIT_S,
+    Action,
+    Close,
+    Counters,
+    Give,
+    Keeper,
+    Kill,
+    Refuse,
+    Say,
+    Trim,
+)
+from multiworld.serve.keeper.record import (
+    ConnectionRecord,
+    State,
+    record_of,
+)
+
+SILENCE_S = 1.0
+MIB = 2**20
+NOTHING = Counters(0, 0)
+
+
+def ready(number: int = 1, keeper: Keeper | None = None) -> Keeper:
+    """Return a keeper with a gateway that takes connections."""
+    made = keeper or Keeper(SILENCE_S, MIB)
+    made.joined(number, 0.0)
+    hello = Entry(Kind.HELLO, 0, 1, f"gateway/{number}".encode())
+    made.said(number, [hello, Entry(Kind.READY)], 0.0)
+    return made
+
+
+def said(keeper: Keeper, gateway: int, *entries: Entry) -> list[Action]:
+    return keeper.said(gateway, entries, 0.0)
+
+
+REQUEST = (
+    Entry(Kind.INPUT, 7, 0, b"POST / HTTP/1.1\r\n\r\n"),
+    Entry(Kind.REQUEST, 7, 0, b"drawn"),
+)
+READ = len(REQUEST[0].payload)
+
+
+def test_connection_waits_for_a_gateway() -> None:
+    keeper = Keeper(SILENCE_S, MIB)
+    assert keeper.accepted(7, NOTHING, 0.0) == []
+    keeper.joined(1, 0.0)
+    assert said(keeper, 1, Entry(Kind.HELLO, 0, 1, b"gateway/1")) == []
+    assert said(keeper, 1, Entry(Kind.READY)) == [Give(7, 1)]
+
+
+def test_connection_is_refused_after_a_while() -> None:
+    keeper = Keeper(SILENCE_S, MIB)
+    keeper.accepted(7, NOTHING, 0.0)
+    assert keeper.ticked(WAIT_S) == []
+    assert keeper.ticked(WAIT_S + TICK_S) == [Refuse(7)]
+    assert not keeper.records
+
+
+def test_busy_gateway_gets_less() -> None:
+    keeper = ready(2, ready(1))
+    assert keeper.accepted(7, NOTHING, 0.0) == [Give(7, 1)]
+    said(keeper, 1, *REQUEST)
+    assert keeper.accepted(8, NOTHING, 0.0) == [Give(8, 2)]
+    assert keeper.accepted(9, NOTHING, 0.0) == [Give(9, 2)]
+
+
+def test_stream_of_a_killed_gateway_continues_elsewhere() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    ready(2, keeper)
+    item, output = Entry(Kind.ITEM, 7, 0, b"token"), Entry(Kind.OUTPUT, 7, 1, b"12345")
+    said(keeper, 1, *REQUEST, item, output)
+    assert keeper.lost(1, {7: Counters(3, READ)}, 0.0) == [Give(7, 2)]
+    record = keeper.records[7]
+    assert (record.output, record.output_at) == (b"45", 3)
+    assert (record.items, record.events, record.has_begun) == ([b"token"], 1, True)
+
+
+def test_half_read_request_is_refused() -> None:
+    """Some of its bytes died with the gateway."""
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, Entry(Kind.INPUT, 7, 0, b"POST"))
+    assert keeper.lost(1, {7: Counters(0, 6)}, 0.0) == [Refuse(7)]
+
+
+def test_half_read_request_whose_bytes_are_recorded_continues() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, Entry(Kind.INPUT, 7, 0, b"POST"))
+    assert keeper.lost(1, {7: Counters(0, 4)}, 0.0) == [Give(7, 2)]
+
+
+def test_answer_of_which_more_went_out_than_is_recorded_is_cut() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST, Entry(Kind.OUTPUT, 7, 1, b"12"))
+    assert keeper.lost(1, {7: Counters(3, READ)}, 0.0) == [Close(7)]
+
+
+def test_hung_gateway_is_killed_before_another_one_writes() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST)
+    now = 0.0
+    killed: list[Action] = []
+    while now < SILENCE_S + 2 * TICK_S:
+        now += TICK_S
+        keeper.said(2, [Entry(Kind.BEAT)], now)
+        killed += keeper.ticked(now)
+    assert killed == [Kill(1)]
+    assert keeper.lost(1, {7: Counters(0, READ)}, now) == [Give(7, 2)]
+
+
+def test_pause_of_the_keeper_kills_nobody() -> None:
+    keeper = ready(1)
+    keeper.ticked(0.1)
+    assert keeper.ticked(PAUSE_S + 60.0) == []
+
+
+def test_gateway_that_leaves_hears_whether_there_is_another() -> None:
+    keeper = ready(2, ready(1))
+    (first,) = said(keeper, 1, Entry(Kind.LEAVING))
+    (last,) = said(keeper, 2, Entry(Kind.LEAVING))
+    assert isinstance(first, Say)
+    assert isinstance(last, Say)
+    assert (first.entry[9], last.entry[9]) == (1, 0)
+    assert keeper.accepted(7, NOTHING, 0.0) == [Refuse(7)], "the service shuts down"
+
+
+def test_stream_beyond_the_memory_is_not_protected_and_not_refused() -> None:
+    keeper = Keeper(SILENCE_S, 100)
+    ready(2, ready(1, keeper))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, Entry(Kind.INPUT, 7, 0, b"x" * 200))
+    assert (keeper.unprotected, keeper.size) == (1, 0)
+    assert keeper.lost(1, {7: Counters(0, 200)}, 0.0) == [Refuse(7)]
+
+
+def test_connection_is_protected_again_after_a_large_request() -> None:
+    keeper = Keeper(SILENCE_S, 100)
+    ready(2, ready(1, keeper))
+    keeper.accepted(7, NOTHING, 0.0)
+    large = Entry(Kind.INPUT, 7, 0, b"x" * 200)
+    output, answered = Entry(Kind.OUTPUT, 7, 0, b"1"), Entry(Kind.ANSWERED, 7)
+    said(keeper, 1, large, output, answered, Entry(Kind.IDLE, 7))
+    keeper.trimmed(7, 1)
+    assert keeper.lost(1, {7: Counters(1, 200)}, 0.0) == [Give(7, 2)]
+
+
+def test_impossible_statement_is_refused() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    with pytest.raises(FrameError):
+        said(keeper, 1, Entry(Kind.ANSWERED, 7))
+
+
+def test_gateway_decides_about_its_own_connections_only() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    assert said(keeper, 2, Entry(Kind.CLOSED, 7)) == []
+    assert 7 in keeper.records
+
+
+@given(
+    st.builds(
+        ConnectionRecord,
+        st.integers(1, 2**64 - 1),
+        *[st.integers(0, 2**40)] * 2,
+        st.binary(max_size=9).map(bytearray),
+        st.integers(0, 2**40),
+        st.integers(0, 3),
+        st.binary(max_size=9),
+        st.lists(st.binary(max_size=9), max_size=3),
+        st.integers(0, 9),
+        st.booleans(),
+        st.binary(max_size=9).map(bytearray),
+        st.integers(0, 2**40),
+        st.booleans(),
+        st.booleans(),
+        state=st.sampled_from(State),
+    )
+)
+def test_record_is_the_same_at_the_other_end(record: ConnectionRecord) -> None:
+    from multiworld.serve.keeper.frames import FrameReader, frame
+
+    record.item_bytes = sum(map(len, record.items))
+    (entries,) = FrameReader().feed(frame(record.entries()))
+    found = record_of(entries)
+    for name in ConnectionRecord.__slots__:
+        assert getattr(found, name) == getattr(record, name), name
+
+
+@dataclass
+class Client:
+    """A connection as its client and the kernel have it.
+
+    A client sends requests one after the other, of one byte each, and gets three events
+    for each. ``read`` of them were read by gateways; ``written`` bytes came out.
+    """
+
+    number: int
+    sent: int = 0
+    read: int = 0
+    out: bytearray = field(default_factory=bytearray)
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(len(self.out), self.read)
+
+
+@dataclass
+class Server:
+    """What a gateway does for a connection: three events for each request."""
+
+    client: Client
+    gateway: int
+    answered: int  # requests
+    shown: int  # events of the current answer
+    unread: bytearray  # bytes that wait for the client
+    is_reading: bool
+
+
+EVENTS = 3
+
+
+class Host(RuleBasedStateMachine):
+    """A keeper, gateways that die at any moment, and clients that compare bytes."""
+
+    @initialize()
+    def start(self) -> None:
+        self.keeper = Keeper(SILENCE_S, MIB)
+        self.clients: dict[int, Client] = {}
+        self.servers: dict[int, Server] = {}
+        self.alive: set[int] = set()
+        self.lost: set[int] = set()  # connections that may be refused: bytes are lost
+        self.number = 0
+        self.now = 0.0
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Give(connection, gateway):
+                    assert gateway in self.alive
+                    assert connection not in self.servers, "two would write"
+                    self._take(connection, gateway)
+                case Trim(connection):
+                    written = len(self.clients[connection].out)
+                    self.keeper.trimmed(connection, written)
+                case Refuse(connection) | Close(connection):
+                    assert connection in self.lost, "nothing was lost"
+                    del self.clients[connection]
+                case _:
+                    pass
+
+    def _take(self, connection: int, gateway: int) -> None:
+        client, record = self.clients[connection], self.keeper.records[connection]
+        server = Server(client, gateway, 0, 0, bytearray(record.output), False)
+        if record.input:
+            server.is_reading = True
+            server.answered = record.answered
+            server.shown = record.events
+        self.servers[connection] = server
+
+    def _say(self, server: Server, *entries: Entry) -> None:
+        self._do(self.keeper.said(server.gateway, entries, self.now))
+
+    @rule()
+    def a_gateway_starts(self) -> None:
+        if len(self.alive) < 3:
+            self.number += 1
+            self.alive.add(self.number)
+            self.keeper.joined(self.number, self.now)
+            self._do(self.keeper.said(self.number, [Entry(Kind.READY)], self.now))
+
+    @rule()
+    def a_client_connects(self) -> None:
+        self.number += 1
+        self.clients[self.number] = Client(self.number)
+        self._do(self.keeper.accepted(self.number, NOTHING, self.now))
+
+    @precondition(lambda self: self.servers)
+    @rule(data=st.data(), dies=st.booleans())
+    def a_request_is_read(self, data: st.DataObject, dies: bool) -> None:
+        server = self._some(data)
+        if server.is_reading:
+            return
+        client = server.client
+        client.sent += 1
+        client.read += 1
+        if dies:  # with the byte, before it is recorded
+            self.lost.add(client.number)
+            self._kill(server.gateway)
+            return
+        server.is_reading, server.answered, server.shown = True, 0, 0
+        number = client.number
+        self._say(server, Entry(Kind.INPUT, number, 0, b"?"))
+        self._say(server, Entry(Kind.REQUEST, number, 0, b"drawn"))
+
+    @precondition(lambda self: self.servers)
+    @rule(data=st.data(), dies=st.sampled_from(["", "recorded", "written"]))
+    def an_event_goes_out(self, data: st.DataObject, dies: str) -> None:
+        server = self._some(data)
+        if not server.is_reading:
+            return
+        number, gateway = server.client.number, server.gateway
+        server.shown += 1
+        event = b"%d" % server.shown
+        entries = [
+            Entry(Kind.ITEM, number, 0, event),
+            Entry(Kind.OUTPUT, number, server.shown, event),
+        ]
+        if server.shown == EVENTS:
+            entries += [Entry(Kind.ANSWERED, number), Entry(Kind.IDLE, number)]
+            server.is_reading = False
+        self._say(server, *entries)
+        if dies != "recorded":
+            server.unread += event
+        if dies:
+            self._kill(gateway)
+
+    @precondition(lambda self: self.servers)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def the_kernel_takes_bytes(self, data: st.DataObject, count: int) -> None:
+        server = self._some(data)
+        server.client.out += server.unread[:count]
+        del server.unread[:count]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def a_gateway_dies(self, data: st.DataObject) -> None:
+        self._kill(data.draw(st.sampled_from(sorted(self.alive))))
+
+    def _some(self, data: st.DataObject) -> Server:
+        return self.servers[data.draw(st.sampled_from(sorted(self.servers)))]
+
+    def _kill(self, gateway: int) -> None:
+        self.alive.discard(gateway)
+        gone = [n for n, s in self.servers.items() if s.gateway == gateway]
+        for number in gone:
+            del self.servers[number]
+        counters = {number: self.clients[number].counters for number in gone}
+        self._do(self.keeper.lost(gateway, counters, self.now))
+
+    @invariant()
+    def every_byte_comes_once(self) -> None:
+        for client in getattr(self, "clients", {}).values():
+            whole = b"123" * client.sent
+            assert whole.startswith(bytes(client.out))
+            server = self.servers.get(client.number)
+            if server is not None:
+                assert whole.startswith(bytes(client.out + server.unread))
+
+    @invariant()
+    def sizes_are_counted(self) -> None:
+        if hasattr(self, "keeper"):
+            records = self.keeper.records.values()
+            assert self.keeper.size == sum(record.size for record in records)
+            for gateway in self.keeper.gateways.values():
+                busy = [self.keeper.records[n] for n in gateway.connections]
+                assert gateway.busy == sum(r.state is not State.IDLE for r in busy)
+
+    def teardown(self) -> None:
+        """Everything that was not lost comes to its end."""
+        if not hasattr(self, "keeper"):
+            return
+        self.a_gateway_starts()
+        for server in list(self.servers.values()):
+            while server.is_reading:
+                server.shown += 1
+                event = b"%d" % server.shown
+                server.unread += event
+                server.is_reading = server.shown < EVENTS
+            server.client.out += server.unread
+            assert bytes(server.client.out) == b"123" * server.client.sent
+
+
+TestHost = Host.TestCase
+TestHost.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
