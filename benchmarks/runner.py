@@ -113,7 +113,7 @@ SUITES = {
         run=_optional("recovery"),
     ),
     "texts": Suite(
-        "deterministic mode, long texts, 256 streams and a flood, SmolLM2",
+        "deterministic mode, long prompts, many streams and a flood, SmolLM2",
         "default",
         run=_optional("texts"),
     ),
@@ -123,7 +123,7 @@ SUITES = {
         run=_optional("kills"),
     ),
     "engine_kills": Suite(
-        "streams of every kind while vLLM's servers are killed, SmolLM2",
+        "streams of every kind while vLLM servers are killed",
         "vLLM",
         run=_optional("engine_kills"),
     ),

@@ -214,7 +214,7 @@ def main() -> None:
         simulated = run_simulated(kind, trace, wish.slow)
         table.add_row(*_row(kind, times, cost, simulated, wish.slow))
     Console(width=140).print(table)
-    Console().print(f"{len(trace)} texts in {wish.seconds:g} s")
+    Console().print(f"{len(trace)} streams in {wish.seconds:g} s")
 
 
 if __name__ == "__main__":

@@ -99,4 +99,4 @@ def _wait(service: Service, ready: int, spares: int) -> None:
         if phases.count("ready") >= ready and phases.count("spare") >= spares:
             return
         time.sleep(LOOK_S)
-    raise RuntimeError(f"the service was not whole within {WHOLE_S:g} s")
+    raise RuntimeError(f"the service did not reach full capacity within {WHOLE_S:g} s")

@@ -274,7 +274,7 @@ def _first_s(load: Load, seed: int) -> float:
         for line in found.iter_lines():
             if line.startswith("data: {"):
                 return time.monotonic() - began
-    raise RuntimeError("no token came")
+    raise RuntimeError("no token arrived")
 
 
 async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) -> None:
@@ -339,5 +339,7 @@ def wait_whole(service: Service) -> None:
     limit = time.monotonic() + BACK_S
     while not _status(service).is_ready:
         if time.monotonic() > limit:
-            raise RuntimeError("the service did not become whole again")
+            raise RuntimeError(
+                f"the service did not reach full capacity within {BACK_S:g} s"
+            )
         time.sleep(0.1)

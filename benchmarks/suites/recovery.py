@@ -224,4 +224,6 @@ def _wait_whole(service: Service, replicas: int) -> None:
         if ready == replicas:
             return
         time.sleep(0.1)
-    raise RuntimeError(f"the stage has not come back within {WHOLE_S:g} s")
+    raise RuntimeError(
+        f"the service did not reach {replicas} ready replicas in {WHOLE_S:g} s"
+    )

@@ -616,7 +616,7 @@ class Controller:
             self._gone(name, why)
 
     def unheard(self, name: str, error: StaleEpochError) -> None:
-        self._gone(name, f"it does not hear the controller: {error}")
+        self._gone(name, f"it has declared the controller lost: {error}")
 
     def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)
@@ -723,8 +723,8 @@ class Controller:
         await self.recorded()
         if self._record.trouble:
             raise ServeError(
-                f"in effect, but a controller that replaces this one would not know of "
-                f"it: {self._record.trouble}"
+                "applied, but not recorded; a new controller would not know of it: "
+                f"{self._record.trouble}"
             )
 
     def _save(self) -> None:

@@ -89,7 +89,8 @@ class Operations:
         is_updating = active not in ("", desired.models[model].version)
         if is_updating and not replicas:
             raise ServeError(
-                f"an update of {model!r} is under way; scale to zero when it is over"
+                f"an update of {model!r} is in progress; scale to zero after it has "
+                "finished"
             )
         if replicas > before:
             self._placement.admit(desired, model)

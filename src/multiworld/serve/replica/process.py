@@ -207,7 +207,7 @@ class WorkerProcess:
             if not is_of_work or self._worker.is_idle:
                 raise
             # After a clean shutdown, gateways would not suspect the running requests.
-            logger.exception("%s failed at work", self._args.name)
+            logger.exception("%s failed while computing", self._args.name)
             os._exit(1)
         finally:
             self._agent.send(messages.Report(0, worker=self._report()))
@@ -240,7 +240,8 @@ class WorkerProcess:
         )
         logger.info("loaded in %.3f s", self._clock() - began)
         if await asyncio.to_thread(folder_of, spec) != folder:
-            raise SpecError(refusal(f"{folder}, while it was read,"))
+            changed = await asyncio.to_thread(changed_since, spec)
+            raise SpecError(refusal(changed or str(folder)))
         loaded = await asyncio.to_thread(self._loaded, device)
         if spec.identity is not None:
             is_copy = folder is not None and folder == spec.identity.kept

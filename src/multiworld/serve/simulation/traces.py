@@ -102,7 +102,7 @@ def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
     except (ValueError, IndexError):
         raise ServeError(
             f"{path}, line {number}: the number of tokens is missing or not a number "
-            "from 0 up"
+            "of at least 0"
         ) from None
 
 
@@ -194,7 +194,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 found.append(Arrival(at, prompt=prompt, answer=answer))
         begin += given["seconds"]
     if not found:
-        raise ServeError(f"{text!r} gives a trace without any requests; raise the rate")
+        raise ServeError(f"{text!r} has no requests; raise the rate")
     return found
 
 

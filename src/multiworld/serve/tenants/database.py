@@ -228,7 +228,7 @@ OF_DISK = {
 def _unusable(path: Path, error: sqlite3.Error) -> ServeError:
     what = "repair it, or move it away to start with an empty one"
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in OF_DISK:
-        what = "see to its disk (is there room?), and start again; keep this file"
+        what = "check the disk (is it full?) and start again; keep this file"
     return ServeError(
         f"{path} cannot be used ({error}); it holds tenants, usage and the audit log: "
         f"{what}"

@@ -100,7 +100,7 @@ def test_scale_during_an_update_leaves_room_for_the_new_version() -> None:
 def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:
     """A version without replicas would become active before it has answered."""
     service = Service()
-    with pytest.raises(ServeError, match="an update of 'm' is under way"):
+    with pytest.raises(ServeError, match="an update of 'm' is in progress"):
         service.operations.scale("m", "b", 0)
 
 

@@ -140,7 +140,7 @@ def test_random_bytes_are_a_trace_or_named(
     ],
 )
 def test_wrong_description_shows_the_right_one(text: str) -> None:
-    with pytest.raises(ServeError, match=r"poisson:rate=5|without any requests"):
+    with pytest.raises(ServeError, match=r"poisson:rate=5|has no requests"):
         generated(text)
 
 

@@ -113,7 +113,7 @@ def state_root() -> Path:
 def _unusable(path: Path, error: OSError) -> ServeError:
     what = "move it away, or give another --state"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
-        what = "see to its disk, and start again; keep what is there"
+        what = "check the disk and start again; keep the existing files"
     return ServeError(f"cannot use {path}: {error.strerror}; {what}")
 
 

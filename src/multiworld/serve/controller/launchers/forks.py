@@ -103,8 +103,8 @@ class Forks:
         """Stop preloading a module and those after it, which may import it."""
         kept = self._preload.index(module) if module in self._preload else 0
         logger.warning(
-            "a thread of %s keeps the fork server from forking: processes import %s "
-            "themselves, which costs time and memory",
+            "%s starts a thread, so the fork server cannot fork with it loaded: "
+            "processes import %s themselves, which costs time and memory",
             module or "a module",
             ", ".join(self._preload[kept:]),
         )
@@ -133,7 +133,7 @@ class Forks:
                 return await self.warm()
             except (LaunchError, OSError) as error:
                 logger.error("the fork server cannot be replaced: %s", error)
-                self.trouble = f"{error}; it is tried again in {pause_s:g} s"
+                self.trouble = f"{error}; next attempt in {pause_s:g} s"
             await asyncio.sleep(pause_s)
             pause_s = min(RETRY_MAX_S, 2 * pause_s)
 

@@ -200,7 +200,9 @@ class Executor:
         trace = "".join(traceback.format_exception(error))
         if len(trace) > MAX_TRACE:
             trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
-        others = f" (and for {self._unlogged} others before)" if self._unlogged else ""
+        others = ""
+        if self._unlogged:
+            others = f" (and for {self._unlogged} earlier requests)"
         logger.warning(
             "stage %s raised for one request%s:\n%s", self._name, others, trace
         )

@@ -505,7 +505,7 @@ class EngineSequences:
         if number == self._trial:
             first = self._first(Phase.DOUBTED)
             why = "its sequences failed" if first is None else first.doubt
-            text = f"{why}; a run of its own had no token either: {error}"
+            text = f"{why}; a trial run produced no token either: {error}"
             self._trial = 0
             self._actions.append(GiveUp(text))
             return
@@ -566,7 +566,7 @@ class EngineSequences:
             return
         for doubted in list(self._in[Phase.DOUBTED].values()):
             self._end(doubted)
-            text = f"the engine failed again and again: {doubted.doubt}"
+            text = f"the engine failed repeatedly: {doubted.doubt}"
             self._fail(doubted.key, ModelFailedError(text, stage="0"))
         self._failures = 0
         self._failures_of.clear()

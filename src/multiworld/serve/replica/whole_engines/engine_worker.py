@@ -107,7 +107,7 @@ class EngineWorker:
             self._guard.stop()
             faulthandler.dump_traceback(sys.stderr)
             self._give_up(
-                f"the engine blocks the event loop for {stuck_s:.0f} s", EXIT_HUNG
+                f"the engine has blocked the event loop for {stuck_s:.0f} s", EXIT_HUNG
             )
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class EngineWorker:
             silent_s = now - wait.since
             if silent_s <= 2 * self._hung_s + prompts_s:
                 continue
-            text = f"a sequence had no token for {silent_s:.0f} s"
+            text = f"a sequence received no token for {silent_s:.0f} s"
             if self._tasks[number].cancelling():
                 self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
                 return
@@ -283,7 +283,7 @@ class EngineWorker:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            error = whole_engine.RunFailedError("it cancelled the run")
+            error = whole_engine.RunFailedError("the engine cancelled the run")
             error.__cause__ = cancelled
         except whole_engine.EngineLostError as lost:
             error = lost
@@ -329,7 +329,9 @@ def check_types(tokens: Sequence[whole_engine.EngineToken]) -> None:
         odd += [v for v in scores if type(v) not in (int, float)]
         if odd:
             name = type(odd[0]).__name__
-            raise TypeError(f"the engine gave a {name}; tokens are int, others float")
+            raise TypeError(
+                f"the engine returned a {name}; tokens must be int, logprobs float"
+            )
 
 
 def number_or_zero(usage: object) -> float:

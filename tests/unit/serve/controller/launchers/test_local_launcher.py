@@ -188,7 +188,7 @@ async def test_module_that_starts_a_thread_is_left_to_the_processes(
         assert await made.end(await made.launch("a", "says")) == 7
     finally:
         await made.launcher.close()
-    assert f"a thread of {FAKE_ENTRY}_threads keeps" in caplog.text
+    assert f"{FAKE_ENTRY}_threads starts a thread" in caplog.text
 
 
 async def test_fork_server_that_gets_a_thread_later_is_replaced(tmp_path: Path) -> None:

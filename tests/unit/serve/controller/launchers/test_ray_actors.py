@@ -126,7 +126,7 @@ async def test_rank_that_is_let_go_before_it_starts_never_does(
     starting = asyncio.ensure_future(start(launcher, "says", tmp_path / "rank.log"))
     await asyncio.sleep(0)
     await launcher.let_go("app/rank")
-    with pytest.raises(LaunchError, match="given up"):
+    with pytest.raises(LaunchError, match="was cancelled"):
         await asyncio.wait_for(starting, WAIT_S)
     assert not (tmp_path / "rank.log").exists()
     pid, _, _ = await start(launcher, "says", tmp_path / "rank.log")

@@ -57,7 +57,7 @@ class NodeLauncher:
         try:
             await self._forks.warm()
             if name not in self._waiting:
-                raise LaunchError(f"{name} was given up while the fork server started")
+                raise LaunchError(f"{name} was cancelled while the fork server started")
         finally:
             self._waiting.discard(name)
         # Not created earlier: if it were let go meanwhile, another rank's leash could

@@ -297,7 +297,8 @@ class Bridge:
             ]
             ray.get(held, timeout=START_S)
         except Exception as error:
-            sys.stderr.write(f"no holder of {order.name}: {_message(error)}\n")
+            why = _message(error)
+            sys.stderr.write(f"cannot start the holder of {order.name}: {why}\n")
             self._end(order.name, len(holders))
         waiting = [
             holder.wait.remote(pid, began)
