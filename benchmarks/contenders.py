@@ -371,9 +371,9 @@ COLD_BYTES = 2**27
 class Memcpy:
     """Copies inside one process, to show the cost of a copy on this machine."""
 
-    def __init__(self, rank: int, port: int, least: int = 0) -> None:
+    def __init__(self, rank: int, port: int, min_bytes: int = 0) -> None:
         # Minimum total bytes of the buffers that are copied in turn.
-        self._least = least
+        self._min_bytes = min_bytes
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def send_many(self, tensor: Tensor, count: int) -> None:
@@ -384,7 +384,7 @@ class Memcpy:
         if out is None:
             raise NotImplementedError("this contender needs a tensor to receive into")
         if not self._buffers or self._buffers[0][0].shape != out.shape:
-            needed = max(1, self._least // max(1, out.nbytes))
+            needed = max(1, self._min_bytes // max(1, out.nbytes))
             self._buffers = [(out.clone(), out.clone()) for _ in range(needed)]
         for number in range(count):
             target, source = self._buffers[number % len(self._buffers)]

@@ -14,7 +14,7 @@ import ends
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """Bytes of the largest message."""
 
 
@@ -26,7 +26,7 @@ class NixlEnd:
         self._name, self._peer = f"end-{rank}", f"end-{1 - rank}"
         self._agent = nixl_agent(self._name, nixl_agent_config(False, backends=["UCX"]))
         # This end sends from the first half; the peer writes to the second half.
-        self._memory = np.zeros(2 * MOST_BYTES, dtype=np.uint8)
+        self._memory = np.zeros(2 * MAX_BYTES, dtype=np.uint8)
         self._base = self._memory.ctypes.data
         whole = [(self._base, self._memory.nbytes, 0, "")]
         self._registered = self._agent.register_memory(whole, "DRAM")
@@ -45,7 +45,7 @@ class NixlEnd:
         self._size = size
         ours = self._agent.get_xfer_descs([(self._base, size, 0)], "DRAM")
         theirs = self._agent.get_xfer_descs(
-            [(self._their_base + MOST_BYTES, size, 0)], "DRAM"
+            [(self._their_base + MAX_BYTES, size, 0)], "DRAM"
         )
         self._handle = self._agent.initialize_xfer(
             "WRITE", ours, theirs, self._peer, b"m"

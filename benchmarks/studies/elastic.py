@@ -61,7 +61,7 @@ MS = (40.0, 120.0)
 OBJECTIVE_S = 1.5
 """Latency objective, in seconds."""
 
-MOST = 4
+MAX_REPLICAS = 4
 """Maximum number of replicas of a stage."""
 
 SHARES = {"ours": 0.99, "ours, 19 of 20": 0.95}
@@ -69,7 +69,7 @@ SHARES = {"ours": 0.99, "ours, 19 of 20": 0.95}
 
 CONFIG = {
     "min_replicas": 1,
-    "max_replicas": MOST,
+    "max_replicas": MAX_REPLICAS,
     "target_ongoing_requests": 2.0,
     "upscale_delay_s": 1.0,
     "downscale_delay_s": 10.0,

@@ -31,7 +31,7 @@ QUICK = (4_096, 4_194_304)
 BUDGET_BYTES = 512 * 1024 * 1024
 """Bytes of one measurement."""
 
-MOST, LEAST = 500, 6
+MAX_MESSAGES, MIN_MESSAGES = 500, 6
 """Maximum and minimum number of messages of one measurement."""
 
 
@@ -168,7 +168,7 @@ def _one(
     reporter: Reporter,
 ) -> None:
     size = tensor.nbytes
-    count = max(LEAST, min(MOST, BUDGET_BYTES // size))
+    count = max(MIN_MESSAGES, min(MAX_MESSAGES, BUDGET_BYTES // size))
     one = torch.zeros(1, device=tensor.device)
 
     def timed(step: Callable[[], None]) -> float:

@@ -19,7 +19,7 @@ QUICK = (4_096, 409_600)
 BUDGET_BYTES = 384 * 1024 * 1024
 """Bytes of one stream."""
 
-MOST, LEAST = 5_000, 6
+MAX_MESSAGES, MIN_MESSAGES = 5_000, 6
 """Maximum and minimum number of messages of one stream."""
 
 STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
@@ -37,7 +37,7 @@ SLOW = ("gloo, asyncio", "pymultiworld")
 
 def messages_in(size: int) -> int:
     """Return the number of messages of this size in one stream."""
-    return max(LEAST, min(MOST, BUDGET_BYTES // size))
+    return max(MIN_MESSAGES, min(MAX_MESSAGES, BUDGET_BYTES // size))
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:
@@ -74,7 +74,7 @@ def _measure(
     size = tensor.numel()
     count = messages_in(size)
     if name in SLOW:
-        count = max(LEAST, count // 4)
+        count = max(MIN_MESSAGES, count // 4)
     if name in contenders.COPIES:
         # Rank 1 waits for rank 0 in the next `_meet`.
         if rank == 0 and size >= contenders.COPIES[name]:
@@ -89,7 +89,7 @@ def _measure(
         _meet(rival, rank)
         took = stream(rank, rival, tensor, count, is_known=False)
         reporter.sample(UNKNOWN, size, name, "messages/s", count / took)
-    trips = max(LEAST, count // 6)
+    trips = max(MIN_MESSAGES, count // 6)
     began = time.perf_counter()
     rival.ping(tensor, trips, is_first=rank == 0)
     took = (time.perf_counter() - began) / trips * 1e6

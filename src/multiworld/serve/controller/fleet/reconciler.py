@@ -111,7 +111,7 @@ class Reconciler:
                 yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
-                    self._update_goes_on(self.processes[name], now)
+                    self._restart_update_deadline(self.processes[name], now)
                 elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY, now):
                     yield LogEvent("ready", f"{name} listens", name)
             case events.Probed(name, error):
@@ -204,7 +204,7 @@ class Reconciler:
             took_s = now - process.since
             process.since = now
             self.start_s[_key_of(process)] = took_s
-            self._update_goes_on(process, now)
+            self._restart_update_deadline(process, now)
             waited_s = process.waited_s
             is_needed = self._lacks(_key_of(process))
             if is_needed:
@@ -237,7 +237,7 @@ class Reconciler:
                 "ready", f"{process.name}, a spare, takes over", process.name
             )
 
-    def _update_goes_on(self, process: Process, now: float) -> None:
+    def _restart_update_deadline(self, process: Process, now: float) -> None:
         """Restart the deadline of a model's update after progress of a replica."""
         version, _ = self._updates.get(process.model, (None, 0.0))
         if version == process.version:

@@ -96,7 +96,7 @@ class Scheduler:
         self, step: int, tokens: Iterable[tuple[Key, int | None]], now: float = 0.0
     ) -> None:
         """Record the next token of each sequence of a step."""
-        self.steps.took(step, now)
+        self.steps.record_return(step, now)
         # None: its prompt is not complete yet, or it has ended.
         came = dict(tokens)
         routes = {self.pool.known[key].route for key in came if key in self.pool.known}
@@ -108,8 +108,8 @@ class Scheduler:
                     self.pool.append(sequence, token)
                 elif self.steps.samples(step, key):
                     self.pool.reserve_own(key)  # until its gateway knows
-            self.steps.came_back(step, key)
-        self.steps.left_out(step, routes, lambda key: self.pool.known[key].route)
+            self.steps.remove(step, key)
+        self.steps.record_missing(step, routes, lambda key: self.pool.known[key].route)
 
     @property
     def wakes_at(self) -> float:

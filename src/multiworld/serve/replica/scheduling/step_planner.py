@@ -65,7 +65,7 @@ class StepPlanner:
         """Begin the next step; return None if there is none to compute now."""
         self._pool.full.update(now)
         self._steps.update(now)
-        if self._steps.places >= self._steps.max_steps:
+        if self._steps.unpassed_count >= self._steps.max_steps:
             return None
         self._pool.planned.clear()
         self._charged.clear()
@@ -74,7 +74,7 @@ class StepPlanner:
         if self._was_alone and len(self._steps):
             return None  # a suspect runs alone
         # A passed step may take long to return. Suspects wait for it; others do not.
-        is_stuck = len(self._steps) > self._steps.places
+        is_stuck = len(self._steps) > self._steps.unpassed_count
         suspects = [] if is_stuck else self._ready_suspects()
         # Steps of suspects alternate with steps of the others.
         is_alone = False
@@ -99,13 +99,13 @@ class StepPlanner:
             budget = StepBudget(demands, self._steps.cost, max_tokens)
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
-            if self._steps.places and rows < STEP_ROWS:
+            if self._steps.unpassed_count and rows < STEP_ROWS:
                 return bool(parts)  # another step costs more than it computes
             self._share(parts, budget)
             return bool(parts)
         for share in demands:
             self._pool.shares.reach(share)
-        flying = self._steps.cost - STEP_ROWS * self._steps.places
+        flying = self._steps.cost - STEP_ROWS * self._steps.unpassed_count
         # Running sequences advance beside prompts, however much is in flight.
         decoded = max(STEP_ROWS, SHARED_TOKENS - flying) if is_shared else math.inf
         self._decode(parts, decoded)

@@ -76,7 +76,7 @@ class StepsInFlight:
         return [step for number, step in steps if not self._is_passed(number, step)]
 
     @property
-    def places(self) -> int:
+    def unpassed_count(self) -> int:
         """Number of steps that are not passed."""
         return len(self._unpassed())
 
@@ -121,15 +121,15 @@ class StepsInFlight:
         step = self._steps.get(number)
         return step is not None and key in step.samples
 
-    def came_back(self, number: int, key: Key) -> None:
-        """Record that a sequence has returned, or never will."""
+    def remove(self, number: int, key: Key) -> None:
+        """Remove a sequence from a step: it has returned, or never will."""
         step = self._steps.get(number)
         if step is not None:
             step.waits_for.discard(key)
             if not step.waits_for:
                 del self._steps[number]
 
-    def took(self, number: int, now: float) -> None:
+    def record_return(self, number: int, now: float) -> None:
         """Record that a step has returned, at least in part."""
         step = self._steps.get(number)
         if step is None or self._is_passed(number, step):
@@ -147,9 +147,9 @@ class StepsInFlight:
         """Record that a sequence does not return in any step."""
         self._missing.pop(key, None)
         for number in list(self._steps):
-            self.came_back(number, key)
+            self.remove(number, key)
 
-    def left_out(
+    def record_missing(
         self,
         number: int,
         routes: Collection[Sequence[str]],
@@ -160,7 +160,7 @@ class StepsInFlight:
         for key in [] if step is None else list(step.waits_for):
             route = route_of(key)
             if route and route in routes:
-                self.came_back(number, key)
+                self.remove(number, key)
                 self._missing[key] = None
 
     def excuse(self, now: float) -> None:

@@ -281,7 +281,7 @@ class EngineSequences:
 
     def _begin(self, start: SequenceStart, *, is_prepared: bool) -> None:
         stream = start.key[:2]
-        before, has_place = self._known.get(stream), stream in self._in[Phase.HELD]
+        before, has_slot = self._known.get(stream), stream in self._in[Phase.HELD]
         if before is not None:
             self._forget(before)
         try:
@@ -299,7 +299,7 @@ class EngineSequences:
         self._known[stream] = sequence = EngineSequence(
             start, ends, is_prepared, self._arrivals, list(start.tokens)
         )
-        continues = has_place and not start.is_suspect
+        continues = has_slot and not start.is_suspect
         phase = Phase.CONTINUING if continues else sequence.waiting_phase
         self._become(sequence, phase)
 
@@ -335,12 +335,12 @@ class EngineSequences:
             return
         while (probe := self._first(Phase.PROBE)) is not None:
             self._run(probe)
-        while self._places() <= self.settings.max_num_seqs:
+        while self._used_slots() <= self.settings.max_num_seqs:
             continuing = self._first(Phase.CONTINUING)
             if continuing is None:
                 break
             self._run(continuing)
-        while self._places() < self.settings.max_num_seqs:
+        while self._used_slots() < self.settings.max_num_seqs:
             # Moving sequences have run elsewhere, so they are older than queued ones.
             following = self._first(Phase.MOVING)
             if following is None:
@@ -355,7 +355,7 @@ class EngineSequences:
         """Return the sequence that has been in a phase for longest."""
         return next(iter(self._in[phase].values()), None)
 
-    def _places(self) -> int:
+    def _used_slots(self) -> int:
         """Return the number of slots that are in use or reserved."""
         held = len(self._in[Phase.HELD]) + len(self._in[Phase.CONTINUING])
         return len(self._runs) + len(self._leaving) + held
@@ -366,9 +366,9 @@ class EngineSequences:
             return False
         phases = Phase.RUNNING, Phase.QUEUED, Phase.CONTINUING
         running = sum(len(self._in[phase]) for phase in phases)
-        return running > sum(map(self._takes_place, self._after))
+        return running > sum(map(self._is_unfinished, self._after))
 
-    def _takes_place(self, after: EngineSequence) -> bool:
+    def _is_unfinished(self, after: EngineSequence) -> bool:
         """Return whether a suspect that ran alone still runs or waits."""
         return after.phase not in (None, Phase.OVER)
 
@@ -460,7 +460,7 @@ class EngineSequences:
         elif (
             was_alone
             and sequence not in self._alone
-            and self._places() > self.settings.max_num_seqs
+            and self._used_slots() > self.settings.max_num_seqs
         ):
             # The suspect ran although all slots were reserved. Now the others run.
             self._take_back(sequence)

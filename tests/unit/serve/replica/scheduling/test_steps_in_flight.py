@@ -50,7 +50,7 @@ def test_process_that_is_late_all_the_time_still_judges() -> None:
 def test_sequence_whose_route_returned_without_it_is_missing() -> None:
     """A grace period allows for its end to arrive."""
     steps = begun(A, B)
-    steps.left_out(1, [("a",)], {A: ("a",), B: ("b",)}.__getitem__)
+    steps.record_missing(1, [("a",)], {A: ("a",), B: ("b",)}.__getitem__)
     assert not steps.is_waited_for(1, A)
     assert steps.is_waited_for(1, B)
     assert steps.overdue(1.0, MAX_S) == []
@@ -63,7 +63,7 @@ def test_sequence_whose_route_returned_without_it_is_missing() -> None:
 
 def test_step_ends_with_its_last_sequence() -> None:
     steps = begun(A, B)
-    steps.came_back(1, A)
+    steps.remove(1, A)
     assert len(steps) == 1
     steps.leave(B)
     assert len(steps) == 0

@@ -75,7 +75,7 @@ def place_greedily(problem: Problem) -> dict[Slot, int]:
         slots[m, k].append(d)
     counts: Counter[Slot] = Counter()
     for m in sorted(range(len(problem.models)), key=lambda m: _urgency(problem, m)):
-        counts.update(_Placing(problem, ledger, m, slots).run())
+        counts.update(_ModelPlacement(problem, ledger, m, slots).run())
     return dict(counts)
 
 
@@ -87,7 +87,7 @@ def _urgency(problem: Problem, m: int) -> tuple[float, float]:
     return -model.weight / load, -model.weight
 
 
-class _Placing:
+class _ModelPlacement:
     """Placement of one model, as a whole or not at all."""
 
     def __init__(
