@@ -463,7 +463,7 @@ async def test_server_that_continues_differently_costs_no_stream(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
+async def test_server_without_token_ids_must_be_declared_inexact(folder: Path) -> None:
     """Such a server sends no token ids: its streams continue from their text."""
     url = server_of_somebody_else(
         folder, "--text", "--tokenizer", str(folder / "tokenizer.json")

@@ -41,7 +41,9 @@ class Footprint:
 
 
 @pytest.mark.parametrize("backend", CYCLES)
-async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) -> None:
+async def test_many_join_and_close_cycles_leak_nothing(
+    backend: str, fork_server: None
+) -> None:
     count, warm = CYCLES[backend], 200
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
@@ -70,7 +72,7 @@ async def test_cycles_then_nothing_has_grown(backend: str, fork_server: None) ->
     await server.close()
 
 
-async def test_kills_then_nothing_has_grown(fork_server: None) -> None:
+async def test_many_kills_leak_nothing(fork_server: None) -> None:
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with WorldManager(config=WorldConfig(join_s=20)) as manager:

@@ -138,7 +138,7 @@ def named(account: Account) -> int:
     return account.error.rank
 
 
-async def test_silent_cut_is_named_on_both_sides(country: Country) -> None:
+async def test_silent_partition_is_named_on_both_sides(country: Country) -> None:
     """Each side names the other without help from the kernel."""
     country.hosts[1].cut()
     cut_at = time.monotonic()
@@ -167,7 +167,7 @@ async def rejoin(country: Country) -> None:
 
 
 @ONE_SUFFICES
-async def test_cut_in_one_direction_is_noticed_on_both_sides(country: Country) -> None:
+async def test_one_way_partition_is_noticed_on_both_sides(country: Country) -> None:
     country.hosts[1].cut_towards(country.hosts[0])
     zero, one, two = await country.errors(0, 1, 2)
     # Citizen 0 hears nothing from 1. Citizen 1 hears 0, which reports that to it.
@@ -198,7 +198,7 @@ async def test_pair_that_cannot_talk_accuses_each_other(country: Country) -> Non
 
 
 @ONE_SUFFICES
-async def test_network_that_comes_back_in_time_is_no_fault(country: Country) -> None:
+async def test_network_that_recovers_in_time_is_no_fault(country: Country) -> None:
     """TCP backs off during a stall, which must not count as silence."""
     for _ in range(3):
         country.hosts[1].cut()
@@ -247,7 +247,7 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
 
 
 @ONE_SUFFICES
-async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
+async def test_loss_of_the_stores_host_breaks_no_ready_world(country: Country) -> None:
     country.store_host.remove()
     for _ in range(5):
         await asyncio.sleep(0.5)  # for longer than the silence that is noticed

@@ -97,7 +97,7 @@ def test_request_bodies() -> None:
     repeat(check, mutated(*samples))
 
 
-def test_bodies_of_text_routes() -> None:
+def test_bodies_of_generation_routes() -> None:
     """Chats, completions, tools and structures are read, or refused with a text."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

@@ -80,7 +80,7 @@ def pieces(service: Served) -> list[str]:
     return undisturbed(service)
 
 
-def test_text_is_what_transformers_generates(
+def test_output_is_that_of_transformers(
     service: Served, folder: Path, dtype: str
 ) -> None:
     """In bfloat16, near ties may differ."""

@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_ends_obey_and_are_timed(folder: Path) -> None:
+def test_ends_of_a_contender_are_driven_and_timed(folder: Path) -> None:
     (port,) = free_ports(1)
     with recorded(subprocess, subprocess.Popen) as processes:
         ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
@@ -81,7 +81,7 @@ def test_ends_obey_and_are_timed(folder: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
 
 
-def test_end_that_dies_is_named(folder: Path) -> None:
+def test_end_that_exits_is_named(folder: Path) -> None:
     end = Apart("mute", folder, 0, free_ports(1)[0])
     with pytest.raises(RuntimeError, match="the process of mute"):
         end.wait_ready()
@@ -89,7 +89,7 @@ def test_end_that_dies_is_named(folder: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_environment_that_cannot_be_made(
+def test_failed_environment_names_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed installation names its step, and is not taken for complete."""

@@ -91,7 +91,7 @@ def _collectives(world: blocking.World) -> None:
     assert world.statistics().phase == "ready"
 
 
-def test_message_that_comes_as_the_time_is_over_is_returned(
+def test_message_that_arrives_at_the_deadline_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The timeout passes before the loop's next turn; the message is not dropped."""
@@ -210,7 +210,7 @@ def test_results_are_freed_when_the_caller_drops_them() -> None:
         manager.close()
 
 
-async def test_inside_an_event_loop_is_refused() -> None:
+async def test_use_inside_an_event_loop_is_refused() -> None:
     """It would wait for itself."""
     with pytest.raises(ConfigError, match="event loop"):
         blocking.WorldManager()

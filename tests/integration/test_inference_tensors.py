@@ -21,7 +21,7 @@ def made(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_collectives_write_them(size: int) -> None:
+async def test_collectives_write_inference_tensors(size: int) -> None:
     async with asyncio.timeout(60), Arena("direct") as arena:
         worlds = await arena.world(3)
         tensors = [made(size) for _ in worlds]
@@ -42,7 +42,7 @@ async def test_collectives_write_them(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_receives_write_them(size: int) -> None:
+async def test_receives_write_inference_tensors(size: int) -> None:
     async with asyncio.timeout(60), Arena("direct") as arena:
         left, right = await arena.world(2)
         for out in (made(size), made(2 * size)[::2]):

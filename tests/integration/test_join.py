@@ -97,7 +97,7 @@ async def test_deadline_names_who_is_missing(store: str) -> None:
         assert one.worlds == {}
 
 
-async def test_no_store_is_an_error_in_time() -> None:
+async def test_missing_store_is_reported_with_its_address() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     async with no_leaks(), WorldManager(config=SHORT) as manager:
         with pytest.raises(StoreUnreachableError, match="start rank 0") as caught:
@@ -138,7 +138,7 @@ async def _echo(manager: WorldManager) -> None:
         await world.send(await world.recv(src=0), dst=0)
 
 
-async def test_rank_that_waits_is_taken_too(server: StoreServer, store: str) -> None:
+async def test_waiting_rank_is_taken_too(server: StoreServer, store: str) -> None:
     async with WorldManager(config=SHORT) as one, WorldManager() as two:
         waiting = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await one_waits(server)
@@ -167,7 +167,7 @@ async def test_rank_of_a_dead_holder_opens_the_next_epoch(
 @pytest.mark.parametrize(
     ("size", "backend"), [(3, "direct"), (2, "gloo")], ids=["size", "backend"]
 )
-async def test_members_that_ask_for_different_worlds_all_learn_it(
+async def test_members_that_ask_for_different_worlds_are_all_notified(
     store: str, size: int, backend: str
 ) -> None:
     async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
@@ -333,7 +333,7 @@ async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
         await pair(one, two, "w", store)
 
 
-async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
+async def test_closed_worlds_leave_no_names(store: str) -> None:
     async with WorldManager() as one, WorldManager() as two:
         for number in range(5):
             name = f"w{number}"
@@ -342,7 +342,7 @@ async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
         assert one.worlds == two.worlds == {}
 
 
-async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:
+async def test_second_join_is_refused_and_the_world_continues(store: str) -> None:
     async with WorldManager() as one, WorldManager() as two:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await asyncio.sleep(0)
@@ -431,7 +431,7 @@ async def test_world_of_one(store: str) -> None:
             await world.barrier()
 
 
-async def test_join_after_one_without_heartbeats_is_whole(
+async def test_world_joined_after_a_failed_heartbeat_helper_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A link that never sends heartbeats would break each world that uses it."""
@@ -492,7 +492,7 @@ async def test_leave_ends_a_loop_that_joins_again() -> None:
             await keeping
 
 
-async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
+async def test_leave_during_a_reform_is_reported_to_waiting_members() -> None:
     """Nobody cancelled the waiting task, so it gets an error of the library."""
     async with contextlib.AsyncExitStack() as stack:
         made = [WorldManager(config=LONG) for _ in range(3)]

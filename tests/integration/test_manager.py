@@ -36,7 +36,7 @@ from tests.ports import free_port
 from tests.recorded import recorded
 
 
-async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
+async def test_events_report_the_life_of_a_world(fork_server: None) -> None:
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     seen = []

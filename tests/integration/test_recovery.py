@@ -176,7 +176,7 @@ async def test_lone_survivor_continues_alone(street: Street) -> None:
     await check([alone])
 
 
-async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> None:
+async def test_accused_member_is_fenced_and_can_join_again(street: Street) -> None:
     w0, w1, w2 = await street.world(0, 1, 2)
     street.lose(w0, 1)
     for world in (w1, w2):
@@ -206,7 +206,7 @@ async def test_two_that_accuse_each_other_do_not_both_continue(street: Street) -
     assert kinds == {World, StaleEpochError}, results
 
 
-async def test_loss_while_reforming_is_left_out_too(street: Street) -> None:
+async def test_member_lost_while_reforming_is_left_out_too(street: Street) -> None:
     worlds = await street.world(0, 1, 2, 3)
     street.managers[3].cleanup()
     for world in worlds[:3]:
@@ -327,7 +327,7 @@ async def drain(events: AsyncIterator[object]) -> list[object]:
             return found
 
 
-async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> None:
+async def test_failed_growth_leaves_the_world_as_it_was(street: Street) -> None:
     """In vain: no newcomer comes, or growing is cancelled."""
     worlds = await street.world(0, 1)
     short = CONFIG.replace(join_s=0.5)
@@ -363,7 +363,7 @@ async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
     await check(new)
 
 
-async def test_kept_world_comes_back_until_it_is_left(street: Street) -> None:
+async def test_kept_world_is_rejoined_until_it_is_left(street: Street) -> None:
     seen: list[int] = []
     done = asyncio.Event()
 

@@ -203,7 +203,7 @@ async def test_member_that_violates_the_protocol_is_lost_and_no_other(
         assert here.worlds[0].is_ready
 
 
-async def test_crowd_of_slow_untrusted_peers_keeps_no_member_out(
+async def test_many_slow_untrusted_peers_block_no_member(
     security: Security,
 ) -> None:
     async with fort(security) as here, traffic(here) as going:

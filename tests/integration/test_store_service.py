@@ -89,7 +89,7 @@ async def works(worlds: list[World]) -> None:
     assert tensors[0].tolist() == [len(worlds)] * 2
 
 
-async def test_lost_store_hurts_no_ready_world_and_joining_works_again(
+async def test_lost_store_breaks_no_ready_world_and_joining_works_again(
     stack: ExitStack, managers: list[WorldManager]
 ) -> None:
     """A restarted store learns from the members."""
@@ -182,7 +182,7 @@ def test_store_that_cannot_listen_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_store_ends_politely(stack: ExitStack) -> None:
+def test_store_exits_cleanly_on_sigterm(stack: ExitStack) -> None:
     store = Store(stack)
     store.process.terminate()
     assert store.process.wait(HANG_S) == 0

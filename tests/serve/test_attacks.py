@@ -184,7 +184,7 @@ def attacking(
 
 
 @pytest.mark.parametrize("name", some([*ATTACKS], 3))
-async def test_expensive_body_holds_up_nobody_else(
+async def test_expensive_body_delays_no_other_request(
     service: Served, quiet_s: float, name: str
 ) -> None:
     content, headers, status = ATTACKS[name]
@@ -198,7 +198,7 @@ async def test_expensive_body_holds_up_nobody_else(
 
 
 @pytest.mark.parametrize("name", some([*TEXT_ATTACKS], 2))
-async def test_expensive_text_delays_no_other_request(
+async def test_expensive_compressed_body_delays_no_other_request(
     service: Served, quiet_s: float, name: str
 ) -> None:
     """It is packed into some kilobytes, so it is sent as fast as it is answered."""
@@ -222,7 +222,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", some([*SCHEMAS], 1))
-async def test_expensive_schema_holds_up_nobody_else(
+async def test_expensive_schema_delays_no_other_request(
     service: Served, quiet_s: float, name: str
 ) -> None:
     schema = {"allOf": [SCHEMAS[name], {"$ref": "#/nowhere"}]}
@@ -265,7 +265,7 @@ async def test_bodies_of_many_connections_are_bounded_together(service: Served) 
             sock.close()
 
 
-async def test_refused_body_tells_why(service: Served) -> None:
+async def test_refused_body_is_answered_with_the_reason(service: Served) -> None:
     async with httpx.AsyncClient(base_url=service.url, timeout=WAIT_S) as client:
         content, headers, status = ATTACKS["gzip of empty lists"]
         answer = await client.post(INFER, content=content, headers=headers)

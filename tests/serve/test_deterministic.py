@@ -111,7 +111,7 @@ async def killed_at(service: Served, stage: str, index: int, **more: Any) -> lis
     return found
 
 
-async def test_streams_beside_each_other_have_the_bits_of_one_alone(
+async def test_concurrent_streams_are_bit_identical_to_one_alone(
     service: Served, undisturbed: list[Text]
 ) -> None:
     assert [len(text) for text in undisturbed] == [COUNT, COUNT]
@@ -123,7 +123,7 @@ async def test_streams_beside_each_other_have_the_bits_of_one_alone(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_stream_that_lost_a_stage_has_the_same_bits(
+async def test_stream_that_lost_a_stage_is_bit_identical(
     service: Served, undisturbed: list[Text], stage: str
 ) -> None:
     for index in (1, COUNT):
@@ -133,7 +133,7 @@ async def test_stream_that_lost_a_stage_has_the_same_bits(
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", STAGES)
-async def test_stream_has_the_same_bits_wherever_a_stage_is_lost(
+async def test_stream_is_bit_identical_wherever_a_stage_is_lost(
     service: Served, undisturbed: list[Text], stage: str
 ) -> None:
     for index in range(2 * COUNT):
@@ -172,7 +172,7 @@ async def test_structure_survives_the_loss_of_every_stage(service: Served) -> No
         assert await killed_at(service, stage, index, **more) == wanted, stage
 
 
-def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) -> None:
+def test_invalid_structure_is_refused_with_its_position(service: Served) -> None:
     body = {"model": "m", "prompt": "a", "max_tokens": 4}
     bad = {"type": "object", "properties": {"a": {"type": "objct"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
@@ -189,7 +189,7 @@ def test_structure_that_is_not_valid_is_refused_with_its_place(service: Served) 
         assert text in answer.json()["error"]["message"]
 
 
-def test_prompt_longer_than_a_step_has_the_bits_of_its_chunks(
+def test_prompt_longer_than_a_step_is_bit_identical_each_time(
     service: Served,
 ) -> None:
     """Steps without a token need no logits; 64 tokens go into one step."""
@@ -264,6 +264,6 @@ async def test_tools_are_called_the_same_whole_and_streamed(
     await is_whole(service)
 
 
-async def test_replicas_tell_the_kind_of_their_machine(service: Served) -> None:
+async def test_replicas_report_their_hardware_fingerprint(service: Served) -> None:
     """All are on one machine, so no event says that they differ."""
     assert not service.events("fingerprint")

@@ -242,7 +242,7 @@ async def test_embeddings_survive_the_loss_of_an_engine(
     service.until(lambda: ready(service, "e") == 2, "two replicas are ready")
 
 
-@pytest.mark.heavy  # as a stage: test_nothing_runs_while_nobody_asks
+@pytest.mark.heavy  # as a stage: test_no_replica_runs_without_requests
 async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:
     assert ready(service, "z") == 0
     async with client(service) as api:
@@ -294,7 +294,7 @@ async def test_streams_survive_an_update(service: Served) -> None:
     await changed(service, update)
 
 
-def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
+def test_no_engine_is_left_when_the_service_exits(service: Served) -> None:
     engines = [
         pid
         for process in service.status().processes

@@ -118,7 +118,7 @@ def test_triton_infers(
     assert answer.get_response()["id"] == "mine"
 
 
-def test_triton_reads_what_there_is(client: triton.InferenceServerClient) -> None:
+def test_triton_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")
@@ -227,7 +227,7 @@ def test_rows_that_disagree_are_refused_and_leave_the_replica_alone(
     assert http.post(INFER, json=body(2.0)).status_code == 200
 
 
-def test_values_that_the_model_cannot_take_are_the_clients_fault(
+def test_values_that_the_model_rejects_are_a_client_error(
     http: httpx.Client,
 ) -> None:
     def ask(ids: list[int], mask: list[int]) -> httpx.Response:
@@ -314,7 +314,9 @@ def test_metrics_are_prometheus(service: Served, http: httpx.Client) -> None:
     } <= names
 
 
-def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> None:
+def test_slow_client_delays_no_other_client(
+    service: Served, http: httpx.Client
+) -> None:
     host, port = service.url.removeprefix("https://").split(":")
     context = ssl.create_default_context(cafile=str(service.folder / "ca.pem"))
     slow = []
@@ -331,7 +333,7 @@ def test_slow_client_holds_nobody_up(service: Served, http: httpx.Client) -> Non
             sock.close()
 
 
-def test_connection_that_asks_nothing_is_bounded(
+def test_connections_without_a_complete_request_are_bounded(
     service: Served, http: httpx.Client
 ) -> None:
     host, port = service.url.removeprefix("https://").split(":")

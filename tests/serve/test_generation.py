@@ -56,7 +56,7 @@ def service(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield made
 
 
-async def test_text_is_what_transformers_generates(
+async def test_output_is_that_of_transformers(
     service: Served, wanted: list[int]
 ) -> None:
     async with client(service) as api:
@@ -256,7 +256,7 @@ async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
     await asyncio.to_thread(service.until, is_free, "freed")
 
 
-async def test_more_than_the_memory_holds_waits_and_is_preempted(
+async def test_sequences_beyond_the_kv_memory_wait_or_are_preempted(
     service: Served,
 ) -> None:
     """There is 1 MiB for keys and values."""
@@ -361,7 +361,7 @@ def test_time_limits_and_full_queues_are_reported_by_status(
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
-def test_request_that_cannot_be_met_is_refused_by_name(
+def test_unsupported_parameter_is_refused_by_name(
     service: Served, changes: dict[str, Any], param: str
 ) -> None:
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 4, **changes}
@@ -412,7 +412,7 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
     assert await asyncio.to_thread(value, counted) >= 1
 
 
-def test_prompt_with_a_known_beginning_is_computed_from_there_on(
+def test_cached_prefix_of_a_prompt_is_not_computed_again(
     folder: Path, tmp_path: Path
 ) -> None:
     """This holds in every stage, and for the same tenant only."""
@@ -501,7 +501,7 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         pytest.param(GROW, marks=pytest.mark.heavy),
     ],
 )
-def test_prompt_that_kills_workers_is_found_and_answered_alone(
+def test_poison_prompt_is_refused_and_other_streams_complete(
     tmp_path: Path, poison: int
 ) -> None:
     """Streams that run beside it are whole, however often it kills their replica."""

@@ -127,7 +127,7 @@ async def test_streams_of_other_weights_end_on_the_old_version_while_it_drains(
 
 
 @pytest.mark.heavy
-async def test_streams_survive_the_loss_of_everything_again_and_again(
+async def test_streams_survive_repeated_loss_of_all_replicas(
     service: Served,
 ) -> None:
     """All replicas are lost at once, and no request is marked as poison."""

@@ -61,7 +61,7 @@ async def test_update_under_kills_loses_nothing(tmp_path: Path) -> None:
         assert service.infer(1.0).json()["model_version"] == "2"
 
 
-async def test_only_replica_of_a_stage_comes_back_while_all_before_it_is_full(
+async def test_only_replica_of_a_stage_is_replaced_under_a_backlog(
     tmp_path: Path,
 ) -> None:
     """Its probe must not wait behind the outputs that wait for this replica."""
@@ -90,7 +90,7 @@ async def test_only_replica_of_a_stage_comes_back_while_all_before_it_is_full(
         assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_requests_that_come_as_the_last_replica_goes_are_answered(
+async def test_requests_that_arrive_as_the_last_replica_exits_are_answered(
     tmp_path: Path,
 ) -> None:
     """The model scales to zero and back at just about the time of each request."""
@@ -112,7 +112,7 @@ async def test_requests_that_come_as_the_last_replica_goes_are_answered(
         assert not service.events("lost")
 
 
-def test_of_two_controllers_that_start_at_once_one_serves(tmp_path: Path) -> None:
+def test_only_one_of_two_controllers_started_at_once_serves(tmp_path: Path) -> None:
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec_with()))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]

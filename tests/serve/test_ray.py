@@ -278,7 +278,7 @@ async def test_lost_head_stops_scaling_and_not_serving(
 
 
 @pytest.mark.heavy
-def test_no_cluster_is_named(tmp_path: Path) -> None:
+def test_missing_cluster_is_named(tmp_path: Path) -> None:
     spec = spec_with(launcher="ray", ray={"address": "127.0.0.1:1"})
     wanted = pytest.raises(AssertionError, match=r"no Ray cluster at '127.0.0.1:1'")
     with wanted, served(tmp_path, spec):

@@ -75,7 +75,9 @@ def _nothing_is_over_committed(service: Served) -> None:
     assert node["free_cpus"] == pytest.approx(0.5)
 
 
-def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> None:
+def test_change_that_does_not_fit_is_refused_and_nothing_changes(
+    service: Served,
+) -> None:
     def names() -> list[str]:
         return [p.name for p in service.status().processes]
 
@@ -96,7 +98,7 @@ def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> No
     service.until(lambda: service.stages() == [1, 2, 1], "as it was")
 
 
-def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
+def test_service_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     spec = spec_with(m_stages=STAGES, machine={"name": "tiny", "memory_mb": 350})
     path = tmp_path / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -113,7 +115,7 @@ def refuse(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
 
 
 @pytest.mark.heavy
-def test_policy_is_the_specs(tmp_path: Path) -> None:
+def test_placement_policy_comes_from_the_spec(tmp_path: Path) -> None:
     for policy, words in (
         ("tests.serve.test_resources:refuse", "closed on Sundays"),
         ("tests.serve.test_resources:nothing", "cannot be imported"),

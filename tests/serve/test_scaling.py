@@ -42,7 +42,7 @@ def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
     ]
 
 
-async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
+async def test_stage_scales_up_and_down_with_its_load(tmp_path: Path) -> None:
     """A new controller continues from the state of one that was lost meanwhile."""
     spec = spec_with(m_stages=stages(QUICK), m_objective_ms=200)
     with served(tmp_path, spec) as service:
@@ -92,7 +92,7 @@ def _decisions_can_be_replayed(path: Path) -> None:
         assert list(again.replicas) == line["facts"]["after"]
 
 
-def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
+def test_no_replica_runs_without_requests(tmp_path: Path) -> None:
     """A model at zero replicas counts as healthy and ready."""
     spec = spec_with(m_stages=stages({**ON_DEMAND, "downscale_delay_s": 1.0}))
     with served(tmp_path, spec) as service:

@@ -87,7 +87,7 @@ def test_answers_are_right(service: Served) -> None:
         pytest.param("stop", "square", marks=pytest.mark.heavy),
     ],
 )
-async def test_nothing_is_lost_when_a_replica_is(
+async def test_no_request_is_lost_when_a_replica_is(
     service: Served, action: str, stage: str
 ) -> None:
     async with traffic(service):
@@ -95,7 +95,9 @@ async def test_nothing_is_lost_when_a_replica_is(
         await gone(service, name)
 
 
-async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -> None:
+async def test_requests_of_a_stopped_replica_are_answered_before_it_is_lost(
+    service: Served,
+) -> None:
     """Another replica answers its requests before it is declared lost."""
     async with traffic(service, code=SLOW) as load:
         name = await harm(service, "stop", "add")
@@ -107,7 +109,7 @@ async def test_stopped_replica_costs_nobody_the_whole_silence(service: Served) -
     assert all(s.due_s + s.latency_s < lost_s - 0.25 for s in held), (held, lost_s)
 
 
-async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> None:
+async def test_partitioned_replica_is_replaced_and_exits(service: Served) -> None:
     async with traffic(service):
         processes = service.status().processes
         helpers = {p.name: helper_of(p.pid) for p in processes if p.pid}
@@ -170,7 +172,7 @@ def test_error_of_the_model_is_the_answer_of_that_request(service: Served) -> No
     ("code", "exit_code"),
     [(DIE, 3), pytest.param(HANG, EXIT_HUNG, marks=pytest.mark.heavy)],
 )
-async def test_poisoned_request_takes_no_innocent_with_it(
+async def test_poison_request_fails_no_other_request(
     service: Served, code: int, exit_code: int
 ) -> None:
     """A poison request is quarantined after two isolated attempts died or hung."""
@@ -299,7 +301,7 @@ def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None
     assert "max_queued_requests" in refused.json()["error"]
 
 
-# test_load_scales_a_stage_and_lets_it_go_again in test_scaling.py loses its controller
+# test_stage_scales_up_and_down_with_its_load in test_scaling.py loses its controller
 # under traffic as well; the new one adopts every process, and scales.
 @pytest.mark.heavy
 async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
@@ -318,7 +320,7 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
             await gone(service, name)
 
 
-def test_controller_that_is_started_again_goes_on_with_the_same_spec(
+def test_restarted_controller_continues_with_the_same_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another spec of the same version is refused; scaling by hand is kept."""
@@ -369,7 +371,9 @@ def gateway_of(service: Served) -> tuple[str, int]:
     return gateway.name, gateway.pid
 
 
-def test_nobody_is_left_when_controller_and_gateway_are_lost(tmp_path: Path) -> None:
+def test_no_process_is_left_when_controller_and_gateway_are_lost(
+    tmp_path: Path,
+) -> None:
     with served(tmp_path, spec_with(orphan_s=1.0)) as service:
         _, pid = gateway_of(service)
         service.kill_controller()
@@ -393,7 +397,7 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
         await gone(service, name)
 
 
-async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
+async def test_lost_store_stops_no_traffic_and_is_restarted(service: Served) -> None:
     record = Service(None, service.state).folder.load()
     assert record is not None
     assert record.store is not None

@@ -57,7 +57,7 @@ def load_of(service: Served, key: str, rate: float, code: int = FINE) -> Load:
     return Load(target, rate, check)
 
 
-def test_keys_open_what_they_may_and_nothing_else(tmp_path: Path) -> None:
+def test_keys_give_access_to_their_models_only(tmp_path: Path) -> None:
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:
         acme = key_of(service, "acme", models=["m"], rpm_limit=4)
@@ -162,7 +162,9 @@ async def test_flood_of_one_tenant_leaves_the_others_their_share(
 
 
 @pytest.mark.heavy
-async def test_poison_of_one_tenant_is_its_own_trouble(tmp_path: Path) -> None:
+async def test_poison_requests_of_one_tenant_affect_no_other_tenant(
+    tmp_path: Path,
+) -> None:
     """A known poison request kills no more replicas, and its tenant is quarantined."""
     spec = spec_with(gateway=GATEWAY)
     with served(tmp_path, spec) as service:

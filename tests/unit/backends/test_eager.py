@@ -9,7 +9,7 @@ import pytest
 from multiworld.backends.eager import Rest, begin
 
 
-async def test_what_need_not_wait_is_done_at_once() -> None:
+async def test_coroutine_that_need_not_wait_completes_at_once() -> None:
     done = []
 
     async def quick() -> None:
@@ -19,7 +19,7 @@ async def test_what_need_not_wait_is_done_at_once() -> None:
     assert done == [1]
 
 
-async def test_the_rest_continues_where_it_waited() -> None:
+async def test_coroutine_continues_where_it_waited() -> None:
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
     seen: list[object] = []
@@ -40,7 +40,7 @@ async def test_the_rest_continues_where_it_waited() -> None:
     assert seen == ["one", "two"]
 
 
-async def test_errors_and_cancelling_reach_it() -> None:
+async def test_errors_and_cancelling_reach_the_coroutine() -> None:
     async def fails() -> None:
         raise ValueError("at once")
 

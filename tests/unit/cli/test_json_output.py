@@ -197,7 +197,7 @@ def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> 
         ("chaos kill m add", {"/chaos": BROKEN}, ["kill: m/0/1 (process 123)\n"]),
     ],
 )
-def test_text_says_the_same(
+def test_text_output_shows_the_same_facts(
     monkeypatch: pytest.MonkeyPatch,
     words: str,
     answers: dict[str, Any],

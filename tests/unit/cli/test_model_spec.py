@@ -131,7 +131,7 @@ def test_engine_gets_no_threads() -> None:
         ("a/b/c", False),
     ],
 )
-def test_models_are_told_from_files(text: str, is_one: bool) -> None:
+def test_models_are_distinguished_from_files(text: str, is_one: bool) -> None:
     assert is_model(text) is is_one
 
 
@@ -190,7 +190,7 @@ def test_key_of_the_command_is_that_of_a_tenant(tmp_path: Path) -> None:
     assert app.gateway.authentication == "keys"
 
 
-def test_curl_is_one_for_a_shell() -> None:
+def test_curl_command_has_the_route_of_the_model() -> None:
     command = curl_of("http://localhost:1", "m", is_chat=True)
     assert command.startswith("curl http://localhost:1/v1/chat/completions -H ")
     assert "/v1/completions" in curl_of("http://localhost:1", "m", is_chat=False)

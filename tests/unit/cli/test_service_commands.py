@@ -81,7 +81,7 @@ def test_refusal_of_a_shutdown_is_shown(
         ("2", "k: version 2 is not ready; 1 stays active", "done"),
     ],
 )
-def test_update_tells_its_own_outcome_from_that_of_another(
+def test_update_distinguishes_its_outcome_from_that_of_another(
     wanted: str,
     text: str,
     outcome: str,

@@ -76,7 +76,7 @@ async def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
     assert [link.key for link in pair.links] == [HERE, THERE]
 
 
-async def test_end_without_a_word_is_a_lost_process(pair: Pair) -> None:
+async def test_end_without_a_bye_is_a_lost_process(pair: Pair) -> None:
     pair.links[0].send(note(1))
     pair.links[0].close()
     pair.links[0].close()

@@ -60,7 +60,7 @@ class Bench:
         return verdicts
 
 
-def test_beating_peer_is_never_judged() -> None:
+def test_peer_that_sends_heartbeats_is_never_judged() -> None:
     assert Bench().run(60) == []
 
 
@@ -96,7 +96,7 @@ def test_processes_of_this_host_that_fall_silent_together_get_twice_the_time() -
     assert len(silences(near=[True, True, True])) == 3
 
 
-def test_first_that_is_heard_again_takes_nothing_from_the_others() -> None:
+def test_recovery_of_one_peer_does_not_shorten_the_limit_of_others() -> None:
     """A peer that ends meanwhile, or a new one, takes nothing from them either."""
     clock, live = FakeClock(), FailureDetector(TICK_S)
     for name in ("a", "b", "c"):
@@ -130,7 +130,9 @@ def test_first_that_is_heard_again_takes_nothing_from_the_others() -> None:
         ([False, False, False], ()),  # on another host
     ],
 )
-def test_others_get_no_more_time(near: list[bool], beating: tuple[int, ...]) -> None:
+def test_other_silent_peers_get_no_extra_time(
+    near: list[bool], beating: tuple[int, ...]
+) -> None:
     found = silences(near=near, beating=beating)
     assert len(found) == len(near) - len(beating)
     assert all(seconds < 3.2 for seconds in found)
@@ -157,7 +159,7 @@ def test_peer_that_is_still_dialing_is_not_judged() -> None:
     assert not lost.has_ended
 
 
-def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
+def test_stopped_peer_is_lost_though_its_helper_sends_heartbeats() -> None:
     bench = Bench()
     bench.run(5)
     verdicts = bench.run(4, ProcessState.STOPPED)
@@ -222,7 +224,7 @@ def test_observer_that_is_always_late_judges_all_the_same() -> None:
     assert len(verdicts) == 1
 
 
-def test_observer_that_is_always_late_accuses_nobody_who_beats() -> None:
+def test_observer_that_is_always_late_accuses_no_live_peer() -> None:
     """It reads heartbeats between its ticks."""
     bench = Bench()
     for _ in range(100):
@@ -256,7 +258,7 @@ def test_peer_that_was_not_watched_starts_afresh() -> None:
     assert len(bench.run(2, None)) == 1
 
 
-def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
+def test_heartbeat_that_arrived_in_time_counts_though_it_is_read_late() -> None:
     """The helper stamps arrivals; a loop that was stuck reads them before it judges."""
     bench = Bench()
     bench.run(5)
@@ -267,7 +269,7 @@ def test_beat_that_came_in_time_counts_though_it_is_read_late() -> None:
     assert bench.run(1.4, None) == []
 
 
-def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
+def test_peer_that_does_not_receive_us_is_lost_though_it_sends() -> None:
     """This is how both sides detect a one-way network partition."""
     bench = Bench()
     bench.run(5)
@@ -290,7 +292,7 @@ def test_unheard_time_in_a_delayed_heartbeat_does_not_grow() -> None:
     assert bench.run(5) == []
 
 
-def test_observer_that_was_suspended_takes_no_word_from_before() -> None:
+def test_observer_that_was_suspended_ignores_earlier_reports() -> None:
     """Peers missed its heartbeats meanwhile, and report so for an interval or two."""
     bench = Bench()
     bench.run(5)

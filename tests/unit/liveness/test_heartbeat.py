@@ -288,7 +288,7 @@ async def test_heartbeats_over_udp_outlive_the_connection(both: Both) -> None:
     assert one.reports[-1][1].state == heartbeat_helper.RUNNING
 
 
-async def test_owner_that_blocks_again_and_again_still_hears() -> None:
+async def test_owner_that_blocks_repeatedly_still_receives_heartbeats() -> None:
     """Its reports come in the turn in which it gives up waiting; the helper stays."""
     async with no_leaks():
         both = Both("process")
@@ -394,7 +394,7 @@ def test_end_that_could_not_be_reported_is_reported_later() -> None:
     assert not thread.is_alive()
 
 
-async def test_helper_that_starved_goes_on_while_another_starts(
+async def test_helper_that_starved_continues_while_another_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What starves it may starve the start of another helper, too."""

@@ -146,7 +146,7 @@ async def test_reflected_or_foreign_frames_do_not_count(bench: Bench) -> None:
     assert echo.key not in bench.dialer.heard_from
 
 
-async def test_peers_on_two_hosts_tell_each_other_their_udp_ports(
+async def test_peers_on_two_hosts_exchange_their_udp_ports(
     bench: Bench,
 ) -> None:
     bench.begin(tcp_pair())

@@ -107,7 +107,7 @@ def test_acceptor_that_asks_for_no_secret_is_found_out() -> None:
     "body",
     [b"garbage", b"[]", b'{"multiworld":"x"}', answer_of(ok=1), answer_of(challenge=5)],
 )
-def test_answer_that_is_none_is_a_frame_error(body: bytes) -> None:
+def test_invalid_answer_is_a_frame_error(body: bytes) -> None:
     """Something other than a manager or a store listens there."""
     for security in (SECRET, Security()):
         ours = dialing(Visit(guest="me"), security)
@@ -117,7 +117,7 @@ def test_answer_that_is_none_is_a_frame_error(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"garbage", b"[]", b'{"proof":1}', b'{"proof":null}'])
-def test_proof_that_is_none_is_a_frame_error(body: bytes) -> None:
+def test_invalid_proof_is_a_frame_error(body: bytes) -> None:
     """A missing proof is a wrong one."""
     hello = Visit(multiworld=PROTOCOL_VERSION, sealed=True, guest="me")
     theirs = accepting(hello, SECRET)
@@ -171,7 +171,7 @@ def test_wrong_hello_of_this_version_is_a_frame_error(hello: object) -> None:
         decode_hello(body_of(frame_of(hello)), visits)
 
 
-def test_messages_of_the_handshake_say_no_more_than_they_must() -> None:
+def test_messages_of_the_handshake_omit_empty_fields() -> None:
     """A refused peer learns the version and the reason."""
     said = json.loads(body_of(frames.encode(Answer(multiworld=1, error="no"))))
     assert said == {"multiworld": 1, "error": "no"}

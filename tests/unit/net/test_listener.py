@@ -218,7 +218,7 @@ async def test_slow_peer_is_disconnected_within_the_challenge(
     await bench.refused("slow")
 
 
-async def test_crowd_of_silent_peers_keeps_nobody_out(
+async def test_many_silent_peers_block_no_other_peer(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest unfinished handshake makes room for a new one."""

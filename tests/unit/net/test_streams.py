@@ -155,7 +155,7 @@ async def test_pieces_are_sent_in_order(ends: Ends, sizes: tuple[int, ...]) -> N
     assert await read_exactly(other, len(whole)) == whole
 
 
-async def test_full_tls_stream_tells_how_much_it_took(ends: Ends) -> None:
+async def test_full_tls_stream_reports_how_much_it_accepted(ends: Ends) -> None:
     one, other = ends
     data = os.urandom(8 << 20)
     taken = one.sendmsg([data[:1], data[1:]])

@@ -177,7 +177,7 @@ def test_garbage_is_no_request(value: object) -> None:
         frames.decode_body(json.dumps(value).encode(), store_messages.requests)
 
 
-def test_what_a_claim_lacks_makes_it_none() -> None:
+def test_incomplete_claim_is_a_frame_error() -> None:
     for claim in (CLAIM, SURVIVOR):
         for name in values_of(claim):
             rest = {

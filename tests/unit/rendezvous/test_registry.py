@@ -468,7 +468,7 @@ def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 8))
-def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None:
+def test_no_two_stores_give_out_the_same_epoch(highest: int, count: int) -> None:
     epochs = {next_epoch(highest, (number, count)) for number in range(count)}
     assert epochs == set(range(highest + 1, highest + 1 + count))
 
@@ -559,7 +559,7 @@ def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
     assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
 
 
-def test_survivor_that_gave_up_is_stale_if_another_one_may_have_gone_on() -> None:
+def test_survivor_that_gave_up_is_stale_if_another_may_have_continued() -> None:
     """The other one counts even if it is gone by now."""
     bench = three()
     reform(bench, 1, 0, {2})

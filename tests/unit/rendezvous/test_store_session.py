@@ -164,7 +164,7 @@ async def test_acknowledged_claim_waits_without_limit(
     assert await claim == RankTaken()
 
 
-async def test_lost_connection_fails_every_claim_and_tells_once() -> None:
+async def test_lost_connection_fails_every_claim_and_is_reported_once() -> None:
     """Nobody waits for a store that is gone."""
     bench = Bench()
     claims = [await bench.claim() for _ in range(2)]

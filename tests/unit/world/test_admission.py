@@ -130,7 +130,7 @@ async def test_newcomer_is_let_in(arena: Arena) -> None:
     assert arena.managers[0].world("w") is grown[0]
 
 
-async def test_world_that_nobody_joins_lives_on(arena: Arena) -> None:
+async def test_world_that_nobody_joins_continues(arena: Arena) -> None:
     worlds = await arena.world(2, "w")
     for _ in range(2):
         with pytest.raises(JoinTimeoutError):
@@ -171,7 +171,7 @@ async def test_survivors_continue_in_a_smaller_world(arena: Arena) -> None:
     await asyncio.gather(*(world.barrier() for world in found))
 
 
-async def test_member_that_left_is_gone_on_without(arena: Arena) -> None:
+async def test_survivors_continue_without_a_member_that_left(arena: Arena) -> None:
     """The world need not be broken for that."""
     worlds = await arena.world(3, "w")
     await worlds[2].close()
@@ -180,7 +180,7 @@ async def test_member_that_left_is_gone_on_without(arena: Arena) -> None:
     assert [world.size for world in found] == [2, 2]
 
 
-async def test_second_loss_is_gone_on_without_too(arena: Arena) -> None:
+async def test_survivors_continue_after_a_second_loss(arena: Arena) -> None:
     """A survivor that dies while it is waited for holds nobody up."""
     worlds = await arena.world(3, "w")
     await lose(arena, 1, worlds)

@@ -136,7 +136,7 @@ async def test_lost_member_is_pymultiworlds_exception() -> None:
         assert comm.is_broken("a")
 
 
-def test_communicator_is_not_fooled_by_a_missing_manager() -> None:
+def test_communicator_without_attributes_can_be_copied() -> None:
     """Copying and pickling look for private names before there are any attributes."""
     bare = object.__new__(WorldCommunicator)
     assert isinstance(copy.copy(bare), WorldCommunicator)

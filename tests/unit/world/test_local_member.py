@@ -223,7 +223,7 @@ async def test_step_that_is_cancelled_is_not_left_running(bench: Bench) -> None:
     assert await bench.local.until_over(asyncio.sleep(0, "done")) == "done"
 
 
-async def test_closing_is_safe_to_repeat_and_tells_the_others_once(
+async def test_closing_is_safe_to_repeat_and_notifies_the_others_once(
     bench: Bench,
 ) -> None:
     await asyncio.gather(bench.local.close(), bench.local.close())

@@ -190,7 +190,7 @@ async def collected(manager: WorldManager) -> list[Event]:
     return [event async for event in manager.events()]
 
 
-async def test_events_tell_the_story_of_each_world(arena: Arena) -> None:
+async def test_events_report_the_life_of_each_world(arena: Arena) -> None:
     reading = asyncio.create_task(collected(arena.manager(0)))
     await turns(3)
     worlds = await arena.world(2, "w")

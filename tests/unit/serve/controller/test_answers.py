@@ -41,7 +41,7 @@ EXAMPLES: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "wire"), EXAMPLES)
-def test_answer_makes_the_way_there_and_back(kind: Any, wire: Any) -> None:
+def test_answer_survives_encoding(kind: Any, wire: Any) -> None:
     """Field names, nesting and order must not change on the wire."""
     text = json.dumps(wire)
     answer = decode(text, kind)

@@ -68,11 +68,11 @@ async def given_up(*joined: Any, is_closed: bool = False) -> tuple[int, list[str
     return owner.joins, owner.given_up
 
 
-async def test_process_that_hears_nothing_is_given_up() -> None:
+async def test_process_that_lost_the_controller_is_given_up() -> None:
     assert await given_up(Accused()) == (1, ["front-1"])
 
 
-async def test_process_that_is_back_is_kept() -> None:
+async def test_process_that_rejoins_is_kept() -> None:
     assert await given_up(Accused(), Quiet()) == (2, [])
 
 

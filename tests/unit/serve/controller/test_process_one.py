@@ -65,7 +65,7 @@ def test_orphans_are_reaped_and_signals_forwarded() -> None:
         assert process.wait(30) == 7
 
 
-def test_any_other_process_goes_on_as_it_is() -> None:
+def test_any_other_process_is_left_alone() -> None:
     code = (
         "import os; before = os.getpid();"
         "from multiworld.serve.controller.process_one import leave_process_one;"

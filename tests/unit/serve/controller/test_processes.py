@@ -42,7 +42,7 @@ class StandIn:
         ),
     ],
 )
-def test_end_is_told_in_words(
+def test_exit_of_a_process_is_described(
     code: int | None, is_ours: bool, ran_out: bool, words: str
 ) -> None:
     found = end_words(code, is_ours=is_ours, ran_out_of_memory=lambda: ran_out)

@@ -265,7 +265,9 @@ async def test_gateway_listens_once_it_has_a_table_and_exits_on_request() -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
+async def test_signal_shuts_a_gateway_down_as_an_order_does(
+    number: signal.Signals,
+) -> None:
     async with gateway() as g:
         await g.controlled()
         await g.received(Hello)
@@ -277,7 +279,7 @@ async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
         await ended(g)
 
 
-async def test_gateway_that_nobody_needs_ends_by_itself(
+async def test_unused_gateway_without_a_controller_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It exits at once if it never had a controller, and later if it serves."""
@@ -292,7 +294,7 @@ async def test_gateway_that_nobody_needs_ends_by_itself(
         await ended(g)
 
 
-async def test_gateway_that_is_asked_for_text_stays(
+async def test_gateway_with_generation_requests_keeps_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "ORPHAN_FACTOR", 0.005)  # half a second
@@ -309,7 +311,7 @@ async def test_gateway_that_is_asked_for_text_stays(
         await ended(g)
 
 
-async def test_gateway_without_a_controller_serves_on() -> None:
+async def test_gateway_without_a_controller_continues_to_serve() -> None:
     async with gateway() as g:
         await g.up()
         await break_world(g.controller.world)
@@ -478,7 +480,7 @@ def keyed(name: str) -> tuple[Tenant, str]:
     return Tenant(name=name, keys=(Key(id=key_id, digest=digest, made_at=0.0),)), text
 
 
-async def test_tenants_of_before_hold_until_all_parts_are_there() -> None:
+async def test_earlier_tenants_apply_until_all_parts_have_arrived() -> None:
     """A controller that dies in between locks nobody out."""
     (acme, acmes), (beta, betas), (gamma, gammas) = map(keyed, ("acme", "beta", "c"))
 
@@ -531,7 +533,7 @@ async def test_usage_is_reported_until_it_is_stored_and_once_more_at_shutdown(
         await ended(g)
 
 
-async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
+async def test_usage_that_is_not_stored_does_not_block_shutdown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with gateway() as g:

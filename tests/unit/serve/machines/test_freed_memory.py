@@ -15,7 +15,7 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_freed_memory_of_a_thread_is_given_back() -> None:
+def test_freed_memory_of_a_thread_is_returned_to_the_system() -> None:
     """The allocator would keep it for other objects of the thread."""
     kept: list[bytes] = []
     has_freed, may_end = threading.Event(), threading.Event()

@@ -38,7 +38,7 @@ def nodes(count: int = 3, cpus: float = 4.0, size: int = 100 * MIB) -> list[Node
     return [Node(f"n{number}", cpus, size) for number in range(count)]
 
 
-def test_what_is_booked_is_gone_and_comes_back() -> None:
+def test_booked_resources_are_unavailable_until_released() -> None:
     ledger = Bookings(nodes(1))
     ledger.book("m/0/1", "m/0", Location("n0"), Need(cpus=3, memory_bytes=60 * MIB))
     assert ledger.free("n0").cpus == 1
@@ -52,7 +52,7 @@ def test_what_is_booked_is_gone_and_comes_back() -> None:
     assert ledger.free("n0").cpus == 4
 
 
-def test_replicas_of_a_post_are_spread_and_then_go_where_most_is_left() -> None:
+def test_replicas_of_a_stage_are_spread_by_free_resources() -> None:
     """A lost machine then takes as few of them as possible."""
     ledger = Bookings([Node("small", 2, 50 * MIB), Node("big", 8, 100 * MIB)])
     need = Need(memory_bytes=10 * MIB)
@@ -290,7 +290,7 @@ def test_nothing_is_ever_over_committed(steps: list[tuple[Need, bool]]) -> None:
             assert free.memory_bytes >= 0
 
 
-def test_this_machine_is_what_it_is_or_less() -> None:
+def test_declared_limits_of_this_machine_only_reduce() -> None:
     whole = this_node()
     assert 0 < whole.cpus <= (os.cpu_count() or 1)
     assert whole.memory_bytes > 2**28

@@ -85,7 +85,7 @@ def test_memory_shared_after_a_fork_is_counted_once() -> None:
         assert outgrows(pid, 120 * MIB) is None
 
 
-def test_kills_for_lack_of_memory_are_told_once() -> None:
+def test_out_of_memory_kills_are_reported_once() -> None:
     counts = iter([4, 4, 5, 5])
     kills = MemoryKills(lambda: next(counts))
     assert [kills.grew() for _ in range(3)] == [False, True, False]

@@ -199,7 +199,7 @@ def test_every_request_is_accounted_for(data: Any) -> None:
     assert lost == found.refused + found.late
 
 
-def test_nothing_runs_while_nobody_asks() -> None:
+def test_no_replica_runs_without_requests() -> None:
     limits = replace(LIMITS, min_replicas=0, downscale_delay_s=5)
     model = pipeline(0.1, 0.1, policy=default_policy.decide, start_s=2.0)
     stages = tuple(replace(s, limits=limits, replicas=0) for s in model.stages)

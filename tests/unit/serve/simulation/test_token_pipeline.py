@@ -69,7 +69,7 @@ def test_no_sequence_is_lost_when_fleets_change_all_the_time() -> None:
     assert found.late == found.refused == 0
 
 
-def test_scaling_by_tokens_attains_more_than_the_least_fleet() -> None:
+def test_scaling_by_tokens_attains_more_than_the_smallest_fleet() -> None:
     least = fixed(1)
     scaled = run(token_policy.decide)
     assert scaled.attained > 2 * least.attained
@@ -83,7 +83,9 @@ def test_deadlines_and_full_queues_count_as_lost() -> None:
     assert found.attained < len(found.requests) - found.late - found.refused
 
 
-def test_texts_of_one_scheduler_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_one_scheduler_stay_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Steps that are split between replicas take longer."""
     together = fixed(3).attained
     monkeypatch.setattr(token_pipeline, "SPLIT", 0)

@@ -22,7 +22,7 @@ def either(strings: list[str]) -> str:
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=9).map("".join))
-def test_long_texts_have_the_marks_of_one_search(text: str) -> None:
+def test_long_text_searched_in_parts_has_the_same_marks(text: str) -> None:
     """They are searched in parts, because a search holds the GIL."""
     whole, inner = either(TOKENS), either(CORES)
     expression = re.compile(rf"{whole}|\A\s*(?:{inner})|(?:{inner})\s*\Z")

@@ -163,9 +163,7 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"$ref": "#/%64efault", "default": {"minimum": 2**60}}, "$ref into 'default'"),
     ],
 )
-def test_schema_that_is_not_valid_is_refused_with_the_place(
-    schema: Any, text: str
-) -> None:
+def test_invalid_schema_is_refused_with_the_position(schema: Any, text: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(text)) as found:
         grammar_of_schema(schema, "response_format")
     assert found.value.param == "response_format"
@@ -237,7 +235,7 @@ AMBIGUOUS = 'start: e\ne: e e | e e e | /[a-z]/ | ""'
         grammar_of_regex(r"[^\s\S]", "x"),
     ],
 )
-def test_structure_that_nobody_can_have_is_the_clients_mistake(
+def test_unsatisfiable_structure_is_a_client_error(
     matchers: Matchers,
     tokenizer: Tokenizer,
     grammar: str,
@@ -282,7 +280,7 @@ def test_structure_with_the_text_of_a_control_token_is_that_text(
         assert not found & tokenizer.special
 
 
-def test_structure_that_never_ends_is_the_clients_mistake(
+def test_endless_structure_is_a_client_error(
     matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
     """Each token satisfies the structure, which then needs another one."""
@@ -303,7 +301,7 @@ def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:
         matcher.allowed([50, 51, 52])
 
 
-def test_least_tokens_give_way_to_a_structure_that_ends() -> None:
+def test_min_tokens_gives_way_to_a_structure_that_ends() -> None:
     allowed = torch.tensor([1 << 4], dtype=torch.uint8)
     sampling = Sampling(temperature=0.0, min_tokens=9)
     logits = torch.zeros(6)

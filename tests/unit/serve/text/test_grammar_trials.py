@@ -98,7 +98,7 @@ def test_schema_that_crashes_or_hangs_is_refused(schema: Any, trial: Trial) -> N
         grammar_of_calls([("f", schema)], is_single=False, trial=trial)
 
 
-def test_good_ones_pass_and_wrong_ones_have_a_reason(trial: Trial) -> None:
+def test_valid_grammars_pass_and_invalid_ones_have_a_reason(trial: Trial) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     assert "%json" in grammar_of_schema(schema, "response_format", trial)
     marked = grammar_of_marked_calls([("f", schema)], 3, 4, [0], trial)

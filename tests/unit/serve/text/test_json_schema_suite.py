@@ -334,7 +334,7 @@ KIND = {"type": "string", "enum": ["car", "bike"]}
         ),
     ],
 )
-def test_rules_that_other_keywords_write(
+def test_keywords_rewritten_as_others_are_enforced(
     schema: Any, good: list[str], bad: list[str]
 ) -> None:
     matcher = matcher_of(schema)

@@ -114,7 +114,7 @@ def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None
     assert shown == ["a", " ", "", "", "STI", "R"]
 
 
-def test_token_that_ends_a_text_is_not_shown(tokenizer: Tokenizer) -> None:
+def test_end_token_is_not_shown(tokenizer: Tokenizer) -> None:
     for skips, wanted in ((True, "a"), (False, "a<end>")):
         growing = GrowingText(tokenizer, skips_special=skips)
         shown = [growing.add(token) for token in (tokenizer.encode("a")[0], 0)]
@@ -244,7 +244,7 @@ def test_control_tokens_that_are_left_out_cost_nothing(
     assert [growing.add(0) for _ in range(100)] == [""] * 100
 
 
-def test_stop_string_counts_from_the_least_length_on(tokenizer: Tokenizer) -> None:
+def test_stop_string_counts_from_the_minimum_length_on(tokenizer: Tokenizer) -> None:
     growing = GrowingText(tokenizer, ["ab"], min_tokens=3)
     shown = "".join(growing.add(token) for token in tokenizer.encode("abxxab"))
     assert (shown + growing.end(), growing.is_stopped) == ("abxx", True)
@@ -260,7 +260,7 @@ def test_stop_string_may_begin_before_it_counts(
     assert "".join(found) == ("x" if min_tokens <= 4 else "xabc")
 
 
-def test_text_that_cannot_fit_is_refused_before_it_is_read(
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(
     tokenizer: Tokenizer,
 ) -> None:
     """The longest token, here ``<end>``, has five characters."""

@@ -180,7 +180,7 @@ def test_texts_to_embed_have_the_ids_of_transformers(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [n for n in SHAPES if "class" not in n])
-def test_users_write_no_mark_of_a_turn(name: str, tmp_path: Path) -> None:
+def test_users_cannot_write_the_marks_of_a_turn(name: str, tmp_path: Path) -> None:
     ours = tokenizer.Tokenizer(folder_of(tmp_path / "model", *SHAPES[name]))
     marks = {ours.added["<|im_start|>"], ours.added["<|im_end|>"]}
     found = ours.chat(FORGED, 2**31)

@@ -124,7 +124,7 @@ async def test_bad_row_fails_its_row_only() -> None:
     assert "ValueError: a negative one" in str(bad)
 
 
-async def test_what_the_model_refuses_is_the_clients_fault() -> None:
+async def test_input_that_the_model_refuses_is_a_client_error() -> None:
     def stage(tensors: Tensors) -> Tensors:
         raise InvalidRequestError("too long")
 

@@ -110,7 +110,7 @@ def test_field_that_was_added_does_not_divide_releases() -> None:
     assert later.decode(ORDERS.encode(InjectPartition(1.5))) == Grown(1.5)
 
 
-def test_error_of_another_process_is_raised_as_what_it_was() -> None:
+def test_error_of_another_process_is_raised_with_its_type() -> None:
     error = RemoteError.of(ModelFailedError("broken", stage="head")).error()
     assert type(error) is ModelFailedError
     assert (str(error), error.stage) == ("broken", "head")

@@ -52,7 +52,7 @@ def test_edges_when_versions_differ_then_none() -> None:
     assert edges_of(both, newer.name) == {}
 
 
-def test_last_stage_of_text_reaches_the_first_while_its_model_is_removed() -> None:
+def test_last_stage_reaches_stage_0_while_its_model_is_removed() -> None:
     """The route is gone then, but streams are still answered."""
     replicas = {n: replace(r, stages=3) for n, r in a_table().replicas.items()}
     table = RoutingTable(4, ("g/1",), {}, replicas)

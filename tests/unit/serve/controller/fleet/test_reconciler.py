@@ -351,7 +351,7 @@ def test_model_that_takes_long_to_load_has_a_limit_of_its_own() -> None:
     assert service.ready("1") == [1, 1, 1]
 
 
-def test_pause_of_the_controller_is_nobodys_fault() -> None:
+def test_pause_of_the_controller_fails_no_process() -> None:
     """The time limits of starts, updates and drains exclude the pause."""
     service = Service(1, 1, 1)
     name = service.a_worker(1)
@@ -415,7 +415,7 @@ def test_adopted_processes_are_kept_and_not_started_again() -> None:
     assert fleet.table.number > old.fleet.table.number
 
 
-def test_adopted_drain_goes_on() -> None:
+def test_adopted_drain_continues() -> None:
     fleet = Reconciler(first=9, number=5)
     asked = Process("m/0/1", "m", "1", 0, ProcessPhase.READY, is_drain_requested=True)
     fresh = Process("m/0/2", "m", "1", 0, ProcessPhase.LOADED)
@@ -429,7 +429,7 @@ def test_adopted_drain_goes_on() -> None:
     assert asked.is_going
 
 
-def test_adopted_drain_waits_for_who_has_not_heard_of_it() -> None:
+def test_adopted_drain_waits_for_senders_without_the_new_table() -> None:
     """Its controller may have died before it announced the drain."""
     fleet = Reconciler(first=9, number=40, active={"m": "1"})
     draining = Process("m/0/2", "m", "1", 0, ProcessPhase.DRAINING)
@@ -451,7 +451,7 @@ class Unfinished(Service):
         return [] if isinstance(action, Finish) else super().carry_out(action)
 
 
-def test_replicas_of_removed_text_keep_the_edge_from_the_last_stage() -> None:
+def test_replicas_of_a_removed_model_keep_the_edge_from_the_last_stage() -> None:
     """The last stage still answers the open streams."""
     service = Unfinished(1, 1, 1)
     text = DesiredModel("1", (1, 1, 1), generates=True)
@@ -558,7 +558,7 @@ class Slow:
         return [name.rpartition("/")[0] for name in launched]
 
 
-def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
+def test_starts_are_limited_and_each_stage_gets_one_first() -> None:
     """A start ends when the replica has loaded, before it is ready."""
     slow = Slow(2, 2, 2)
     first = slow.launched[1:]
@@ -716,7 +716,7 @@ def test_update_that_waits_for_the_starts_of_another_has_its_whole_time() -> Non
     assert slow.fleet.active == dict.fromkeys("abcd", "2")
 
 
-def test_replicas_on_other_kinds_of_machines_are_named() -> None:
+def test_replicas_with_other_hardware_fingerprints_are_named() -> None:
     service = Service(1, 2, 1)
     workers = [name for name in service.fleet.processes if name.startswith("m/")]
     for name in workers[:-1]:

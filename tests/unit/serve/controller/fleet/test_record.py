@@ -280,7 +280,7 @@ def test_folder_in_place_of_a_file_is_named(
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"abc", b"", b"x" * 64, b"a" * 63])
-def test_secret_that_is_none_is_named(
+def test_invalid_secret_is_named(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
@@ -305,7 +305,7 @@ class Disk:
         self.found.append(one.number)
 
 
-async def test_disk_that_hangs_holds_up_nothing_and_gets_the_newest_record() -> None:
+async def test_disk_that_hangs_blocks_nothing_and_gets_the_newest_record() -> None:
     disk = Disk()
     keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
     for number in range(5):
@@ -339,7 +339,7 @@ async def test_nobody_waits_for_later_records() -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_record_that_is_no_text_is_a_trouble() -> None:
+async def test_record_that_cannot_be_encoded_is_reported() -> None:
     """A record that cannot be encoded is reported and does not stop the keeper."""
 
     def fail(one: Record) -> None:

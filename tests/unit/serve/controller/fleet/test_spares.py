@@ -121,7 +121,7 @@ def test_update_leaves_no_spare_of_the_old_version() -> None:
     assert service.spares("1") == []
 
 
-def test_spare_without_room_costs_nobody_anything() -> None:
+def test_spare_without_room_affects_no_replica() -> None:
     service = Service(1, 2, 1)
     service.room = 0
     service.handle(DesiredStateChanged(desired(1, 2, 1)))
@@ -132,7 +132,7 @@ def test_spare_without_room_costs_nobody_anything() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_lost_the_fleet_is_whole_again(seed: int) -> None:
+def test_fleet_recovers_from_any_loss(seed: int) -> None:
     service, draw = Spared(), random.Random(seed)
     for _ in range(60):
         names = [n for n, p in service.fleet.processes.items() if p.model]

@@ -114,7 +114,7 @@ async def test_replica_is_started_where_it_was_placed_and_exits_once() -> None:
     assert bench.exits == [("m/0/1", 0)]
 
 
-async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
+async def test_cancelled_launch_is_ended_once_it_has_started() -> None:
     """Otherwise the replica would run beside its successor."""
     bench = Bench()
     starting = bench.launch("m/0/1")
@@ -154,7 +154,7 @@ async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end(
     await bench.launcher.close()
 
 
-async def test_machine_that_is_gone_is_no_place() -> None:
+async def test_launch_on_a_lost_machine_fails() -> None:
     bench = Bench()
     bench.hear(ClusterNodes((), False))
     with pytest.raises(LaunchError, match="n1 is not in the cluster"):

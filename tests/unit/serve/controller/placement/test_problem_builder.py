@@ -63,7 +63,7 @@ def test_problem_says_what_the_spec_declares() -> None:
     assert (third.min_replicas, third.max_replicas, third.width) == (1, 3, 2.0)
 
 
-def test_plan_places_all_of_it_and_knows_the_bottleneck() -> None:
+def test_placement_has_every_stage_and_names_the_bottleneck() -> None:
     problem = problem_of(NODES, asks_in({"m": model()}))
     found = place(problem, 5.0)
     assert faults(problem, found) == []

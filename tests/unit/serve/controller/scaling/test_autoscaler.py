@@ -209,7 +209,7 @@ async def test_decision_is_carried_out_reported_and_recorded(
         assert seen.interval_s == INTERVAL_S
 
 
-async def test_unchanged_decision_is_thought_and_not_carried_out(
+async def test_unchanged_decision_is_not_carried_out(
     policies: dict[str, FakePolicy],
 ) -> None:
     """An unchanged decision only replaces the model's reason."""
@@ -419,7 +419,7 @@ async def test_owner_that_cannot_report_is_asked_again(
 # Machines that are full.
 
 
-async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
+async def test_decision_is_reduced_to_what_fits_stage_by_stage(
     policies: dict[str, FakePolicy],
 ) -> None:
     async with service() as s:
@@ -440,7 +440,7 @@ async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
         assert "needed; no room: no machine has a core" in s.reason()
 
 
-async def test_what_shrinks_does_so_though_what_grows_has_no_place(
+async def test_one_stage_shrinks_though_another_cannot_grow(
     policies: dict[str, FakePolicy],
 ) -> None:
     async with service() as s:
@@ -453,7 +453,7 @@ async def test_what_shrinks_does_so_though_what_grows_has_no_place(
         assert all(sum(m.models["m"].replicas) <= 5 for m in s.owner.wanted)
 
 
-async def test_heavier_model_gets_the_last_place(
+async def test_model_with_more_weight_gets_the_last_slot(
     policies: dict[str, FakePolicy],
 ) -> None:
     async with service() as s:
@@ -520,7 +520,7 @@ async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_fli
 # Models at zero.
 
 
-async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
+async def test_request_for_a_model_at_zero_triggers_a_decision(
     policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service() as s:
@@ -599,7 +599,7 @@ async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
     ),
     st.integers(0, 60),
 )
-def test_what_fits_is_what_one_replica_after_the_other_gives(
+def test_largest_fit_equals_adding_replicas_one_by_one(
     stages: list[tuple[int, int, int]], room: int
 ) -> None:
     """Each trial places all replicas, so there must be few."""
@@ -626,7 +626,7 @@ def test_what_fits_is_what_one_replica_after_the_other_gives(
     assert tried <= (len(after) + 1) * (4 + len(after))
 
 
-def test_hundreds_of_replicas_are_few_trials() -> None:
+def test_hundreds_of_replicas_need_few_trials() -> None:
     """The controller answers nothing else during the trials."""
     trials: list[int] = []
 

@@ -45,7 +45,7 @@ def missed(outcome: SimulationResult, since_s: float) -> int:
     return sum(not 0 <= s <= limit for at, s in outcome.requests if at >= since_s)
 
 
-def test_bursts_that_come_again_find_enough() -> None:
+def test_recurring_bursts_find_enough_replicas() -> None:
     """Without a reserve, the replicas would be drained 30 s after each burst."""
     outcome = run(model(), BURSTS)
     assert missed(outcome, 0.0) > 20, "the first ones could not be known"
@@ -57,7 +57,7 @@ def test_bursts_that_come_again_find_enough() -> None:
     assert any("burst reserve" in d.why for d in outcome.decided)
 
 
-def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
+def test_lower_objective_share_needs_a_smaller_reserve() -> None:
     """A lower ``objective_share`` needs a smaller reserve."""
     all_ = judge("all", run(model(), BURSTS))
     some = judge("some", run(model(objective_share=0.6), BURSTS))
@@ -66,7 +66,7 @@ def test_fewer_are_kept_where_fewer_must_be_in_time() -> None:
 
 
 @pytest.mark.parametrize("busy_s", [0, 600])
-def test_what_was_learnt_fades(busy_s: int) -> None:
+def test_reserve_is_released_after_its_horizon(busy_s: int) -> None:
     """A busy period after the bursts does not prolong the reserve."""
     end_s = BURSTS[-1].at
     busy = [Arrival(end_s + 10.0 + n / 40) for n in range(40 * busy_s)]
@@ -80,7 +80,7 @@ def test_what_was_learnt_fades(busy_s: int) -> None:
     assert not outcome.decided[-1].after > (1,)
 
 
-def test_other_stages_do_not_make_it_remember_longer() -> None:
+def test_fixed_stages_do_not_prolong_the_reserve() -> None:
     """A stage with a fixed number of replicas has no stabilization windows."""
     made = model()
     fixed = replace(made.stages[0], name="fixed", limits=None, replicas=6)
@@ -91,7 +91,7 @@ def test_other_stages_do_not_make_it_remember_longer() -> None:
     assert outcome.moments[-1].ready == (1, 6)
 
 
-def test_refused_requests_want_replicas_too() -> None:
+def test_refused_requests_count_as_missed() -> None:
     """Refused requests count as missed, though they never waited."""
     narrow = replace(model().stages[0], window=2)
     outcome = run(model(max_queued_requests=4, stages=(narrow,)), BURSTS)
@@ -113,7 +113,7 @@ def test_batches_do_not_make_an_objective_unreachable() -> None:
     assert missed(outcome, 0.0) > 30
 
 
-def test_nothing_is_kept_while_all_is_well() -> None:
+def test_no_reserve_is_kept_if_the_objective_is_met() -> None:
     """Replicas that start at once need no reserve."""
     long = [Arrival(100.0 * n + k / 20) for n in range(1, 12) for k in range(400)]
     quick = run(replace(model(start_s=0.05), objective_s=3.0), long)
@@ -122,7 +122,7 @@ def test_nothing_is_kept_while_all_is_well() -> None:
     assert min(m.ready[0] for m in quick.moments if m.at > 500) == 1
 
 
-def test_on_demand_stays_on_demand() -> None:
+def test_model_that_scales_to_zero_keeps_no_reserve() -> None:
     """A model that scales to zero keeps no reserve while it is idle."""
     stage = replace(model().stages[0], limits=replace(LIMITS, min_replicas=0))
     outcome = run(replace(model(), stages=(stage,)), BURSTS)
@@ -161,7 +161,7 @@ def apart(*all_: BurstRecord) -> list[BurstRecord]:
     return [*all_, *[record(0.0, 0.0) for _ in range(6)]] * 2
 
 
-def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
+def test_answers_that_did_not_wait_need_no_reserve() -> None:
     """An objective that even an idle service misses must not claim all replicas."""
     found = after(*[record(5.0, 5.0, ongoing=[0.5]) for _ in range(100)])
     assert found.recent.missed == found.arrived
@@ -170,32 +170,32 @@ def test_slow_answers_that_did_not_wait_need_no_replicas() -> None:
     assert reserved_replicas(waiting, [0.1], 0.99) > (1,)
 
 
-def test_how_often_one_looks_makes_no_difference() -> None:
+def test_reserve_does_not_depend_on_the_sampling_interval() -> None:
     """The arrivals of a long interval do not count as simultaneous."""
     often = after(*[record(10.0, 0.0)] * 100)
     seldom = after(*[record(100.0, 0.0, seconds=10.0)] * 10)
     assert often.fleets == seldom.fleets
 
 
-def test_one_burst_is_none_that_comes_again() -> None:
+def test_single_burst_needs_no_reserve() -> None:
     found = after(*[record(100.0, 90.0, ongoing=[90.0])] * 20)
     assert reserved_replicas(found, [0.1], 0.99) == (0,)
 
 
-def test_so_many_would_have_sufficed() -> None:
+def test_reserve_is_the_smallest_sufficient_fleet() -> None:
     """Two replicas compute thirty requests in 1.5 s; one would be too slow."""
     found = after(*[record(30.0, 20.0), *[record(0.0, 0.0) for _ in range(9)]] * 10)
     assert reserved_replicas(found, [0.1], 0.99) == (2,)
 
 
-def test_fluid_that_flatters_is_corrected() -> None:
+def test_reserve_grows_if_the_fluid_model_is_too_optimistic() -> None:
     """If more requests are late than the fluid model predicts, the reserve grows."""
     smooth = after(*apart(record(12.0, 3.0)) * 30)
     assert max(f.late[0] for f in smooth.actual) < smooth.missed
     assert reserved_replicas(smooth, [0.1], 0.99) == (2,)
 
 
-def test_no_stage_is_kept_wider_than_the_narrowest_lets_through() -> None:
+def test_no_stage_is_kept_larger_than_the_bottleneck_needs() -> None:
     """The bottleneck passes 20 requests/s; two replicas of the other stage suffice."""
     both = {"item_s": [0.1, 0.1], "max_replicas": [2, 8], "ready": [2, 1]}
     waiting = record(80.0, 60.0, **both, ongoing=[60.0, 0.0])
@@ -232,7 +232,7 @@ def test_more_replicas_are_never_later(
 
 
 @pytest.mark.parametrize("share", [0.9, 0.99])
-def test_foresight_reaches_the_objective_for_less(share: float) -> None:
+def test_oracle_reaches_the_objective_with_fewer_replica_seconds(share: float) -> None:
     """The oracle knows the bursts and keeps nothing between them."""
     asked = model(objective_share=share)
     knowing = with_foresight(asked, BURSTS, lambda: random.Random(0).random)

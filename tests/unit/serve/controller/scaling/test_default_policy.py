@@ -203,14 +203,14 @@ def test_trend_is_followed_and_noise_is_not() -> None:
     assert scattered.slope == 0.0
 
 
-def test_burst_is_seen_at_once() -> None:
+def test_burst_counts_fully_at_once() -> None:
     """A burst counts fully, not averaged over the look-back period."""
     found = demand_of(sampled([2.0] * 40 + [20.0] * 3), 30.0, 1.0, 1.0)
     assert found.is_burst
     assert found.rate > 10
 
 
-def test_envelope_is_what_a_burst_takes() -> None:
+def test_envelope_is_the_rate_that_absorbs_a_burst() -> None:
     """Thirty requests in two seconds, plus one second of waiting, need ten a second."""
     quiet = sampled([0.0] * 10 + [30.0] + [0.0] * 10)
     assert envelope(quiet, 30.0, 2.0) == pytest.approx(10.0)
@@ -243,7 +243,7 @@ def needed(
         ([(0, 9), (1, 9), (2, 9)], 1, False, 8),  # never more than max_replicas
     ],
 )
-def test_what_lasts_is_done(
+def test_need_is_applied_after_its_stabilization_window(
     pairs: list[tuple[float, int]], replicas: int, is_urgent: bool, after: int
 ) -> None:
     """The stabilization windows work like Ray Serve's delays."""
@@ -251,7 +251,7 @@ def test_what_lasts_is_done(
     assert stabilized(needs, replicas, QUICK, is_urgent=is_urgent) == after
 
 
-def test_last_replica_goes_by_itself_after_its_own_delay() -> None:
+def test_last_replica_is_released_after_its_own_delay() -> None:
     limits = replace(QUICK, min_replicas=0, downscale_to_zero_delay_s=20.0)
     needs = needed([(float(t), 0) for t in range(12)], limits)
     assert stabilized(needs, 3, limits, is_urgent=False) == 1
@@ -275,7 +275,7 @@ def test_factors_make_steps_smaller() -> None:
     st.integers(1, 8),
     st.booleans(),
 )
-def test_steadying_stays_within_limits(
+def test_stabilized_replicas_stay_within_limits(
     needs: list[tuple[int, int]], replicas: int, is_urgent: bool
 ) -> None:
     found: tuple[PendingChange, ...] = ()
@@ -320,7 +320,7 @@ def test_replicas_of_a_load_that_ended_are_released_down_to_the_last() -> None:
     assert min(at.replicas) >= 1
 
 
-def test_what_waits_is_worked_off_without_delay() -> None:
+def test_backlog_scales_up_without_delay() -> None:
     """A backlog that misses the objective skips the stabilization window."""
     limits = replace(QUICK, upscale_delay_s=60.0)
     at = Situation((0.05, 0.1), limits)
@@ -331,7 +331,7 @@ def test_what_waits_is_worked_off_without_delay() -> None:
     assert at.replicas[1] > before + 2
 
 
-def test_without_known_times_what_is_queued_decides() -> None:
+def test_queue_length_decides_without_measured_times() -> None:
     """Ray Serve's rule applies until enough requests have been computed."""
     at = Situation((0.05, 0.1), objective_s=None)
     stages = tuple(replace(s, item_s=None) for s in at.snapshot().stages)
@@ -348,7 +348,7 @@ def test_without_known_times_what_is_queued_decides() -> None:
     assert "queued" in decision.why
 
 
-def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
+def test_starting_replicas_are_not_released_while_requests_wait() -> None:
     """While lost replicas are replaced, nothing arrives and all requests wait."""
     at = Situation((0.05, 0.1), replace(QUICK, min_replicas=0))
     at.play(20.0, 20)
@@ -485,7 +485,7 @@ def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=5, max_size=60))
-def test_runs_of_equal_needs_are_kept_by_their_ends(needs: list[int]) -> None:
+def test_merged_needs_give_the_same_decisions(needs: list[int]) -> None:
     kept: tuple[PendingChange, ...] = ()
     whole: tuple[PendingChange, ...] = ()
     for at, count in enumerate(needs):
@@ -500,7 +500,7 @@ def test_runs_of_equal_needs_are_kept_by_their_ends(needs: list[int]) -> None:
     assert len(remember(kept, PendingChange(99.0, 1, 1), QUICK)) <= len(needs) + 1
 
 
-def test_steady_needs_take_no_room() -> None:
+def test_steady_needs_are_merged() -> None:
     kept: tuple[PendingChange, ...] = ()
     for at in range(600):
         kept = remember(
@@ -512,7 +512,7 @@ def test_steady_needs_take_no_room() -> None:
 # Around the policy.
 
 
-def test_new_version_is_tried_before_it_is_let_sleep() -> None:
+def test_new_version_is_started_once_before_it_scales_to_zero() -> None:
     """Otherwise the first request could meet a broken version."""
     new = DesiredState({"m": DesiredModel("2", (0, 3)), "n": DesiredModel("1", (0,))})
     found = with_new_versions_started(new, {"m": "1", "n": "1"}).models
@@ -521,7 +521,7 @@ def test_new_version_is_tried_before_it_is_let_sleep() -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere:policy", "json:nothing", "math:pi"])
-def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> None:
+def test_invalid_policy_is_refused_before_anything_starts(path: str) -> None:
     app = AppSpec.model_validate(
         {
             "models": {

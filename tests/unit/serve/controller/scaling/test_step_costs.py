@@ -63,7 +63,7 @@ def test_no_time_is_negative(
     assert (cost.step_s, cost.row_s) == pytest.approx(wanted, rel=0.02)
 
 
-def test_few_steps_tell_nothing() -> None:
+def test_few_steps_give_no_estimate() -> None:
     assert learned([(8, 0.017)]).cost() is None
     assert learned([]).cost() is None
 

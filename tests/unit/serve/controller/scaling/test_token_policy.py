@@ -56,7 +56,7 @@ def snapshot(samples: list[Sample] | None = None, **changes: Any) -> Snapshot:
     return Snapshot(**given)
 
 
-def test_load_that_is_too_much_has_no_round() -> None:
+def test_overload_has_no_finite_round() -> None:
     """Prompts arrive faster than they are computed."""
     assert math.isinf(round_of((1, 1, 1), COSTS, load(3.0)))
     assert round_of((1, 1, 1), COSTS, load(0.5)) < 0.05
@@ -135,7 +135,7 @@ def test_decision_follows_the_load_and_says_why() -> None:
     assert decision.facts["row_s"][1] > 0
 
 
-def test_idle_model_goes_down_to_its_least() -> None:
+def test_idle_model_scales_down_to_its_minimum() -> None:
     memory: Any = None
     quiet = StageLimits(min_replicas=1, max_replicas=16, downscale_delay_s=5.0)
     stages = tuple(StageNow(name=str(k), replicas=2, limits=quiet) for k in range(3))

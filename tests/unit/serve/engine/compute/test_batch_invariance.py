@@ -163,7 +163,7 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
+def test_attention_sizes_give_every_row_the_same_bits(
     dtype: torch.dtype, threads: int
 ) -> None:
     heads, size = 3, 64
@@ -240,7 +240,7 @@ def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("threads", [3, 5], indirect=True)
 @pytest.mark.parametrize("name", ["silu", "gelu", "tanh", "sigmoid"])
-def test_numbers_have_the_same_bits_wherever_they_stand(
+def test_elementwise_results_have_the_same_bits_in_every_batch(
     name: str, threads: int
 ) -> None:
     plain = getattr(torch.nn.functional, name)
@@ -254,7 +254,7 @@ def test_numbers_have_the_same_bits_wherever_they_stand(
 
 
 @given(st.integers(0, 200_000), st.integers(1, 64))
-def test_slices_have_no_rest(count: int, threads: int) -> None:
+def test_slices_are_whole_numbers_of_vectors(count: int, threads: int) -> None:
     """Every slice that torch gives a thread is a whole number of vectors."""
     count = count * VECTORS or VECTORS
     whole = whole_slices(count, threads)

@@ -270,7 +270,7 @@ def test_step_without_a_last_row_samples_nothing() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.data())
-def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
+def test_truncated_history_equals_a_shorter_one(
     tokens: list[int], data: st.DataObject
 ) -> None:
     prompt = data.draw(st.integers(0, len(tokens)))
@@ -325,7 +325,7 @@ def test_penalties_are_those_of_transformers_and_of_openai() -> None:
     assert choose(logits, once, [1, 1, 2, 2], 2, ()).token == 2
 
 
-def test_text_does_not_end_before_its_least_length() -> None:
+def test_sequence_does_not_end_before_min_tokens() -> None:
     sampling = Sampling(temperature=0.0, min_tokens=2)
     assert choose(LOGITS, sampling, [0], 1, (1, 3)).token == 2
     assert choose(LOGITS, sampling, [0, 2, 2], 1, (1, 3)).token == 1

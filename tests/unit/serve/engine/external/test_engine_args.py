@@ -299,7 +299,9 @@ METHODS = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill
         ("TokensReturned", "has an `async def generate` without a yield"),
     ],
 )
-def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> None:
+def test_invalid_adapter_of_an_engine_is_refused(
+    make: str, text: str, folder: str
+) -> None:
     """The spec is refused, instead of replicas that die one after another."""
     engine = f"tests.unit.serve.engine.external.test_engine_args:{make}"
     spec = ModelSpec.model_validate({"path": folder, "engine": engine})
@@ -342,7 +344,7 @@ def test_name_of_an_adapter_is_its_own(name: str) -> None:
         AppSpec.model_validate({"models": models})
 
 
-def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
+def test_adapters_are_passed_to_vllm(tmp_path: Path) -> None:
     """On CPUs, one adapter slot stays empty, because vLLM misuses the last one."""
     for name, rank in (("a", 12), ("b", 4)):
         (tmp_path / name).mkdir()

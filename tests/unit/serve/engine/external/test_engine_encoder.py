@@ -231,7 +231,7 @@ def test_arguments_that_the_service_sets_are_refused(folder: Path) -> None:
         build_model(spec_of(folder, engine="openai", engine_args={"urls": ["x"]}))
 
 
-def test_texts_are_cut_to_what_the_engine_takes(folder: Path) -> None:
+def test_texts_are_truncated_to_what_the_engine_accepts(folder: Path) -> None:
     """As everywhere, text is truncated, while too many token IDs are refused."""
     model = build_model(spec_of(folder, engine_args={"max_model_len": 8}))
     assert model.text is not None

@@ -101,7 +101,7 @@ def test_more_stop_tokens_than_end_a_server_are_refused() -> None:
         dialect.check(Sampling(stop_token_ids=stops, min_tokens=1))
 
 
-async def test_slot_without_an_answer_is_nobodys() -> None:
+async def test_slot_without_an_answer_has_no_cached_prefix() -> None:
     """It may still hold the tokens of the previous tenant."""
     slots, tokens = Slots(1), [1, 2, 3]
     assert await slots.take(run_of(tokens, "a")) == (0, False)

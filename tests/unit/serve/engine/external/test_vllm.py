@@ -74,7 +74,7 @@ def test_reports_say_whether_another_replica_may_try(
     assert type(failure_of(tmp_path / "x")) is kind
 
 
-def test_limit_of_scores_is_said_before_a_run() -> None:
+def test_limit_of_scores_is_checked_before_a_run() -> None:
     """Otherwise the run would fail on one replica after another."""
     for args, most in (
         ({}, 20),

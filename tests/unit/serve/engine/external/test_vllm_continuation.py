@@ -222,7 +222,7 @@ BROKEN: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_sequence_ends_and_is_reported_and_others_go_on(
+def test_broken_sequence_ends_and_is_reported_and_others_continue(
     plugin: Plugin, name: str
 ) -> None:
     runner = PlayedRunner(plugin)
@@ -238,7 +238,7 @@ def test_broken_sequence_ends_and_is_reported_and_others_go_on(
     assert text.startswith(("error: ", "structured output failed"))
 
 
-def test_grammar_that_takes_long_comes_again_later(
+def test_sequence_with_a_slow_grammar_is_retried_later(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other sequences of a step wait for a grammar only briefly."""

@@ -90,7 +90,7 @@ def test_embeddings_are_normalized_if_the_folder_says_so(
     assert (abs(length - 1.0) < 1e-5) is bool(modules)
 
 
-def test_text_is_lowered_if_the_folder_says_so(tmp_path: Path) -> None:
+def test_text_is_lowercased_if_the_folder_says_so(tmp_path: Path) -> None:
     """sentence-transformers lowers text before it tokenizes."""
     save_tokenizer(tmp_path)
     found = []
@@ -104,7 +104,7 @@ def test_text_is_lowered_if_the_folder_says_so(tmp_path: Path) -> None:
     assert found[1] == plain
 
 
-def test_default_prompt_that_is_not_added_is_told(tmp_path: Path) -> None:
+def test_default_prompt_that_is_not_added_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": "q: "}, "default_prompt_name": "query"})
     )
@@ -129,7 +129,7 @@ def test_positions_that_padding_takes_are_not_counted(kind: str, longest: int) -
     assert huggingface.max_length_of(Path("/nowhere"), sizes) == longest
 
 
-def test_text_is_cut_to_what_the_model_takes(tmp_path: Path) -> None:
+def test_text_is_truncated_to_what_the_model_accepts(tmp_path: Path) -> None:
     folder = tmp_path / "encoder"
     folder.mkdir()
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048}')

@@ -351,7 +351,7 @@ def test_weight_missing_in_the_file_is_reported(tmp_path: Path) -> None:
         model.stages[1].load(StageContext())
 
 
-def test_buffers_that_no_file_has_are_told_apart(tmp_path: Path) -> None:
+def test_non_persistent_buffers_are_reported_separately(tmp_path: Path) -> None:
     """They cannot be saved, so the remedy differs."""
 
     def made() -> nn.Module:
@@ -368,7 +368,7 @@ def test_buffers_that_no_file_has_are_told_apart(tmp_path: Path) -> None:
         model.stages[0].load(StageContext())
 
 
-def test_output_that_is_called_as_an_input_which_goes_on_is_refused() -> None:
+def test_output_named_like_a_forwarded_input_is_refused() -> None:
     """A stage would send two tensors with the same name."""
 
     class Early(nn.Module):

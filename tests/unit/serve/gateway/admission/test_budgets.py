@@ -144,7 +144,7 @@ def test_tokens_of_a_running_stream_are_reported() -> None:
     assert (row.requests, row.prompt_tokens, row.generated_tokens) == (1, 0, 1)
 
 
-async def test_controller_tells_all_gateways_and_writes_the_end_down(
+async def test_used_budget_is_sent_to_all_gateways_and_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A usage report that arrives twice counts once."""

@@ -121,7 +121,7 @@ async def test_answer_repeats_id_and_names_model_and_version() -> None:
     assert fake.requests() == {("m", "200"): 1.0}
 
 
-async def test_binary_answer_tells_the_length_of_its_head() -> None:
+async def test_binary_answer_has_the_length_of_its_json_header() -> None:
     async with Fake().client() as client:
         asked = body(3.0, parameters={"binary_data_output": True})
         answer = await client.post(INFER, json=asked)
@@ -188,7 +188,7 @@ async def test_deadline_of_a_request(
 @pytest.mark.parametrize(
     "given", [0, -1, "soon", True, [], {}, 86401, "nan", "inf", 1e300, "-inf", ""]
 )
-async def test_deadline_that_cannot_be_is_refused(given: Any) -> None:
+async def test_impossible_deadline_is_refused(given: Any) -> None:
     fake = Fake()
     async with fake.client() as client:
         answer = await client.post(
@@ -251,7 +251,7 @@ async def test_error_has_the_form_of_its_protocol(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), InternalError("secret")])
-async def test_bug_is_an_error_500_that_tells_nothing_of_it(error: Exception) -> None:
+async def test_bug_is_an_error_500_without_details(error: Exception) -> None:
     fake = Fake()
     fake.dispatcher.answers = raising(error)
     answer = await infer(fake, 1.0)

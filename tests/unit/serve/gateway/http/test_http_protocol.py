@@ -267,7 +267,7 @@ async def test_connection_serves_request_after_request() -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"GET", GET[:-2], b"GET / HTTP/1.1\r\nHost: x\r\nX: "]
 )
-async def test_head_that_does_not_come_gets_408(sent: bytes) -> None:
+async def test_head_that_does_not_arrive_gets_408(sent: bytes) -> None:
     async with serving(head_s=0.05) as server:
         client = await server.connect()
         client.send(sent)
@@ -399,7 +399,7 @@ async def test_large_body_is_not_counted_as_a_head() -> None:
         assert await client.ask() == (200, b"0")
 
 
-async def test_connection_too_many_gets_503_until_another_ends() -> None:
+async def test_connection_over_the_limit_gets_503_until_another_ends() -> None:
     async with serving(most=2) as server:
         first, second = await server.connect(), await server.connect()
         assert [(await c.ask())[0] for c in (first, second)] == [200, 200]
@@ -433,7 +433,7 @@ async def test_client_that_still_sends_reads_the_refusal(
         await until(lambda: server.connections == 1)
 
 
-async def test_refused_connections_take_no_place() -> None:
+async def test_refused_connections_take_no_slot() -> None:
     async with serving(most=1) as server:
         first, second = await server.connect(), await server.connect()
         assert (await second.answer())[0] == 503

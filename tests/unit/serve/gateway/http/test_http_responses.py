@@ -128,7 +128,7 @@ def test_timeout_is_taken_from_parameters_then_the_header(
         ({}, "1,5"),
     ],
 )
-def test_timeout_that_cannot_be_is_refused(
+def test_impossible_timeout_is_refused(
     parameters: dict[str, Any], header: str | None
 ) -> None:
     headers = {} if header is None else {"x_timeout_s": header}

@@ -280,7 +280,7 @@ async def test_limit_holds_for_what_is_unpacked(size: int, is_taken: bool) -> No
             await read(packed, headers=headers)
 
 
-async def test_bomb_takes_no_memory() -> None:
+async def test_decompression_bomb_takes_no_memory() -> None:
     unpacked: list[int] = []
     real = zlib.decompressobj
 
@@ -340,7 +340,7 @@ EMPTY_BLOCKS = b"\0\0\0\xff\xff" * 10**6
     ],
     ids=["members", "empty blocks", "one"],
 )
-async def test_only_the_beginning_of_a_body_is_unpacked_on_the_loop(
+async def test_only_the_start_of_a_body_is_unpacked_on_the_loop(
     packed: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

@@ -133,7 +133,7 @@ async def test_errors_have_the_form_of_the_tag(needs: Needs) -> None:
     assert "a bug" not in bug.text
 
 
-async def test_what_a_call_holds_is_given_back_when_its_answer_has_ended() -> None:
+async def test_resources_of_a_call_are_released_when_its_answer_has_ended() -> None:
     """This holds even if the client leaves before the first event."""
     given_back: list[str] = []
 

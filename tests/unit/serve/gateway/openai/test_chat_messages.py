@@ -29,7 +29,7 @@ def answer_of(*arguments: str) -> dict[str, Any]:
     }
 
 
-def test_answers_of_the_client_come_back_as_templates_take_them() -> None:
+def test_tool_calls_of_earlier_answers_reach_templates_as_objects() -> None:
     """Templates write arguments as JSON themselves, so these are objects."""
     (found,) = for_template([answer_of('{"city": "Köln", "days": [1, 2]}')])
     assert found == {
@@ -53,14 +53,14 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     assert found["tool_calls"] == [call_of(arguments)]
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_given_messages_are_not_changed() -> None:
     given = [answer_of('{"a": 1}')]
     before = json.dumps(given)
     for_template(given)
     assert json.dumps(given) == before
 
 
-def test_parts_are_joined_and_what_is_null_is_left_out() -> None:
+def test_parts_are_joined_and_null_fields_are_dropped() -> None:
     parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "will not"}]
     given: list[dict[str, Any]] = [
         {"role": "assistant", "content": parts, "tool_calls": []},

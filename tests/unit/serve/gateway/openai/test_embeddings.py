@@ -65,7 +65,7 @@ async def test_tokens_of_embeddings_are_counted_for_the_tenant() -> None:
 
 
 @pytest.mark.parametrize("more", [{"encoding_format": None}, {"dimensions": None}])
-async def test_null_is_as_good_as_nothing(more: dict[str, None]) -> None:
+async def test_null_is_treated_like_a_missing_field(more: dict[str, None]) -> None:
     """Clients send null for what their users did not set."""
     said = (await embed(Fake(), input="a", **more)).json()
     assert said["data"][0]["embedding"] == [97.0, -97.0]
@@ -236,7 +236,7 @@ async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
     assert highest == WINDOW
 
 
-async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
+async def test_input_that_fails_cancels_the_others_of_its_request() -> None:
     fake = Fake()
     hanging = Hanging()
 

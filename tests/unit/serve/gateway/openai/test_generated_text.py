@@ -389,7 +389,7 @@ async def test_several_poison_completions_quarantine_their_tenant(
     assert ("acme", "g") in played.streams.quarantined
 
 
-async def test_invalid_request_to_an_unknown_model_is_told_so_first(
+async def test_unknown_model_is_reported_before_invalid_fields(
     tokenizer: Tokenizer,
 ) -> None:
     """A ``model`` in the body is an unknown field where the path names the model."""
@@ -414,7 +414,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize("text", ["well", CALL, "so: " + CALL + " and", "<tool_ca"])
-async def test_streamed_calls_tell_of_every_token_once(
+async def test_streamed_calls_report_every_token_once(
     tokenizer: Tokenizer, text: str
 ) -> None:
     """The text of a call is held back, its tokens are not."""
@@ -593,7 +593,7 @@ async def test_reasoning_of_former_answers_reaches_the_template(
     assert (await played.post(CHAT, {"messages": [user]}))[0] == 200
 
 
-async def test_text_completion_tells_the_ids_of_its_prompt_once(
+async def test_completion_returns_the_token_ids_of_its_prompt_once(
     tokenizer: Tokenizer,
 ) -> None:
     played = Played(tokenizer)
@@ -620,7 +620,7 @@ async def test_text_completion_tells_the_ids_of_its_prompt_once(
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
     ],
 )
-async def test_text_that_is_almost_a_call_is_given_out(
+async def test_output_that_is_almost_a_call_is_returned(
     tokenizer: Tokenizer, text: str
 ) -> None:
     """A model may write anything."""
@@ -635,7 +635,7 @@ async def test_text_that_is_almost_a_call_is_given_out(
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-async def test_one_call_is_all_if_no_more_are_wanted(
+async def test_parallel_tool_calls_false_allows_one_call(
     tokenizer: Tokenizer, is_parallel: bool
 ) -> None:
     played = Played(tokenizer)
@@ -654,7 +654,7 @@ async def test_one_call_is_all_if_no_more_are_wanted(
 REQUIRED = '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parame'
 
 
-async def test_calls_before_a_cut_are_answered_and_the_rest_is_no_text(
+async def test_calls_before_a_cut_are_returned_without_the_rest(
     tokenizer: Tokenizer,
 ) -> None:
     played = Played(tokenizer)
@@ -733,7 +733,7 @@ async def test_tools_can_be_called_beside_an_answer_in_json(
     assert (await played.post(CHAT, {**asked, **more, "tool_choice": "none"}))[0] == 200
 
 
-async def test_chat_tells_the_ids_of_its_prompt_where_vllm_does(
+async def test_chat_returns_the_token_ids_of_its_prompt_where_vllm_does(
     tokenizer: Tokenizer,
 ) -> None:
     played = Played(tokenizer)
@@ -743,7 +743,7 @@ async def test_chat_tells_the_ids_of_its_prompt_where_vllm_does(
     assert answer["prompt_token_ids"] == played.streams.prompts[0]
 
 
-async def test_every_chunk_may_tell_the_usage_so_far(tokenizer: Tokenizer) -> None:
+async def test_every_chunk_may_report_the_usage_so_far(tokenizer: Tokenizer) -> None:
     """vLLM has the same option."""
     played = Played(tokenizer)
     played.streams.text = [7, 8, 9]
@@ -938,7 +938,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
     await pieces.aclose()
 
 
-async def test_stream_that_nobody_reads_ends(
+async def test_stream_that_the_client_does_not_read_ends(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its unread pieces would fill the gateway's memory."""
@@ -968,7 +968,7 @@ async def test_stream_that_nobody_reads_ends(
         {"use_beam_search": "default"},
     ],
 )
-async def test_value_that_requests_nothing_of_another_field_is_refused(
+async def test_neutral_value_of_another_field_is_refused(
     tokenizer: Tokenizer, field: dict[str, Any]
 ) -> None:
     """A neutral value of one field is not neutral for another."""
@@ -1029,7 +1029,7 @@ async def test_arguments_of_a_call_are_shown_as_the_model_wrote_them(
     assert found["function"]["arguments"] == '{"city": "Köln 한"}'
 
 
-async def test_places_of_text_count_what_a_stop_string_holds_back(
+async def test_text_offsets_count_what_a_stop_string_holds_back(
     tokenizer: Tokenizer,
 ) -> None:
     played = Played(tokenizer)
@@ -1044,7 +1044,7 @@ async def test_places_of_text_count_what_a_stop_string_holds_back(
 
 
 @pytest.mark.parametrize("skips_special", [True, False])
-async def test_places_of_an_echo_are_in_its_text(
+async def test_text_offsets_of_an_echo_include_the_prompt(
     tokenizer: Tokenizer, skips_special: bool
 ) -> None:
     played = Played(tokenizer)
@@ -1090,7 +1090,9 @@ async def test_request_is_prepared_again_if_an_update_is_completed_meanwhile(
     assert answer["usage"]["prompt_tokens"] == len(encode(new, "<own>"))
 
 
-async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -> None:
+async def test_text_offsets_are_those_of_the_shown_characters(
+    tokenizer: Tokenizer,
+) -> None:
     """A character of several tokens belongs to the last of them."""
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("aé€b", has_special=False))
@@ -1176,7 +1178,7 @@ def templated(folder: Path, template: str) -> Tokenizer:
     return Tokenizer(folder)
 
 
-async def test_tool_call_comes_back_in_the_next_turn(
+async def test_tool_call_is_accepted_in_the_next_turn(
     tmp_path: Path,
 ) -> None:
     template = (
@@ -1217,7 +1219,7 @@ async def test_variables_of_the_template_can_be_set(tmp_path: Path) -> None:
     assert played.streams.prompts == []
 
 
-async def test_search_of_the_web_is_refused(tokenizer: Tokenizer) -> None:
+async def test_web_search_is_refused(tokenizer: Tokenizer) -> None:
     asked: dict[str, Any] = {"messages": PROMPT, "web_search_options": {}}
     status, answer = await Played(tokenizer).post(CHAT, asked)
     assert (status, answer["error"]["param"]) == (400, "web_search_options")
@@ -1261,7 +1263,7 @@ async def test_streamed_chat_begins_with_its_choices_in_order(
     assert roles == ["assistant", "assistant", None]
 
 
-async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
+async def test_max_completion_tokens_overrides_max_tokens(
     tokenizer: Tokenizer,
 ) -> None:
     """``max_completion_tokens`` replaces ``max_tokens`` in OpenAI's API."""
@@ -1297,7 +1299,9 @@ async def test_error_quotes_little_of_what_was_sent(
     assert len(json.dumps(answer)) < 2500
 
 
-async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted(
+    tokenizer: Tokenizer,
+) -> None:
     """Clients send such defaults."""
     played = Played(tokenizer)
     played.streams.text = [7]
@@ -1330,7 +1334,7 @@ async def test_stop_string_that_the_last_token_completes_is_the_reason(
     assert (choice["message"]["content"], choice["finish_reason"]) == ("a", "stop")
 
 
-async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
+async def test_output_ends_before_its_stop_string(tokenizer: Tokenizer) -> None:
     played = Played(tokenizer)
     played.streams.text = list(tokenizer.encode("one,END,two", has_special=False))
     asked = {"messages": PROMPT, "stop": ["END"]}
@@ -1343,7 +1347,7 @@ async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None
     assert status == 200
 
 
-async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
+async def test_output_that_ends_within_a_character_shows_whole_characters(
     tokenizer: Tokenizer,
 ) -> None:
     """An incomplete character is replaced at the end, never before."""
@@ -1358,7 +1362,7 @@ async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
         assert not any("�" in piece for piece in shown[:-1])
 
 
-async def test_tokens_and_texts_are_turned_into_each_other(
+async def test_text_is_tokenized_and_detokenized(
     tokenizer: Tokenizer,
 ) -> None:
     played = Played(tokenizer)

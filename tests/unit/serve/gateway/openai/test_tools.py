@@ -103,7 +103,7 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
         ("llama3_json", '{"cut', '{"cut', []),
     ],
 )
-def test_calls_are_found_in_the_text_of_a_family(
+def test_calls_are_found_in_the_output_of_a_model_family(
     family: Family, text: str, said: str, calls: list[Any], at: list[int]
 ) -> None:
     found = parsed(FREE, family, cut(text, at))

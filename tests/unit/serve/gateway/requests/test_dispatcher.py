@@ -325,7 +325,7 @@ async def test_model_that_is_no_longer_served_rejects_what_waits() -> None:
             await call
 
 
-async def test_failure_of_the_model_is_raised_as_what_it_was() -> None:
+async def test_failure_of_the_model_is_raised_with_its_type() -> None:
     async with gate(table(["a"])) as g:
         bad, good = g.ask(1.0), g.ask(2.0)
         one, other = await g.replicas["a"].one(), await g.replicas["a"].one()
@@ -414,7 +414,7 @@ async def test_request_of_a_lost_replica_is_sent_to_another() -> None:
         assert g.dispatcher.report().counts == {"replayed": 1, "answered": 1}
 
 
-async def test_request_that_kills_whatever_computes_it_is_refused() -> None:
+async def test_request_that_kills_its_replicas_is_refused() -> None:
     """It is isolated after the first loss, and refused after two more."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
@@ -432,7 +432,7 @@ async def test_request_that_kills_whatever_computes_it_is_refused() -> None:
         }
 
 
-async def test_replica_that_left_politely_makes_nobody_a_suspect() -> None:
+async def test_clean_exit_of_a_replica_makes_no_request_a_suspect() -> None:
     """It did not die of what it computed."""
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
@@ -521,7 +521,7 @@ async def test_notes_about_the_next_stage_replay_what_did_not_reach_it() -> None
 # Models that scale to zero, and probes.
 
 
-async def test_model_at_zero_is_asked_for_again_and_again(
+async def test_model_at_zero_is_requested_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with gate(table([], on_demand=(0,)), monkeypatch) as g:

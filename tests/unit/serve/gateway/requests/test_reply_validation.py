@@ -66,7 +66,7 @@ def hear(
         ("old", lambda a: inference_messages.Answers((AnswerItem(a),))),
     ],
 )
-def test_replica_speaks_of_what_it_was_sent(
+def test_messages_about_requests_sent_to_a_replica_are_accepted(
     peer: str, kind: object, attempt: tuple[int, int]
 ) -> None:
     """Requests that have ended are forgotten, so messages about them pass."""
@@ -105,7 +105,9 @@ def test_replica_of_a_model_that_was_removed_still_answers() -> None:
         ("other", inference_messages.WorkStuck(((7, 1),), 1)),
     ],
 )
-def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
+def test_messages_of_unauthorised_replicas_are_refused(
+    peer: str, message: EdgeMessage
+) -> None:
     """Refuse replicas of another model or stage, and attempts that were never made."""
     with pytest.raises(MessageError):
         hear(peer, message)

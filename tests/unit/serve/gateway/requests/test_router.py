@@ -356,7 +356,7 @@ def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
 
 @pytest.mark.parametrize("how", ["deadline", "withdrawn"])
 @pytest.mark.parametrize("ongoing", [1, 100])
-def test_replica_that_computes_what_was_given_up_gets_work_last(
+def test_replica_that_computes_abandoned_requests_gets_work_last(
     how: str, ongoing: int
 ) -> None:
     """It is last until it begins another batch, or reports the end of this one."""
@@ -408,7 +408,7 @@ def test_hedged_request_of_a_removed_model_is_not_replayed(
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_replica_that_is_lost_while_it_drains_makes_nobody_a_suspect(
+def test_replica_lost_while_draining_makes_no_request_a_suspect(
     is_known: bool,
 ) -> None:
     """The service ends one that drains for too long; the table may lack it by then."""

@@ -66,7 +66,9 @@ async def freed(net: Net) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
-async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -> None:
+async def test_replacement_rebuilds_its_kv_and_no_other_stage_recomputes(
+    lost: int,
+) -> None:
     net = Net(random.Random(1), [1, 1, 1, 1], LIMITS)
     client = Client(net, [5, 6, 7] * 10, 30)
     await net.settle(lambda: len(client.items) == 12)
@@ -112,7 +114,7 @@ async def passes(net: Net, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("away_s", [0.05, 0.3, 0.9])
-async def test_connection_that_comes_back_costs_no_row(away_s: float) -> None:
+async def test_restored_connection_recomputes_no_row(away_s: float) -> None:
     """Every replica still has what the stream needs."""
     net = Net(random.Random(1), [1, 1, 1], LIMITS)
     await net.connected()
@@ -129,7 +131,7 @@ async def test_connection_that_comes_back_costs_no_row(away_s: float) -> None:
         assert net.engine(name).rows - rows <= left + 5  # steps in flight
 
 
-async def test_streams_go_round_a_connection_that_stays_away() -> None:
+async def test_streams_avoid_a_connection_that_stays_lost() -> None:
     """One stream discovers it; later ones begin at another replica."""
     net = Net(random.Random(2), [1, 2, 1], LIMITS)
     await net.connected()
@@ -147,7 +149,7 @@ async def test_streams_go_round_a_connection_that_stays_away() -> None:
     await freed(net)
 
 
-async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> None:
+async def test_previous_stage_recomputes_a_dropped_activation_log() -> None:
     """The tokens at the gateway always suffice."""
     net = Net(random.Random(2), [1, 1, 1], LIMITS, log_bytes=0)
     client = Client(net, [5, 6, 7] * 5, 20)
@@ -158,7 +160,7 @@ async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> Non
     await freed(net)
 
 
-async def test_two_stages_at_once_are_filled_from_further_up() -> None:
+async def test_two_lost_stages_are_rebuilt_from_the_stage_before_them() -> None:
     """The stage before both has the log."""
     net = Net(random.Random(3), [1, 1, 1, 1], LIMITS)
     client = Client(net, [9, 8] * 8, 24)
@@ -173,7 +175,7 @@ async def test_two_stages_at_once_are_filled_from_further_up() -> None:
     await freed(net)
 
 
-async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() -> None:
+async def test_shared_prefix_of_a_prompt_is_not_computed_again() -> None:
     """A replacement is rebuilt although nobody computed the prefix for this request."""
     net = Net(random.Random(6), [1, 1, 1], LIMITS, prefix_bytes=1 << 20)
     await net.connected()
@@ -197,7 +199,7 @@ async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() ->
     await freed(net)
 
 
-async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None:
+async def test_waiting_sequence_takes_no_memory_for_its_cached_prefix() -> None:
     """It pushes no rows of other sequences out of the log, either."""
     limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(7), [1, 1, 1], limits, prefix_bytes=1 << 20)
@@ -222,7 +224,7 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
     await freed(net)
 
 
-async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
+async def test_stage_without_the_cached_prefix_computes_it_in_turn() -> None:
     """A replacement knows no prompts: all stages compute them when it is their turn."""
     limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(8), [1, 1, 1], limits, prefix_bytes=1 << 20)
@@ -246,7 +248,7 @@ async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> None:
+async def test_loss_while_a_stream_starts_stalls_no_other(is_stopped: bool) -> None:
     """What a later stage holds may become known after the stream was returned."""
     limits = replace(LIMITS, max_num_batched_tokens=64)
     for seed in range(6):
@@ -282,7 +284,7 @@ async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> N
         await freed(net)
 
 
-async def test_streams_whose_chain_is_whole_notice_nothing(
+async def test_streams_with_a_complete_chain_are_not_affected(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "multiworld.serve")
@@ -302,7 +304,7 @@ async def test_streams_whose_chain_is_whole_notice_nothing(
     await freed(net)
 
 
-async def test_text_whose_structure_is_compiled_holds_up_nobody() -> None:
+async def test_sequence_waiting_for_its_grammar_delays_no_other() -> None:
     """It starts when compilation is done, even if its stages are replaced meanwhile."""
     net = Net(random.Random(9), [1, 1, 1], LIMITS)
     await net.connected()
@@ -363,7 +365,7 @@ async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
     await freed(net)
 
 
-async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
+async def test_stream_that_kills_its_replica_when_alone_is_poison() -> None:
     """Only the last two of its losses happen in isolation."""
     net = Net(random.Random(9), [1, 1], LIMITS)
     await net.connected()
@@ -392,7 +394,7 @@ async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
 
 @pytest.mark.parametrize("sources", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-async def test_suspects_that_take_turns_with_a_killer_are_no_poison(
+async def test_suspects_that_alternate_with_a_poison_stream_are_not_poison(
     seed: int, sources: int
 ) -> None:
     """Each replica of the first stage runs one alone; all send to one of the second."""
@@ -490,7 +492,7 @@ CROWD = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=128, blocks=2000
     ("replicas", "losses"),
     [([1, 1], 8), ([1, 1, 1], 8), ([1, 3], 8), ([2, 2], 8), ([2, 3, 2], 8)],
 )
-async def test_poison_of_a_crowd_is_found_within_some_losses(
+async def test_poison_stream_among_many_is_found_within_some_losses(
     seed: int, replicas: list[int], losses: int
 ) -> None:
     net = Net(random.Random(seed), replicas, CROWD)
@@ -509,7 +511,7 @@ async def test_poison_of_a_crowd_is_found_within_some_losses(
 
 
 @pytest.mark.parametrize("seed", some(range(6), 2))
-async def test_two_poison_streams_of_a_crowd_are_found(seed: int) -> None:
+async def test_two_poison_streams_among_many_are_found(seed: int) -> None:
     net = Net(random.Random(seed), [1, 1], CROWD)
     await net.connected()
     clients = [Client(net, [1, 2, 3 + n], 60) for n in range(32)]
@@ -559,7 +561,7 @@ async def work_of(losses: int, streams: int, seed: int) -> tuple[list[int], list
 
 @pytest.mark.parametrize("seed", some(range(4), 2))
 @pytest.mark.parametrize("losses", [1, 2, 3, 4])
-async def test_crowd_that_loses_replicas_by_chance_computes_little_again(
+async def test_streams_that_lose_replicas_by_chance_recompute_little(
     seed: int, losses: int
 ) -> None:
     """Only what the lost stages held is recomputed, plus some steps for each split."""
@@ -622,7 +624,7 @@ async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
     await freed(net)
 
 
-async def test_suspect_and_the_others_take_turns() -> None:
+async def test_steps_of_a_suspect_and_of_the_others_alternate() -> None:
     """A long prompt that runs alone lets the others have a token in between."""
     net = Net(random.Random(4), [1, 1], LIMITS)
     await net.connected()
@@ -683,9 +685,7 @@ async def test_replica_holds_no_more_than_its_memory_when_another_is_gone(
 
 @pytest.mark.parametrize("seed", some(range(6), 3))
 @pytest.mark.parametrize("stages", [1, 2, 3])
-async def test_gateway_that_reads_nothing_until_all_is_computed_loses_nothing(
-    seed: int, stages: int
-) -> None:
+async def test_gateway_that_reads_late_loses_nothing(seed: int, stages: int) -> None:
     """A replica is lost meanwhile, so streams start over before their end."""
     net = Net(random.Random(seed), [2] * stages, LIMITS)
     await net.connected()
@@ -888,7 +888,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 @example(2025488)  # a replica of stage 0 has no room for what is prepared there
 @example(597)  # a probe is longer than a step
 @example(5263954)  # the only one that runs is preempted, and another is prepared
-def test_streams_survive_whatever_happens(seed: int) -> None:
+def test_streams_survive_random_faults(seed: int) -> None:
     asyncio.run(survive(random.Random(seed)))
 
 
@@ -896,7 +896,7 @@ def test_streams_survive_whatever_happens(seed: int) -> None:
 @pytest.mark.timeout(1200)
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**32))
-def test_streams_survive_whatever_happens_for_long(seed: int) -> None:
+def test_streams_survive_random_faults_for_long(seed: int) -> None:
     asyncio.run(survive(random.Random(seed)))
 
 

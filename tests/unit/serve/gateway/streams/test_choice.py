@@ -206,7 +206,7 @@ def test_all_replicas_have_steps_to_compute() -> None:
     assert scheduler.pool.withheld == 9, "each has a block"
 
 
-def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
+def test_stream_stays_on_its_hardware_fingerprint_while_possible() -> None:
     table = table_of(4)
     for name in ("v1.0.0", "v1.0.1"):
         table.replicas[name] = replace(table.replicas[name], fingerprint="a")
@@ -224,7 +224,7 @@ def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
     assert made.choose(one) in (Chain("1", ("v1.0.2",)), Chain("1", ("v1.0.3",)))
 
 
-def test_stream_never_changes_the_noise_of_its_tokens() -> None:
+def test_stream_never_moves_to_a_replica_with_other_noise() -> None:
     """It rather waits: another release of an engine may draw other tokens."""
     table = table_of(3)
     for name, noise in (("v1.0.0", "a"), ("v1.0.1", "b"), ("v1.0.2", "b")):
@@ -247,7 +247,7 @@ def test_stream_never_changes_the_noise_of_its_tokens() -> None:
     ("tokens", "busier", "is_taken"),
     [(128, 0, True), (128, 2, False), (1024, 6, True), (1024, 9, False)],
 )
-def test_known_prefix_outweighs_as_much_load_as_it_saves(
+def test_cached_prefix_outweighs_as_much_load_as_it_saves(
     tokens: int, busier: int, is_taken: bool
 ) -> None:
     """128 cached tokens outweigh one more stream."""
@@ -266,7 +266,7 @@ def test_known_prefix_outweighs_as_much_load_as_it_saves(
 
 
 @pytest.mark.parametrize("wait_s", [0.4, 0.6])
-def test_limits_of_the_first_token_and_between_tokens_are_apart(wait_s: float) -> None:
+def test_ttft_and_token_gaps_have_separate_limits(wait_s: float) -> None:
     """Each counts from the last event; the deadline covers the whole stream."""
     one = stream()
     one.limits, one.deadline_at = TimeLimits(0.5, 0.5), 10.0

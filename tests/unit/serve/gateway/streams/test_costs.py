@@ -175,7 +175,7 @@ def choices_while_draining(streams: int, monkeypatch: pytest.MonkeyPatch) -> int
     return count
 
 
-def test_one_chain_is_looked_for_while_a_replica_cannot_be_left(
+def test_chain_is_chosen_once_while_a_drain_finds_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert choices_while_draining(500, monkeypatch) == 1
@@ -192,7 +192,7 @@ def test_loads_of_replicas_that_are_gone_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_streams_are_late_when_a_look_at_all_finds_them_late(seed: int) -> None:
+def test_late_streams_are_those_of_a_full_scan(seed: int) -> None:
     """The router finds the same late streams as a scan of all, with any limits."""
     chance = random.Random(seed)
     bench = Bench(1, 1)

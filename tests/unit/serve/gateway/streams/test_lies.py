@@ -47,7 +47,7 @@ async def whole(net: Net, clients: list[Client]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) -> None:
+async def test_sequence_missing_from_a_returned_step_delays_no_other(seed: int) -> None:
     """It is returned to its gateway, and finally starts over elsewhere."""
     net, clients = await begun(seed, [1, 1, 2], 4)
     liar = net.streams.router.streams[1].chain[2]
@@ -65,7 +65,7 @@ async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) 
 
 
 @pytest.mark.parametrize("kind", [messages.StepDone, messages.Step])
-async def test_step_that_never_comes_back_is_given_up(kind: type) -> None:
+async def test_step_that_never_returns_is_abandoned(kind: type) -> None:
     """Some messages are lost although the connection is not."""
     net, clients = await begun(3, [1, 2, 1], 4)
     left = [3]
@@ -89,7 +89,7 @@ LIES: dict[str, Callable[[Key], Any]] = {
 
 
 @pytest.mark.parametrize("what", LIES)
-async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
+async def test_gateway_accepts_messages_of_a_streams_chain_only(what: str) -> None:
     """A message of another replica of the same stage closes its edge."""
     net, clients = await begun(5, [2, 1, 2], 3)
     stream = net.streams.router.streams[1]
@@ -150,7 +150,7 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
 
 
 @pytest.mark.parametrize("what", TO_WORKERS)
-async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
+async def test_replica_accepts_messages_of_authorised_senders_only(what: str) -> None:
     """Messages that their sender is not authorised to send close its edge."""
     net, clients = await begun(7, [1, 1, 1])
     sender, receiver, make = TO_WORKERS[what]
@@ -196,7 +196,7 @@ async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> N
     ],
     ids=str,
 )
-def test_numbers_that_cannot_be_are_refused_as_they_arrive(message: Any) -> None:
+def test_impossible_numbers_are_refused_on_arrival(message: Any) -> None:
     with pytest.raises(MessageError):
         unpack(packed(message))
 
@@ -225,7 +225,7 @@ def test_share_without_weight_is_refused(weight: float) -> None:
     ],
     ids=str,
 )
-async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -> None:
+async def test_impossible_sequence_does_not_start(changes: dict[str, Any]) -> None:
     net, clients = await begun(7, [1, 1, 1])
     given = {
         "key": (GATEWAY, 9, 0),

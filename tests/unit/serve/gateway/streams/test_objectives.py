@@ -138,7 +138,7 @@ def test_messages_about_many_streams_are_few() -> None:
     assert ended == [*keys, keys[0]]
 
 
-async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
+async def test_refused_and_late_cancelled_streams_miss_their_objective() -> None:
     """A client that leaves in time has neither attained nor missed."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():
@@ -162,7 +162,7 @@ async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
     assert found.missed["m"] == 2
 
 
-async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -> None:
+async def test_slot_is_held_until_its_stream_starts_or_its_client_is_gone() -> None:
     """Otherwise requests that arrive together could all find the last place."""
     net = Net(random.Random(0), [1, 1], LIMITS)
     for name in net.alive():

@@ -81,7 +81,7 @@ class Bench:
         return found
 
 
-def test_running_stream_moves_to_a_new_replica_of_its_kind_only() -> None:
+def test_running_stream_moves_only_to_a_replica_with_its_fingerprint() -> None:
     """Its tokens could differ on other hardware."""
     assert Bench("a", has_tokens=True).sent(PrepareSequence) == ["new"]
     assert Bench("b", has_tokens=True).sent(PrepareSequence, 20) == []
@@ -96,7 +96,7 @@ def test_stream_without_a_token_starts_over_at_the_new_replica_or_stays() -> Non
     assert Bench("b", has_tokens=False).sent(BeginSequences, 20) == []
 
 
-def test_stream_that_the_new_replica_gave_back_does_not_go_there_again() -> None:
+def test_stream_that_the_new_replica_returned_does_not_move_there_again() -> None:
     """That replica may be the only one that cannot compute it."""
     bench = Bench("a", has_tokens=False)
     assert bench.sent(BeginSequences, 20) == ["new", "new"]

@@ -32,7 +32,7 @@ from multiworld.serve.wire.routing_table import (
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_stream_that_the_only_replica_of_its_chain_gives_back_goes_elsewhere(
+def test_stream_returned_by_its_chain_is_placed_elsewhere(
     count: int,
 ) -> None:
     """That one may be the only one that cannot compute it; without another it stays."""

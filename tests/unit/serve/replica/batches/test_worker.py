@@ -361,7 +361,7 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
         assert await answers(g) == {2: 4.0}
 
 
-async def test_gateway_hears_when_what_it_gave_up_is_computed() -> None:
+async def test_gateway_is_notified_when_abandoned_work_is_computed() -> None:
     """Until then the replica is busy, though nobody waits for its result."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
@@ -417,7 +417,7 @@ async def test_work_of_a_lost_gateway_is_dropped() -> None:
         assert b.worker.report().gateways == ("h",)
 
 
-async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
+async def test_gateway_that_does_not_read_blocks_no_computation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "TELL_S", 0.02)

@@ -242,7 +242,7 @@ def test_few_sequences_go_together_and_wait_for_each_other() -> None:
     assert len(both.parts) == 7
 
 
-def test_last_sequence_is_preempted_and_comes_back_first() -> None:
+def test_last_sequence_is_preempted_and_resumes_first() -> None:
     scheduler = Scheduler(limits(seqs=2, tokens=64, block=2, blocks=4))
     pipeline = Pipeline(scheduler)
     scheduler.add(ScheduledSequence(key(1), [1, 2, 3]))
@@ -303,7 +303,7 @@ def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
+def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     data: st.DataObject,
 ) -> None:
     block = data.draw(st.integers(1, 5), "block")
@@ -343,7 +343,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
     assert len(scheduler.pool.running) == scheduler.pool.waiting == 0
 
 
-def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
+def test_sequence_that_has_ended_in_the_last_stage_delays_no_other() -> None:
     """Its blocks stay allocated until its gateway ends it."""
     scheduler = Scheduler(limits(seqs=8, tokens=64))
     for number in range(8):
@@ -417,7 +417,7 @@ def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
     assert scheduler.pool.take_preempted() == ()
 
 
-def test_probe_waits_for_nobody() -> None:
+def test_probe_skips_the_queue() -> None:
     scheduler = Scheduler(limits(seqs=1, tokens=64, steps=2))
     scheduler.add(ScheduledSequence(key(1), [1]))
     assert scheduler.next_step() is not None
@@ -655,7 +655,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
     assert pipeline.made == wanted
 
 
-def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
+def test_prompts_that_preempt_each_other_complete() -> None:
     """Two half-computed prompts once preempted each other forever."""
     scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
@@ -694,7 +694,7 @@ def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> No
     }
 
 
-def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
+def test_rewound_sequence_is_recomputed_from_its_position() -> None:
     """A later stage lacks rows that only these tokens can produce."""
     scheduler = Scheduler(limits(seqs=4, tokens=64))
     scheduler.add(ScheduledSequence(key(1), [0] * 6))
@@ -709,7 +709,7 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
     assert [(p.begin, p.count, p.samples) for p in step.parts] == [(2, 4, True)]
 
 
-def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
+def test_reserved_sequence_has_its_blocks_and_its_slot() -> None:
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
     assert scheduler.pool.reserve([], key(1), 10)
     assert scheduler.pool.used_blocks == 3
@@ -735,7 +735,7 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     assert scheduler.pool.used_blocks == 0
 
 
-def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
+def test_reservation_of_a_sequence_that_does_not_arrive_is_freed() -> None:
     scheduler = Scheduler(limits(blocks=2))
     assert scheduler.pool.reserve([], key(1), 7)
     assert not scheduler.pool.reserve([], key(2), 1)
@@ -744,7 +744,7 @@ def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_tenant_beside_a_heavier_one_comes_on(steps: int) -> None:
+def test_tenant_beside_a_heavier_one_makes_progress(steps: int) -> None:
     """It has at least one row in each step."""
     scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000, steps=steps))
     pipeline = Pipeline(scheduler)
@@ -777,7 +777,7 @@ def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> Non
     assert scheduler.pool.preemptions < 50
 
 
-def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
+def test_no_sequence_is_preempted_for_one_that_cannot_run() -> None:
     """It has a higher priority, but its replica has no memory now."""
     scheduler = Scheduler(limits(seqs=20, tokens=64, blocks=100))
     pipeline = Pipeline(scheduler)
@@ -891,7 +891,7 @@ def test_replica_without_memory_is_tried_again_when_its_pause_ends() -> None:
     assert scheduler.wakes_at == pytest.approx(5.1)
 
 
-def test_suspect_that_finds_no_room_holds_up_nobody() -> None:
+def test_suspect_that_finds_no_room_delays_no_other_sequence() -> None:
     """The steps of others need not finish first."""
     scheduler = Scheduler(limits(seqs=2, steps=2, tokens=64))
     pipeline = Pipeline(scheduler)
@@ -953,7 +953,7 @@ def test_suspect_waits_for_a_stuck_step_but_others_do_not() -> None:
     assert step.is_alone
 
 
-def test_running_sequences_go_on_beside_a_prompt_after_another_tenant() -> None:
+def test_running_sequences_continue_beside_a_prompt_after_another_tenant() -> None:
     """Steps stay small while the other tenant counts as present."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, steps=2, blocks=900))
     pipeline, wanted = Pipeline(scheduler), {key(n): 10**6 for n in range(3)}

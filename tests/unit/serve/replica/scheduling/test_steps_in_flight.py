@@ -41,7 +41,7 @@ def test_pause_of_this_process_does_not_count() -> None:
     assert looked(begun(A), GRACE_S, 500.0, *[GRACE_S] * 100) > 550
 
 
-def test_process_that_is_late_all_the_time_still_judges() -> None:
+def test_process_that_is_always_late_still_finds_faults() -> None:
     """Every second check comes late enough to look like a pause."""
     periods_s = [GRACE_S, 1.3 * GRACE_S] * 40
     assert looked(begun(A), *periods_s, is_paused=True) < 70

@@ -22,7 +22,7 @@ def rows(begin: int, count: int, salt: int = 0) -> torch.Tensor:
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans())),
     st.integers(0, 2000),
 )
-def test_rows_come_back_unless_they_were_dropped(
+def test_rows_can_be_read_unless_they_were_dropped(
     steps: list[tuple[int, int, bool]], limit: int
 ) -> None:
     """The oldest sequence is dropped first."""
@@ -52,7 +52,7 @@ def test_rows_come_back_unless_they_were_dropped(
     st.lists(st.integers(1, 5), min_size=1),
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=4),
 )
-def test_shared_rows_come_back_and_never_change(
+def test_shared_rows_can_be_read_and_never_change(
     sizes: list[int], writes: list[tuple[int, int]]
 ) -> None:
     log, stream, end = ActivationLog(10_000), ("g", 0), sum(sizes)

@@ -240,7 +240,7 @@ def test_tenant_with_few_sequences_does_not_wait_for_a_flood() -> None:
             assert {8, 9} <= {name for what, name in replica.log if what == "begin"}
 
 
-def test_probes_do_not_wait_and_preparations_wait_for_a_place() -> None:
+def test_probes_do_not_wait_and_preparations_wait_for_a_slot() -> None:
     """A stream that moves to a full replica would otherwise stall there."""
     replica = Replica(1)
     replica.begin(start(1), start(2))
@@ -258,7 +258,7 @@ def test_probes_do_not_wait_and_preparations_wait_for_a_place() -> None:
     assert replica.running == [2]
 
 
-def test_place_of_a_move_that_is_given_up_is_free() -> None:
+def test_slot_of_a_cancelled_move_is_free() -> None:
     replica = Replica(1)
     replica.prepare(start(1))
     replica.prepare(start(2))
@@ -301,7 +301,7 @@ def test_watched_sequence_is_reported_before_it_runs() -> None:
 # Suspects.
 
 
-def test_aborted_run_keeps_its_place_until_it_is_over() -> None:
+def test_aborted_run_keeps_its_slot_until_it_has_ended() -> None:
     """An engine may take time to abort, and a suspect must not run beside the rest."""
     replica = Replica(2, is_slow=True)
     replica.begin(start(1), start(2), start(3), start(4))
@@ -460,7 +460,7 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token_only() -> Non
         ({"max_tokens": 2}, [3, END], "stop"),
     ],
 )
-def test_run_is_aborted_at_its_end_though_the_engine_goes_on(
+def test_run_is_aborted_at_its_end_though_the_engine_continues(
     sampling: dict[str, Any], tokens: list[int], finish: str
 ) -> None:
     replica = Replica()
@@ -618,7 +618,7 @@ def test_busy_engine_is_not_at_fault() -> None:
     assert (replica.given_up, replica.trial) == ([], 0)
 
 
-def test_likely_tokens_outside_the_vocabulary_are_left_out() -> None:
+def test_likely_tokens_outside_the_vocabulary_are_dropped() -> None:
     """They could be neither sent nor shown."""
     replica = Replica()
     replica.begin(start(1, logprobs=2))
@@ -672,7 +672,7 @@ def test_paused_sequence_is_ended() -> None:
     assert leaks_of(replica.sequences) == {}
 
 
-def test_suspect_gives_way_to_held_places() -> None:
+def test_suspect_gives_way_to_reserved_slots() -> None:
     """It runs alone even if all slots are held, and then waits for one."""
     replica = Replica(1)
     replica.prepare(start(2))
@@ -687,7 +687,7 @@ def test_suspect_gives_way_to_held_places() -> None:
     assert replica.runs[replica.number_of(1)].tokens[2:] == (5,) * PROOF_TOKENS
 
 
-def test_suspect_that_gave_way_holds_up_no_other_suspect() -> None:
+def test_suspect_that_gave_way_delays_no_other_suspect() -> None:
     """It waits for a slot, which another suspect does not need."""
     replica = Replica(1)
     replica.prepare(start(2))
@@ -805,7 +805,7 @@ class Random(Replica):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_whatever_happens_the_engine_runs_what_it_should(data: st.DataObject) -> None:
+def test_engine_runs_what_it_should_after_any_events(data: st.DataObject) -> None:
     replica = Random(data.draw(st.integers(1, 4), "max_num_seqs"))
     for _ in range(data.draw(st.integers(1, 40), "events")):
         replica.step(data)

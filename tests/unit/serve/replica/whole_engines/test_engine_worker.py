@@ -89,7 +89,7 @@ async def begun(worker: EngineWorker) -> Bench:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.4, 2.0])
-async def test_hang_is_found_on_a_machine_that_pauses_again_and_again(
+async def test_hang_is_found_on_a_machine_that_pauses_repeatedly(
     late_s: float,
 ) -> None:
     """Only the pauses themselves are excluded from the limit."""
