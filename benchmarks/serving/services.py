@@ -198,10 +198,15 @@ def pids_of(state: Path, prefix: str = "") -> list[int]:
 def family_of(state: Path) -> list[int]:
     """Return the PIDs of a service's processes, store, controller and their helpers."""
     found = [psutil.Process(pid) for pid in pids_of(state)]
+    # A process that ends meanwhile has no command line.
+    commands = {
+        process: process.info["cmdline"] or []
+        for process in psutil.process_iter(["cmdline"])
+    }
     controllers = [
         process
-        for process in psutil.process_iter()
-        if str(state) in process.cmdline() and "serve" in process.cmdline()
+        for process, command in commands.items()
+        if str(state) in command and "serve" in command
     ]
     helpers = [c for p in [*found, *controllers] for c in p.children(recursive=True)]
     return sorted({process.pid for process in [*found, *controllers, *helpers]})

@@ -85,7 +85,8 @@ def gateways(service: Served) -> dict[str, int]:
     return {
         process.name: process.pid
         for process in service.status().processes
-        if process.phase == "ready" and is_living(process.pid) and not process.model
+        if process.pid and process.phase == "ready" and not process.model
+        if is_living(process.pid)
     }
 
 

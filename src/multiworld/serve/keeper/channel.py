@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from multiworld.serve.keeper.frames import Entry, FrameError, FrameReader
 
 READ_BYTES = 256 * 1024
-DESCRIPTORS = 16  # that one read may bring
+ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for the descriptors that a read may bring
 BUFFER_BYTES = 1024 * 1024  # asked of the kernel, which may allow less
 
 
@@ -24,6 +25,8 @@ class Channel:
         on_frame: Gets each frame, and the descriptors that came until then, which it
             takes from the front.
         on_lost: Called once, when the peer is gone or speaks another protocol.
+        rest_s: Seconds after a read in which nothing is read: what waits in the socket
+            is safe there, and many small frames are read at once.
     """
 
     def __init__(
@@ -31,16 +34,21 @@ class Channel:
         sock: socket.socket,
         on_frame: Callable[[list[Entry], deque[int]], None],
         on_lost: Callable[[], None],
+        rest_s: float = 0.0,
     ) -> None:
+        self._rest_s = rest_s
         self._sock, self._on_frame, self._on_lost = sock, on_frame, on_lost
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
+        # Allocated once: a new buffer for each read would be new pages each time.
+        self._read = memoryview(bytearray(READ_BYTES))
         self._descriptors: deque[int] = deque()
         # Bytes to send, with the descriptors that go with their first one, and what is
         # called once they are sent.
         self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
         self._queue = deque()
         self._is_open = True
+        self._is_waiting = False  # for the peer to take what is queued
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -78,7 +86,9 @@ class Channel:
                 else:
                     count = self._sock.send(data)
             except BlockingIOError:
-                self._loop.add_writer(self._sock, self._write)
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    self._loop.add_writer(self._sock, self._write)
                 return
             except OSError:
                 self.lose()
@@ -90,25 +100,36 @@ class Channel:
                 continue
             self._queue.popleft()
             on_sent()
-        if self._is_open:
+        if self._is_open and self._is_waiting:
+            self._is_waiting = False
             self._loop.remove_writer(self._sock)
 
     def _readable(self) -> None:
         try:
-            data, found, _, _ = socket.recv_fds(self._sock, READ_BYTES, DESCRIPTORS)
+            size, more, _, _ = self._sock.recvmsg_into([self._read], ANCILLARY_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data, found = b"", []
-        self._descriptors.extend(found)
-        if not data:
+            size, more = 0, []
+        for _, _, found in more:
+            numbers = array("i")
+            numbers.frombytes(found[: len(found) - len(found) % numbers.itemsize])
+            self._descriptors.extend(numbers)
+        if not size:
             self.lose()
             return
+        if self._rest_s and size < READ_BYTES // 4:
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(self._rest_s, self._read_on)
         try:
-            for entries in self._reader.feed(data):
+            for entries in self._reader.feed(self._read[:size]):
                 self._on_frame(entries, self._descriptors)
         except FrameError:
             self.lose()
+
+    def _read_on(self) -> None:
+        if self._is_open:
+            self._loop.add_reader(self._sock, self._readable)
 
     def lose(self) -> None:
         """Close the channel, as if the peer were gone."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 PROTOCOL = 1  # version; both ends name theirs in ``HELLO``
 
@@ -30,7 +30,9 @@ class Kind(IntEnum):
     # About a connection; ``CONNECTION`` in both directions, with a descriptor. What
     # follows it, up to ``COMPLETE``, is the connection's record.
     CONNECTION = 16  # payload: ``COUNTERS``
-    INPUT = 17  # bytes read from the client
+    # Bytes read from the client; value: monotonic time in ns, which all processes of
+    # a host share.
+    INPUT = 17
     REQUEST = 18  # what was drawn for the current request; replaces what was before
     ITEM = 19  # a part of what the current answer shows: a token
     OUTPUT = 20  # bytes of the answer; value: events of it that they complete
@@ -48,8 +50,7 @@ class FrameError(Exception):
     """The peer does not speak this protocol."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One statement of a frame."""
 
     kind: Kind
@@ -77,7 +78,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[list[Entry]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[list[Entry]]:
         """Yield the frames that ``data`` completes.
 
         Raises:
@@ -96,17 +97,18 @@ class FrameReader:
             yield list(_entries(body))
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 def _entries(body: bytes) -> Iterator[Entry]:
-    at = 0
-    while at < len(body):
+    at, end = 0, len(body)
+    while at < end:
         try:
-            kind, connection, value, size = _ENTRY.unpack_from(body, at)
-            known = Kind(kind)
-        except (struct.error, ValueError) as error:
-            raise FrameError(str(error)) from error
-        at += _ENTRY.size
-        payload = body[at : at + size]
-        if len(payload) < size:
+            number, connection, value, size = _ENTRY.unpack_from(body, at)
+            kind = _KINDS[number]
+        except (struct.error, KeyError) as error:
+            raise FrameError(f"not an entry: {error}") from error
+        at += _ENTRY.size + size
+        if at > end:
             raise FrameError("an entry is cut off")
-        at += size
-        yield Entry(known, connection, value, payload)
+        yield Entry(kind, connection, value, body[at - size : at])

@@ -10,7 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from multiworld.serve.keeper.frames import Entry, Kind, entry
-from multiworld.serve.keeper.record import TRIM_BYTES, ConnectionRecord, State
+from multiworld.serve.keeper.record import (
+    IDLE_BYTES,
+    TRIM_BYTES,
+    ConnectionRecord,
+    State,
+)
 
 WAIT_S = 30.0  # for a gateway, while there is none; then 503
 TICK_S = 0.1  # between checks of gateways and of waiting connections
@@ -222,10 +227,8 @@ class Keeper:
             record.give_up()
             self.size += record.size - before
             self.unprotected += 1
-        needs_trim = said.kind is Kind.IDLE or (
-            said.kind is Kind.OUTPUT and len(record.output) > TRIM_BYTES
-        )
-        return [Trim(number)] if record.output and needs_trim else []
+        limit = IDLE_BYTES if said.kind is Kind.IDLE else TRIM_BYTES
+        return [Trim(number)] if len(record.output) > limit else []
 
     def restored(self, number: int, record: ConnectionRecord, now: float) -> None:
         """Take over a connection of a gateway that was an earlier keeper's."""

@@ -51,6 +51,7 @@ BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS = 64  # in one turn of the loop
 FULL_S = 0.1  # until the next accept when there are no descriptors left
 END_S = 1.0  # for a killed gateway's end; in a driver it may take longer
+REST_S = 0.004  # between two reads of what gateways say
 LOCK_S = 1.0  # between checks whether the service has ended
 LINGER_S = 0.5  # for a refused client to read its refusal
 
@@ -138,7 +139,9 @@ class KeeperProcess:
         def framed(entries: list[Entry], descriptors: deque[int]) -> None:
             self._framed(number, entries, descriptors)
 
-        self._channels[number] = Channel(sock, framed, lambda: self._lost(number))
+        self._channels[number] = Channel(
+            sock, framed, lambda: self._lost(number), REST_S
+        )
 
     def _framed(
         self, number: int, entries: list[Entry], descriptors: deque[int]

@@ -14,28 +14,31 @@ from enum import StrEnum
 
 from multiworld.serve.keeper.frames import Entry, FrameError, Kind, entry
 
-# Of the kernel's counters when the connection was accepted, bytes of answers before
-# the recorded ones, bytes read before the recorded ones, requests in ``INPUT`` that
-# are answered, events of the current answer, and the record's three flags.
-COUNTERS = struct.Struct("<QQQQQQ???")
+# The numbers and flags of a record, in the order of ``COUNTED``.
+COUNTERS = struct.Struct("<QQQQQQQ???")
+COUNTED = (
+    *("written_before", "read_before", "output_at", "input_at", "began_ns"),
+    *("answered", "events", "has_begun", "is_closing", "is_protected"),
+)
 
-TRIM_BYTES = 64 * 1024  # of output, from which on the kernel is asked what it has
+# Bytes of output from which on the kernel is asked what it has: of an answer, and of a
+# connection without a request.
+TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
 
 
 class State(StrEnum):
     """State of a connection, as its record shows it."""
 
     IDLE = "idle"  # no request
-    READING = "reading"  # a request has begun to arrive
-    RECORDED = "recorded"  # what another gateway needs to compute it is here
+    READING = "reading"  # a request has begun to arrive, or is computed
+    RECORDED = "recorded"  # so is what was drawn for it, which its answer shows
     ANSWERING = "answering"  # a part of its answer was recorded
     CLOSED = "closed"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.IDLE: frozenset({State.READING, State.CLOSED}),
-    # Idle: an empty line between requests. Answering: a refusal before the end of the
-    # request, and whoever is refused may go on sending.
+    # Idle: an empty line between requests. Answering: nothing was drawn for it.
     State.READING: frozenset(
         {State.RECORDED, State.ANSWERING, State.IDLE, State.CLOSED}
     ),
@@ -56,6 +59,7 @@ class ConnectionRecord:
         read_before: The same of bytes read.
         input: Bytes that were read, from the first request without an answer on.
         input_at: Number of bytes that were read before those.
+        began_ns: Monotonic time at which their first one was read, in ns.
         answered: Requests in ``input`` that are answered all the same.
         request: What was drawn for the current request; empty: nothing yet.
         items: Parts of what the current answer shows, in their order.
@@ -73,6 +77,7 @@ class ConnectionRecord:
     read_before: int = 0
     input: bytearray = field(default_factory=bytearray)
     input_at: int = 0
+    began_ns: int = 0
     answered: int = 0
     request: bytes = b""
     items: list[bytes] = field(default_factory=list)
@@ -106,6 +111,7 @@ class ConnectionRecord:
             case Kind.INPUT:
                 if self.state is State.IDLE:
                     self.become(State.READING)
+                    self.began_ns = said.value
                 self._read(said.payload)
             case Kind.REQUEST:
                 if self.state is State.READING:
@@ -179,7 +185,7 @@ class ConnectionRecord:
         """Yield the record, from ``CONNECTION``, which needs a descriptor."""
         yield entry(Kind.CONNECTION, self.number, 0, self._counters())
         if self.input:
-            yield entry(Kind.INPUT, self.number, 0, bytes(self.input))
+            yield entry(Kind.INPUT, self.number, self.began_ns, bytes(self.input))
         if self.request:
             yield entry(Kind.REQUEST, self.number, 0, self.request)
         for item in self.items:
@@ -189,17 +195,7 @@ class ConnectionRecord:
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
     def _counters(self) -> bytes:
-        return COUNTERS.pack(
-            self.written_before,
-            self.read_before,
-            self.output_at,
-            self.input_at,
-            self.answered,
-            self.events,
-            self.has_begun,
-            self.is_closing,
-            self.is_protected,
-        )
+        return COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:
@@ -211,20 +207,12 @@ def record_of(entries: list[Entry]) -> ConnectionRecord:
     first, *rest, last = entries
     record = ConnectionRecord(first.connection)
     try:
-        (
-            record.written_before,
-            record.read_before,
-            record.output_at,
-            record.input_at,
-            record.answered,
-            record.events,
-            record.has_begun,
-            record.is_closing,
-            record.is_protected,
-        ) = COUNTERS.unpack(first.payload)
+        counted = COUNTERS.unpack(first.payload)
         state = list(State)[last.value]
     except (struct.error, IndexError) as error:
         raise FrameError(str(error)) from error
+    for name, value in zip(COUNTED, counted, strict=True):
+        setattr(record, name, value)
     for said in rest:
         match said.kind:
             case Kind.INPUT:

@@ -93,7 +93,7 @@ def test_stream_of_a_killed_gateway_continues_elsewhere() -> None:
     said(keeper, 1, *REQUEST, item, output)
     assert keeper.lost(1, {7: Counters(3, READ)}, 0.0) == [Give(7, 2)]
     record = keeper.records[7]
-    assert (record.output, record.output_at) == (b"45", 3)
+    assert (bytes(record.output), record.output_at) == (b"45", 3)
     assert (record.items, record.events, record.has_begun) == ([b"token"], 1, True)
 
 
@@ -190,6 +190,7 @@ def test_gateway_decides_about_its_own_connections_only() -> None:
         *[st.integers(0, 2**40)] * 2,
         st.binary(max_size=9).map(bytearray),
         st.integers(0, 2**40),
+        st.integers(0, 2**63),
         st.integers(0, 3),
         st.binary(max_size=9),
         st.lists(st.binary(max_size=9), max_size=3),

@@ -323,8 +323,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heads.flush()  # a HEAD request has no body
         # Complete cycles would keep headers and unread bodies in memory.
         self._cycles = [c for c in self._cycles if not c.response_complete]
-        self._recorder.answered()
-        self._record_idle()
+        if not self._record_idle():
+            self._recorder.answered()
         if self._refusal and not self._cycles:
             self._send_refusal()
             return  # later requests on this connection are not served
@@ -344,9 +344,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limit_idle()
         self._record_idle()
 
-    def _record_idle(self) -> None:
-        if not (self._is_in_message or self._cycles or self._refusal):
+    def _record_idle(self) -> bool:
+        """Record that no request is open, if so."""
+        is_idle = not (self._is_in_message or self._cycles or self._refusal)
+        if is_idle:
             self._recorder.idle()
+        return is_idle
 
     def _feed(self, data: bytes) -> None:
         try:

@@ -31,8 +31,8 @@ class Drawn(msgspec.Struct, array_like=True):
 
     key: bytes  # all random numbers of the request are made of it
     made_at: float  # wall clock
-    started_at: float  # monotonic clock, which all processes of a host share
-    deadline_at: float | None = None  # monotonic; None: not known yet
+    # Monotonic time, which all processes of a host share; None: not known yet.
+    deadline_at: float | None = None
     version: str = ""  # of the model
     noise: dict[int, str] = {}  # by choice: by which its tokens were sampled
 
@@ -45,28 +45,34 @@ _encode = msgspec.msgpack.Encoder().encode
 class AnswerRecord:
     """The record of one request's answer.
 
+    Args:
+        record: Of its connection.
+        say: Records something of the connection.
+        is_resumed: Another gateway has had the request.
+        clock: Monotonic.
+
     Attributes:
-        is_resumed: Another gateway has begun to answer it.
-        has_begun: Bytes of the answer went out there.
+        has_begun: Bytes of the answer went out at another gateway.
     """
 
     def __init__(
         self,
         record: ConnectionRecord,
         say: Callable[..., None],
+        *,
+        is_resumed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say, self._clock = say, clock
-        self.is_resumed = bool(record.request)
+        self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
         self._events = 0  # of the answer so far
         self._before = record.events  # of them, that went out at another gateway
         self._items = list(record.items)
-        if self.is_resumed:
+        if record.request:
             self.drawn = _drawn.decode(record.request)
         else:
-            self.drawn = Drawn(secrets.token_bytes(KEY_BYTES), time.time(), clock())
-            self.keep()
+            self.drawn = Drawn(secrets.token_bytes(KEY_BYTES), time.time())
 
     def keep(self) -> None:
         """Record ``drawn``, which has changed."""
@@ -85,7 +91,7 @@ class AnswerRecord:
     @property
     def spent_s(self) -> float:
         """Seconds that other gateways have had the request."""
-        return self._clock() - self.drawn.started_at if self.is_resumed else 0.0
+        return self._clock() - self._began_at if self.is_resumed else 0.0
 
     def replayed(self) -> Iterator[tuple[int, TokenItem]]:
         """Yield the choices and tokens that another gateway has shown, in order."""
@@ -130,7 +136,7 @@ class Unrecorded:
         return unrecorded()
 
     def answered(self) -> None:
-        """Record that the answer has ended."""
+        """Record that an answer has ended, and that there are other requests."""
 
     def idle(self) -> None:
         """Record that no request is open."""
@@ -151,6 +157,7 @@ class Recorder(Unrecorded):
         self._link, self.record = link, record
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
+        self._is_resumed = bool(record.input)  # the next request is
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
@@ -167,10 +174,11 @@ class Recorder(Unrecorded):
             self._link.say(self, kind, value, payload)
 
     def received(self, data: bytes) -> None:
-        self.say(Kind.INPUT, 0, bytes(data))
+        self.say(Kind.INPUT, time.monotonic_ns(), bytes(data))
 
     def answer(self) -> AnswerRecord:
-        self._answer = AnswerRecord(self.record, self.say)
+        self._answer = AnswerRecord(self.record, self.say, is_resumed=self._is_resumed)
+        self._is_resumed = False
         return self._answer
 
     def answered(self) -> None:
@@ -178,6 +186,7 @@ class Recorder(Unrecorded):
         self.say(Kind.ANSWERED)
 
     def idle(self) -> None:
+        self._answer, self._is_resumed = None, False
         self.say(Kind.IDLE)
 
     def closed(self) -> None:
