@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from multiworld.serve.controller.answers import Drained
 from tests.serve.harness import WAIT_S, Served, served
 from tests.serve.texts import asked, spec_of
 from tests.tiny_decoder import save_decoder
@@ -88,6 +89,10 @@ def gateways(service: Served) -> dict[str, int]:
         if process.pid and process.phase == "ready" and not process.model
         if is_living(process.pid)
     }
+
+
+def drain(service: Served, name: str) -> None:
+    service.ask("POST", "/drain", Drained, json={"name": name})
 
 
 def is_living(pid: int | None) -> bool:
@@ -361,3 +366,15 @@ async def test_large_body_that_is_half_read_is_read_on(service: Served) -> None:
     assert "200 ok" in head
     connection.close()
     await ready_again(service)
+
+
+async def test_drained_gateway_hands_its_streams_over(service: Served) -> None:
+    pids = await asyncio.to_thread(gateways, service)
+    async with Streams(service) as streams:
+        await streams.have(3)
+        for name in pids:
+            await asyncio.to_thread(drain, service, name)
+    async with asyncio.timeout(WAIT_S):
+        while pids.keys() & (await asyncio.to_thread(gateways, service)).keys():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert any("continued by another" in e.text for e in service.events("connections"))

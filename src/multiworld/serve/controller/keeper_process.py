@@ -13,10 +13,12 @@ import sys
 from collections import deque
 
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.keeper.channel import Channel
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
-from multiworld.serve.keeper.process import READY, SUPERVISOR
+from multiworld.serve.keeper.keeper import Counts
+from multiworld.serve.keeper.process import COUNTS, READY, SUPERVISOR
 from multiworld.serve.spec.schema import AppSpec
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
@@ -24,6 +26,14 @@ rare_log = RareLog(logging.getLogger("multiworld.serve"))
 START_S = 10.0  # for a keeper to start
 AGAIN_S = 0.5  # between attempts to start one
 BEAT_S = 0.2  # between beats to the keeper
+# In the history, by what was counted.
+WORDS = {
+    "handed_over": "connections of a gateway that ended are continued by another: {}",
+    "closed": "connections of a gateway that ended are cut, as it took bytes along: {}",
+    "refused": "connections are refused with 503, without a gateway: {}",
+    "unprotected": "requests are not protected, beyond gateway.keeper_memory_mb: {}",
+}
+
 END_S = 2.0  # for its exit after SIGTERM
 
 
@@ -37,11 +47,18 @@ class KeeperSupervisor:
         app: The service.
         listener: Bound socket of the gateways' address; stays open until the service
             ends, so that no client is refused while there is no keeper.
+        history: Of the service.
     """
 
     def __init__(
-        self, folder: StateFolder, app: AppSpec, listener: socket.socket
+        self,
+        folder: StateFolder,
+        app: AppSpec,
+        listener: socket.socket,
+        history: History,
     ) -> None:
+        self._history = history
+        self._counts = Counts()
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
         self._silence_s = app.silence_s
@@ -52,7 +69,6 @@ class KeeperSupervisor:
         self._lost = asyncio.Event()
         self._heard_at = 0.0
         self.pid = 0  # of the keeper; 0: there is none
-        self.restarts = 0
 
     async def run(self) -> None:
         """Watch the keeper until cancelled; it then runs on."""
@@ -62,7 +78,8 @@ class KeeperSupervisor:
             if channel is None:
                 try:
                     await self._start()
-                    self.restarts += not is_first
+                    if not is_first:
+                        self._history.say("keeper", "the stream keeper was replaced")
                 except (OSError, TimeoutError) as error:
                     rare_log.error("the stream keeper cannot be started", error)
                     await asyncio.sleep(AGAIN_S)
@@ -83,6 +100,7 @@ class KeeperSupervisor:
             sock.close()
             return None
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self._counts = Counts()
         self.pid, _, _ = struct.unpack("3i", credentials)
         self._lost.clear()
         self._heard_at = self._loop.time()
@@ -106,6 +124,15 @@ class KeeperSupervisor:
         for each in entries:
             if each.kind is Kind.LISTENER:
                 self._keep(socket.socket(fileno=descriptors.popleft()))
+            elif each.kind is Kind.BEAT and len(each.payload) == COUNTS.size:
+                self._report(Counts(*COUNTS.unpack(each.payload)))
+
+    def _report(self, counts: Counts) -> None:
+        """Record in the history what has happened to connections."""
+        before, self._counts = self._counts, counts
+        for name, text in WORDS.items():
+            if (more := getattr(counts, name) - getattr(before, name)) > 0:
+                self._history.say("connections", text.format(more))
 
     def _keep(self, sock: socket.socket) -> None:
         """Keep a socket that an earlier controller's keeper listens on."""

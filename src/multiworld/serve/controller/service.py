@@ -278,7 +278,7 @@ async def _control(
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
-        keeper = KeeperSupervisor(folder, app, reserved)
+        keeper = KeeperSupervisor(folder, app, reserved, controller.history)
         keeping: asyncio.Task[None] | None = None
         if app.gateway.is_kept:
             keeping = loop.create_task(keeper.run())

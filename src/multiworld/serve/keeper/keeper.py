@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from multiworld.serve.keeper.frames import Entry, Kind, entry
 from multiworld.serve.keeper.record import (
@@ -28,6 +29,15 @@ class Counters:
 
     written: int
     read: int
+
+
+class Counts(NamedTuple):
+    """What has happened to connections since the keeper started."""
+
+    handed_over: int = 0  # to another gateway
+    closed: int = 0  # cut, as their records were not whole
+    refused: int = 0  # with 503
+    unprotected: int = 0  # requests for whose records there was no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +278,10 @@ class Keeper:
             for number in list(self.waiting)
             for action in self._place(number, now)
         ]
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.handed_over, self.closed, self.refused, self.unprotected)
 
     # Time.
 

@@ -58,6 +58,8 @@ LINGER_S = 0.5  # for a refused client to read its refusal
 READY = b"ready"  # line that a keeper prints once it listens
 ALONE = 3  # checks in a row that find no process of the service
 
+COUNTS = struct.Struct("<4Q")  # ``Counts``, in the beats for the supervisor
+
 SUPERVISOR = b"supervisor"  # name in the ``HELLO`` of whoever watches the keeper
 
 LEFT = 72  # exit code of a keeper that was stopped for too long
@@ -149,7 +151,8 @@ class KeeperProcess:
         self._exit_if_left()
         now = self._loop.time()
         if number in self._supervisors:
-            self._send(number, [entry(Kind.BEAT)])
+            counts = COUNTS.pack(*self.keeper.counts)
+            self._send(number, [entry(Kind.BEAT, payload=counts)])
             return
         if number not in self.keeper.gateways:
             first = entries[0]
