@@ -27,8 +27,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from typing import Any, Generic, Self, TypeVar
 
-import torch
-
 from multiworld.config import WorldConfig
 from multiworld.errors import (
     ConfigError,
@@ -40,7 +38,7 @@ from multiworld.incarnation.events import Event
 from multiworld.net.security import Security
 from multiworld.world import manager as _manager
 from multiworld.world import world as _world
-from multiworld.world.blocking_world import BlockingWorld
+from multiworld.world.blocking_world import BlockingManager, BlockingWorld
 
 __all__ = ["World", "WorldManager"]
 
@@ -239,7 +237,7 @@ class World(BlockingWorld):
         self._loop.call(self._world._await_device())
 
 
-class WorldManager:
+class WorldManager(BlockingManager[World]):
     """A manager for threads; ``multiworld.WorldManager`` describes each method in full.
 
     Use it with ``with``, or call ``close``, outside of event loops (``ConfigError``).
@@ -279,74 +277,21 @@ class WorldManager:
     def __repr__(self) -> str:
         return repr(self._manager).replace("<World", "<blocking.World", 1)
 
-    def join(
-        self,
-        name: str,
-        *,
-        rank: int | None = None,
-        size: int | None = None,
-        store: str | None = None,
-        backend: str = "direct",
-        config: WorldConfig | None = None,
-        device: torch.device | str = "cpu",
-        timeout_s: float | None = None,
-    ) -> World:
-        """Return a joined world; see ``multiworld.WorldManager.join``.
+    def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        return self._loop.call(step, timeout_s)
 
-        Args:
-            name, rank, size, store, backend, config, device: As there.
-            timeout_s: Seconds to wait; None: those of ``config.join_s``.
-        """
-        step = self._manager.join(
-            name,
-            rank=rank,
-            size=size,
-            store=store,
-            backend=backend,
-            config=config,
-            device=device,
-        )
+    def _next(
+        self, step: Coroutine[Any, Any, _world.World], timeout_s: float | None
+    ) -> World:
         return World(self._loop.call(step, timeout_s), self._loop)
 
-    def keep(
-        self,
-        name: str,
-        *,
-        rank: int | None = None,
-        size: int | None = None,
-        store: str | None = None,
-        backend: str = "direct",
-        config: WorldConfig | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Iterator[World]:
-        """Yield a ready world after every fault; see ``multiworld.WorldManager.keep``.
-
-        Args:
-            name, rank, size, store, backend, config, device: As for ``join``.
-        """
-        worlds = self._manager.keep(
-            name,
-            rank=rank,
-            size=size,
-            store=store,
-            backend=backend,
-            config=config,
-            device=device,
-        )
+    def _each(self, worlds: AsyncIterator[_world.World]) -> Iterator[World]:
         while True:
             try:
                 world = self._loop.call(_next(worlds))
             except StopAsyncIteration:
                 return
             yield World(world, self._loop)
-
-    def leave(self, name: str) -> None:
-        """Leave one world politely; see ``multiworld.WorldManager.leave``.
-
-        Args:
-            name: The world's name.
-        """
-        self._loop.call(self._manager.leave(name))
 
     def events(self) -> Iterator[Event]:
         """Return an iterator that waits for each event, until the manager is closed."""

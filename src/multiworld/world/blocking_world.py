@@ -5,19 +5,23 @@ Written by ``python -m tests.meta.blocking_facade`` from ``multiworld.World``.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from multiworld.backends.base import Bundle
+from multiworld.config import WorldConfig
+from multiworld.world.manager import WorldManager
 from multiworld.world.world import World, WorldStatistics
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class BlockingWorld:
@@ -261,4 +265,75 @@ class BlockingWorld:
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """As ``multiworld.World.barrier``."""
         step = self._world.barrier()
+        self._wait(step, timeout_s)
+
+
+class BlockingManager(Generic[W]):
+    """Methods of a manager; those that wait take ``timeout_s``. ``W``: its worlds."""
+
+    _manager: WorldManager
+
+    def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run a coroutine on the manager's loop, and wait for it."""
+        raise NotImplementedError
+
+    def _next(self, step: Coroutine[Any, Any, World], timeout_s: float | None) -> W:
+        """Wait for a world."""
+        raise NotImplementedError
+
+    def _each(self, worlds: AsyncIterator[World]) -> Iterator[W]:
+        """Wait for each of some worlds."""
+        raise NotImplementedError
+
+    def join(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+        timeout_s: float | None = None,
+    ) -> W:
+        """As ``multiworld.WorldManager.join``."""
+        step = self._manager.join(
+            name,
+            rank=rank,
+            size=size,
+            store=store,
+            backend=backend,
+            config=config,
+            device=device,
+        )
+        return self._next(step, timeout_s)
+
+    def keep(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        store: str | None = None,
+        backend: str = "direct",
+        config: WorldConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Iterator[W]:
+        """As ``multiworld.WorldManager.keep``."""
+        return self._each(
+            self._manager.keep(
+                name,
+                rank=rank,
+                size=size,
+                store=store,
+                backend=backend,
+                config=config,
+                device=device,
+            )
+        )
+
+    def leave(self, name: str, *, timeout_s: float | None = None) -> None:
+        """As ``multiworld.WorldManager.leave``."""
+        step = self._manager.leave(name)
         self._wait(step, timeout_s)
