@@ -34,6 +34,11 @@ LAYERS = (
     {"serve/spec", "serve/queueing"},
     {"serve/machines", "serve/tenants", "serve/text"},
     {"serve/keeper", "serve/wire"},
+    {
+        "serve/controller/deadlines",
+        "serve/gateway/deadlines",
+        "serve/replica/deadlines",
+    },
     {"serve/routing"},
     {"serve/engine/models"},
     {"serve/engine/compute"},

@@ -25,6 +25,7 @@ from multiworld.net.rare_log import RareLog
 from multiworld.net.threads import in_thread
 from multiworld.serve.controller import status
 from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.deadlines import EXIT_S, REPORT_S
 from multiworld.serve.controller.dtypes import Resolved, resolve
 from multiworld.serve.controller.fleet import actions, events
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
@@ -50,7 +51,7 @@ from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import Specs, asks_of
-from multiworld.serve.controller.process_links import REPORT_S, ProcessLinks
+from multiworld.serve.controller.process_links import ProcessLinks
 from multiworld.serve.controller.processes import Processes, end_words
 from multiworld.serve.controller.scaling.autoscaler import Autoscaler
 from multiworld.serve.controller.tenant_manager import TenantManager
@@ -81,7 +82,6 @@ RECORDED_S = 5.0  # maximum seconds to write the record before confirming an ope
 LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
 END_S = 10.0  # maximum seconds for workers to exit on shutdown
 OPERATIONS_SHOWN = 10  # number of operations that ``status`` shows
-EXIT_S = 0.25  # seconds to wait for an exit code after a connection has ended
 ENDED = "its process ended"  # prefix of the reason if a process has exited
 
 # Phases before a replica has loaded its stage.

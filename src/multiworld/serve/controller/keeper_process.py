@@ -13,6 +13,7 @@ import sys
 from collections import deque
 
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.controller.deadlines import KEEPER_BEAT_S, KEEPER_START_S
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.keeper.channel import Channel
@@ -23,9 +24,7 @@ from multiworld.serve.spec.schema import AppSpec
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
-START_S = 10.0  # for a keeper to start
 AGAIN_S = 0.5  # between attempts to start one
-BEAT_S = 0.2  # between beats to the keeper
 # In the history, by what was counted.
 WORDS = {
     "handed_over": "connections of a gateway that ended are continued by another: {}",
@@ -112,7 +111,7 @@ class KeeperSupervisor:
         while not self._lost.is_set():
             channel.send(frame([entry(Kind.BEAT)]))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
             if self._loop.time() - self._heard_at > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
@@ -161,7 +160,7 @@ class KeeperSupervisor:
                 start_new_session=True,
             )
         assert process.stdout is not None
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(KEEPER_START_S):
             line = await process.stdout.readline()
         if line.strip() != READY:
             raise OSError(f"it ended; see {self._log}")

@@ -18,6 +18,7 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.controller.deadlines import JOIN_S, REPORT_S
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import AGAIN_S, control_world
 from multiworld.serve.wire.process_args import world_config
@@ -27,9 +28,6 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
-
-JOIN_S = 20.0  # seconds per attempt for a process to join its control world
-REPORT_S = 2.0  # seconds to wait for the report of a process
 
 
 class ProcessLinkOwner(Protocol):

@@ -22,6 +22,7 @@ from multiworld.net.security import Security
 from multiworld.net.tcp import own_address
 from multiworld.serve.controller.admin import is_done_before, make_admin
 from multiworld.serve.controller.controller import Controller
+from multiworld.serve.controller.deadlines import STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
@@ -36,8 +37,6 @@ from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.controller.launchers.registry import maker_of
 from multiworld.serve.controller.startup import Startup, process_began
 from multiworld.serve.controller.store_process import (
-    CHECK_S,
-    HUNG_AFTER_CHECKS,
     check_secret,
     end_store,
     kill_store,
@@ -320,9 +319,9 @@ async def _mind_store(
     """Restart a lost or hung store at its address; ready worlds do not need it."""
     missed = 0
     while True:
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(STORE_CHECK_S)
         missed = 0 if await store_answers(controller.store, security) else missed + 1
-        if missed >= HUNG_AFTER_CHECKS:
+        if missed >= STORE_HUNG_AFTER_CHECKS:
             missed = 0
             controller.store_trouble = "the store hangs and is replaced"
             logger.error(

@@ -19,15 +19,13 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
+from multiworld.serve.controller.deadlines import STORE_ANSWER_S
 from multiworld.serve.controller.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store
 START_S = 30.0  # maximum seconds for the store to start
-ANSWER_S = 1.5  # maximum seconds for the store to answer a check
-CHECK_S = 1.0  # seconds between checks whether the store runs and answers
-HUNG_AFTER_CHECKS = 3  # consecutive unanswered checks after which it is replaced
 END_S = 5.0  # maximum seconds for its exit after SIGTERM
 LOOK_S = 0.02  # seconds between checks whether it has exited
 
@@ -97,7 +95,7 @@ async def _end_unrecorded(started: Path) -> None:
 async def store_answers(store: StoreRecord, security: Security) -> bool:
     (address,) = parse_store(store.address).stores
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(STORE_ANSWER_S):
             await check_store(address, security)
     except (OSError, TimeoutError, RendezvousError):
         return False
@@ -108,7 +106,7 @@ async def check_secret(store: StoreRecord, security: Security) -> None:
     """Raise ServeError if a store, and so all processes, hold another secret."""
     (address,) = parse_store(store.address).stores
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(STORE_ANSWER_S):
             await check_store(address, security)
     except WrongSecretError as error:
         raise ServeError(

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.replica.deadlines import GUARD_S
 
 EXIT_HUNG = 70  # exit code of a replica whose model hangs
-GUARD_S = 1.0  # seconds between two checks
 
 
 class HangGuard:

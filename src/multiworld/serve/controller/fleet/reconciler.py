@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiworld.errors import ServeError
+from multiworld.serve.controller.deadlines import PROBE_GRACE_S, PROBE_S
 from multiworld.serve.controller.fleet import events
 from multiworld.serve.controller.fleet.actions import (
     Action,
@@ -686,9 +687,6 @@ PROBE_PAUSE_S = 0.1
 # Consecutive failed probes after which a replica is replaced.
 PROBE_FAILURES = 5
 
-PROBE_S = 10.0  # maximum seconds of a replica's first probe
-# Seconds beyond a probe's limit after which it counts as lost and is repeated.
-PROBE_GRACE_S = 5.0
 # Consecutive failures with the same cause after which a stage's first start is
 # abandoned.
 FIRST_START_FAILURES = 4

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from multiworld.serve.gateway.deadlines import STALL_S
 from multiworld.serve.gateway.http.http_request import (
     CONNECTION,
     IS_COMPLETE,
@@ -70,8 +71,6 @@ UPGRADE = (b"upgrade", b"http2-settings")
 # were unread at the close, the client could see a broken connection and no refusal.
 LINGER_S = 2.0
 LINGERING = 64  # maximum connections in this state; they do not count as open
-
-STALL_S = 30.0  # seconds within which a client must read some of a waiting answer
 
 # A refusal, to format with the status, the body's length, and the body.
 ANSWER = (

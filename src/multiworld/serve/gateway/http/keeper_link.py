@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from multiworld.serve.gateway.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.record import ConnectionRecord, record_of
@@ -24,7 +25,6 @@ logger = logging.getLogger("multiworld.serve")
 
 BEAT_S = 0.1  # between beats to the keeper
 AGAIN_S = 0.02  # between attempts to reach a keeper
-LEAVE_S = 1.0  # besides ``silence_s``, without a beat of the keeper
 
 Serve = Callable[[socket.socket, ConnectionRecord], object]
 
@@ -180,7 +180,7 @@ class KeeperLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._lost.wait()
-            if self._loop.time() - self._heard_at > self._silence_s + LEAVE_S:
+            if self._loop.time() - self._heard_at > self._silence_s + KEEPER_S:
                 logger.error("the stream keeper hangs; streams continue without it")
                 channel.lose()
 

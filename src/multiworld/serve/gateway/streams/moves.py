@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from multiworld.serve.gateway.deadlines import PREPARE_S
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
 from multiworld.serve.gateway.streams.stream import (
     Chain,
@@ -33,7 +34,6 @@ TOKENS_AT_ONCE = 128
 # computes this many in hardly more time than one.
 LAG = 8
 WORTH = 32  # minimum tokens still to come for a move to a less loaded replica
-PREPARE_S = 60.0  # seconds after which a move is abandoned
 RETRY_S = 1.0  # seconds until the next try; doubles with each try, up to 32 s
 
 

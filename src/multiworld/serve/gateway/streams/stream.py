@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from multiworld.serve.gateway.deadlines import LEFT_S
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.text.prefixes import Digest
@@ -24,13 +25,6 @@ class TimeLimits:
 
 
 NO_LIMITS = TimeLimits()
-
-# Default limits, in seconds, of each wait for a token of a stream without a deadline;
-# ``ENGINE_S`` is for external engines, whose replicas take long to start. They bound
-# queueing and stalls, but not a long completion.
-WAIT_S, ENGINE_S = 60.0, 600.0
-
-LEFT_S = 2.0  # seconds for which a returned stream may still be the cause of a loss
 
 
 def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:

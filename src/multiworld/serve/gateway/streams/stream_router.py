@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
+from multiworld.serve.gateway.deadlines import DOUBTED_S, KEPT_S
 from multiworld.serve.gateway.streams import actions as act
 from multiworld.serve.gateway.streams import events
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
@@ -45,10 +46,6 @@ from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 MANY = 64  # above this many actions of one event, messages to a replica are merged
-# Seconds of failing attempts before a stream starts over without its kept KV (a lost
-# connection may come back sooner), and before replicas that lack a connection are
-# avoided.
-KEPT_S, DOUBTED_S = 1.0, 0.5
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.replica.batches.batch_queue import Work
+from multiworld.serve.replica.deadlines import OVERDUE_S
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.deadlines import HUNG_S
-
-# Seconds after the last deadline of a batch after which it counts as hung, if it has
-# also been running for ``HUNG_S``.
-OVERDUE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)

@@ -17,20 +17,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from multiworld.serve.replica.deadlines import COUNTED_S, GRACE_S, LATE_FACTOR, LATE_S
 from multiworld.serve.wire.generation_messages import StepPart
 from multiworld.serve.wire.protocol import Key
 
-# Seconds for which a sequence may be missing: the message that ends it may be in
-# flight. Also the time between two checks.
-GRACE_S = 1.0
-
-# Maximum seconds by which one check extends the waiting time of a step. A process that
-# was stopped has not read what arrived; one that is always late must still find faults.
-COUNTED_S = 2 * GRACE_S
-
-# Multiple of the duration of other steps, and minimum seconds, after which a step is
-# late.
-LATE_FACTOR, LATE_S = 3.0, 0.1
 FORGET = 0.9  # smallest factor by which one step may change the limit
 
 

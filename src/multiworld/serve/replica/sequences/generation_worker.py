@@ -17,10 +17,10 @@ from torch import Tensor
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.kv_cache import MissingTokensError
 from multiworld.serve.engine.compute.stage_engine import Computed
+from multiworld.serve.replica.deadlines import GRACE_S
 from multiworld.serve.replica.scheduling.pipeline_share import adapt_to
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.scheduling.step_planner import PlannedStep
-from multiworld.serve.replica.scheduling.steps_in_flight import GRACE_S
 from multiworld.serve.replica.sequences import actions as act
 from multiworld.serve.replica.sequences import events
 from multiworld.serve.replica.sequences.activation_log import ActivationLog

@@ -22,6 +22,7 @@ from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external import whole_engine
 from multiworld.serve.engine.external.whole_engine import EXIT_LOST
+from multiworld.serve.replica.deadlines import BUSY_S
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -46,7 +47,6 @@ LOOK_S = 0.1  # seconds between checks of the engine
 # Prefill speed that every engine reaches, in tokens per second. The first token of a
 # long prompt may take longer than ``compute_s``.
 PREFILL = 200.0
-BUSY_S = 60.0  # seconds for which an engine without a token may report that it is busy
 NO_SEQUENCES = SequenceTable(is_last=True)  # a whole engine receives no rows
 
 

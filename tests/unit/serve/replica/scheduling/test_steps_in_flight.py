@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from multiworld.serve.replica.scheduling.steps_in_flight import (
-    GRACE_S,
-    StepsInFlight,
-)
+from multiworld.serve.replica.deadlines import GRACE_S
+from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.wire.generation_messages import StepPart
 
 A, B = ("gateway/1", 1, 0), ("gateway/1", 2, 0)

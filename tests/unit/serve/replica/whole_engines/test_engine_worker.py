@@ -13,9 +13,9 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineToken,
     Run,
 )
+from multiworld.serve.replica.deadlines import BUSY_S
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.replica.whole_engines.engine_worker import (
-    BUSY_S,
     LOOK_S,
     EngineWorker,
 )
