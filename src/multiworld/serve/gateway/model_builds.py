@@ -57,7 +57,7 @@ class ModelBuilds:
                 spec = ModelSpec.model_validate_json(text)
                 building = asyncio.ensure_future(in_thread(partial(build_model, spec)))
                 if not (await asyncio.wait({building}, timeout=TURN_S))[0]:
-                    logger.warning("the factory of %s takes long", name)
+                    logger.warning("building model %s is taking long", name)
             self._built(name, spec, await building)
         except MultiWorldError as error:
             logger.error("model %s: %s", name, error)

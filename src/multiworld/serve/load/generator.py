@@ -181,7 +181,7 @@ async def _streamed(
             if any(map(delta.get, ("content", "reasoning", "tool_calls"))):
                 times.append(clock())
             is_finished |= choice.get("finish_reason") is not None
-    return "" if is_finished else "the stream was cut"
+    return "" if is_finished else "the stream ended prematurely"
 
 
 def _checked(check: Check, number: int, content: bytes) -> tuple[bool, str]:

@@ -71,7 +71,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is not None and _size(root, {}) > MAX_NODES:
-            why = f"line 1: its aliases unfold into over {MAX_NODES} values; use fewer"
+            why = f"line 1: its aliases expand to over {MAX_NODES} values; use fewer"
             raise _spec_error(where, [why])
         data = yaml.load(text, Loader=_Loader)
     except SpecError:
@@ -82,11 +82,11 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
     except Exception as error:  # any error: PyYAML does not check what it converts
-        why = f"line 1: a value is not what it seems to be ({error}); put it in quotes"
+        why = f"line 1: a value cannot be converted ({error}); put it in quotes"
         raise _spec_error(where, [why]) from error
     if not isinstance(root, yaml.MappingNode):
         raise _spec_error(
-            where, ["line 1: a spec must be a mapping; begin with `models:`"]
+            where, ["line 1: a spec must be a mapping; start with `models:`"]
         )
     lines: dict[KeyPath, int] = {}
     try:
@@ -111,7 +111,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     for name, model in spec.models.items():
         if model.identity is not None:
             line = _line(lines, ("models", name, "identity"))
-            problems.append(f"line {line}: identity is made by the service; remove it")
+            problems.append(f"line {line}: identity is set by the service; remove it")
     if problems:
         raise _spec_error(where, problems)
     spec = with_profiles(spec, Path(where).parent)
@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
             return value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
             raise yaml.constructor.ConstructorError(
-                problem="half of a surrogate pair, which is no text",
+                problem="half of a surrogate pair, which is not valid Unicode",
                 problem_mark=node.start_mark,
             ) from None
 

@@ -260,7 +260,9 @@ class GenerationSpec(_Strict):
         given = marks or ["<", ">"]
         has_space = any(mark != mark.strip() for mark in given)
         if len(given) != 2 or given[0] == given[1] or has_space:
-            raise ValueError("give two different marks, without space around, or []")
+            raise ValueError(
+                "give two different marks, without surrounding spaces, or []"
+            )
         return marks
 
 
@@ -432,7 +434,7 @@ class ModelSpec(_Strict):
     """Maximum number of requests waiting at a gateway (streams without a first token);
     others are answered with 429."""
     identity: SkipJsonSchema[Identity | None] = None
-    """What the version consists of; made by the service, and no field of a spec."""
+    """What the version consists of; set by the service, and not a field of a spec."""
     profile: str | None = None
     """File written by `multiworld profile`, relative to the spec. It supplies
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
@@ -569,7 +571,8 @@ class ModelSpec(_Strict):
             size = self.engine_args.get(name, 1)
             if type(size) is not int or not 1 <= size <= 1024:
                 raise ValueError(
-                    f"engine_args: {name} is a number from 1 to 1024, not {size!r}"
+                    f"engine_args: {name} must be an integer from 1 to 1024, not "
+                    f"{size!r}"
                 )
         names = {name.replace("-", "_") for name in self.engine_args}
         if "gpu_memory_utilization" in names and self.stages[0].gpu_memory_mb:
@@ -803,8 +806,8 @@ class AppSpec(_Strict):
                 raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
             if base == GATEWAYS:
                 raise ValueError(
-                    f"model name {name!r}: that is what the service calls its own "
-                    "gateways; rename the model"
+                    f"model name {name!r}: the name is reserved for gateways; rename "
+                    "the model"
                 )
             if mark and base not in models:
                 raise ValueError(

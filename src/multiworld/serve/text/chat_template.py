@@ -117,8 +117,8 @@ class ChatTemplate:
         self._check_options(options)
         if tools and "tools" not in self.variables:
             raise InvalidRequestError(
-                "the chat template of this model shows it no tools, so it cannot call "
-                "any; leave tools out, or use another model",
+                "the chat template of this model does not support tools; leave tools "
+                "out, or use another model",
                 param="tools",
                 code="unsupported_value",
             )

@@ -75,7 +75,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_TEXT = "NoExtensionBias"  # llguidance's error if no text completes a grammar
 
 MISSING = (
-    "this server has no structured output: llguidance or jsonschema-rs is not installed"
+    "structured output is not available: llguidance or jsonschema-rs is not installed"
 )
 
 NO_FORCING = '%llguidance {"no_forcing": true}'  # see ``_unforced``
@@ -100,7 +100,7 @@ def import_grammars() -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            logger.info("%s is not installed: no structured output", name)
+            logger.info("%s is not installed: structured output is not available", name)
 
 
 def arguments_of(tokenizer: Any, model: Generation) -> MadeOf:
@@ -161,7 +161,9 @@ def _checked_schema(schema: Any, param: str) -> Any:
         why = _short(error.message)
         raise wrong_field(param, f"is not a JSON schema: {place}: {why}") from None
     except (AttributeError, TypeError):
-        raise wrong_field(param, "has a keyword whose value is none for it") from None
+        raise wrong_field(
+            param, "has a keyword with a value of the wrong type"
+        ) from None
     except (ValueError, RecursionError):
         raise wrong_field(param, "is nested too deeply") from None
 
@@ -407,7 +409,7 @@ def _short(why: object) -> str:
     if reason := REASON.search(whole):
         text = f"{text.rstrip(':')}: {reason[1]}"
     if text == NO_TEXT:
-        return "no text has this structure"
+        return "no output satisfies this structure"
     if text.startswith("panic"):
         return "it is too complex"
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"

@@ -77,14 +77,18 @@ class GrammarTrials:
             answer = self._answer(tokenizer, grammar)
             if answer is not None:
                 if answer.error is not None:
-                    why = f"no structure can be had with this model: {answer.error}"
-                    raise ModelFailedError(why)
+                    raise ModelFailedError(
+                        "structured output is not available for this model: "
+                        f"{answer.error}"
+                    )
                 return answer.why
             code = self._end()
             # A process that has tried other grammars may have run out of memory.
             if code in DECISIVE or (is_fresh and code == -signal.SIGABRT):
                 return TOO_COMPLEX
-        raise NoReplicaError(f"no structure can be checked now: exit code {code}")
+        raise NoReplicaError(
+            f"the grammar could not be checked (exit code {code}); retry later"
+        )
 
     def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> Answer | None:
         """Return the answer of the process; None if it ended or hangs."""
@@ -122,7 +126,9 @@ class GrammarTrials:
                     start_new_session=True,  # a terminal's Ctrl-C does not reach it
                 )
             except OSError as error:
-                raise NoReplicaError(f"no structure can be checked: {error}") from error
+                raise NoReplicaError(
+                    f"the grammar could not be checked ({error}); retry later"
+                ) from error
         return self._process
 
     def _end(self) -> int:

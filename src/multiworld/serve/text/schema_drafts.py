@@ -102,7 +102,9 @@ def draft_of(schema: dict[str, Any]) -> str:
     declared = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
     name = str(declared).removesuffix("#").partition("://")[2]
     if name not in DRAFTS:
-        raise SchemaError(f"declares {str(declared)[:80]!r}, which is no known draft")
+        raise SchemaError(
+            f"declares {str(declared)[:80]!r}, which is not a known draft"
+        )
     return DRAFTS[name]
 
 
@@ -127,7 +129,10 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
         _check_reference(node)
         _check_data(node)
         if node.get("minProperties", 0) > 1:
-            raise SchemaError("has minProperties above 1, which duplicates could meet")
+            raise SchemaError(
+                "has minProperties above 1, which cannot be enforced: duplicate keys "
+                "would count"
+            )
     _check_bounds(found)
     has_steps = any("multipleOf" in node for node in nodes(found))
     bounded: dict[str, Any] = _mapped(
@@ -230,7 +235,7 @@ def _check_reference(node: dict[str, Any]) -> None:
     is_name = False
     for part in unquote(pointer).split("/"):
         if part in DATA and not is_name:
-            raise SchemaError(f"has a $ref into {part!r}, which is no schema")
+            raise SchemaError(f"has a $ref into {part!r}, which is not a schema")
         is_name = part in MAPS and not is_name
 
 

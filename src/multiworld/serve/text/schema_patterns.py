@@ -104,7 +104,7 @@ def _allowed(excluded: Sequence[Range]) -> str:
         cut = [((a, min(b, low - 1)), (max(a, high + 1), b)) for a, b in left]
         left = [(a, b) for pair in cut for a, b in pair if a <= b]
     if not left:
-        raise PatternError("has a pattern with a class of no character")
+        raise PatternError("has a pattern with an empty character class")
     parts = (
         _numbered(a) if a == b else f"{_numbered(a)}-{_numbered(b)}" for a, b in left
     )
@@ -168,7 +168,7 @@ def _is_within(code: int, ranges: Iterable[Range]) -> bool:
 
 def _foreign(pattern: str) -> PatternError:
     return PatternError(
-        f"has the pattern {_short(pattern)}, which ECMA 262 reads otherwise"
+        f"has the pattern {_short(pattern)}, which means something else in ECMA 262"
     )
 
 

@@ -35,8 +35,8 @@ def loaded(folder: Path) -> Any:
         ) from error
     if not getattr(found, "is_fast", False):
         raise SpecError(
-            f"{folder}: {type(found).__name__} is not a tokenizer of the library "
-            "tokenizers; save a tokenizer.json"
+            f"{folder}: {type(found).__name__} is not a fast tokenizer; save a "
+            "tokenizer.json"
         )
     return found
 

@@ -107,7 +107,7 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
         )
     for name, tensor in outputs.items():
         if not isinstance(name, str) or not is_unicode(name):
-            got = "a name that is no text"
+            got = "a name that is not a valid string"
         elif not isinstance(tensor, Tensor):
             got = f"a {type(tensor).__name__}"
         elif tensor.dim() == 0 or tensor.shape[0] != rows:

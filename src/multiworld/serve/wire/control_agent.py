@@ -73,7 +73,7 @@ class ControlAgent:
             async with asyncio.timeout(limit_s):
                 await self._outbox.join()
         except TimeoutError:
-            logger.info("the controller did not take the last messages")
+            logger.info("the controller did not receive the last messages")
 
     async def run(self) -> None:
         """Stay connected until cancelled; the control world closes with its manager."""

@@ -75,7 +75,7 @@ class Outbox:
         if self._failure is not None:
             return
         if len(self._pending) >= OUTBOX_LIMIT:
-            text = f"edge {self.edge.world}: {OUTBOX_LIMIT} messages wait to be sent"
+            text = f"edge {self.edge.world}: {OUTBOX_LIMIT} messages are queued"
             logger.error("%s; the edge is closed", text)
             self._fail(OutboxFullError(text))
             return

@@ -222,9 +222,9 @@ def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
     ("old", "new", "why"),
     [
         ("device: cuda", "device: cuda:1", "takes 4 GPUs .* names one"),
-        ("size: 2,", "size: two,", "tensor_parallel_size is a number from 1"),
-        ("size: 2,", "size: 0,", "tensor_parallel_size is a number from 1"),
-        ("size: 2}", "size: true}", "pipeline_parallel_size is a number from 1"),
+        ("size: 2,", "size: two,", "tensor_parallel_size must be an integer from 1"),
+        ("size: 2,", "size: 0,", "tensor_parallel_size must be an integer from 1"),
+        ("size: 2}", "size: true}", "pipeline_parallel_size must be an integer from 1"),
         ("tensor_parallel_", "tensor-parallel-", "with underscores"),
         (
             "size: 2}",

@@ -76,7 +76,7 @@ def test_good_spec_is_read() -> None:
         ("port: 0", "prot: 0", 12, "did you mean port?"),
         ("port: 0", "tls_key: k.pem", 11, "tls_certificate and tls_key together"),
         ("  m:\n", "  Mo del:\n", 2, "model name 'Mo del'"),
-        ("  m:\n", "  gateway:\n", 2, "calls its own gateways; rename the model"),
+        ("  m:\n", "  gateway:\n", 2, "is reserved for gateways; rename the model"),
         ("gateway:\n", "gateway\n", 12, "check indentation"),
         ("app: demo", "app: 'demo", 1, "not valid YAML"),
         ("    stages:\n", "   stages:\n", 6, "not valid YAML"),
@@ -178,7 +178,7 @@ def test_aliases_that_unfold_without_end_are_refused() -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec("\n".join(lines))
     assert caught.value.problems == (
-        "line 1: its aliases unfold into over 100000 values; use fewer",
+        "line 1: its aliases expand to over 100000 values; use fewer",
     )
 
 

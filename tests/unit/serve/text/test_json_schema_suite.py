@@ -363,9 +363,9 @@ def test_conditions_in_conditions_stay_small() -> None:
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "inclusive bounds"),
         ({"type": "string", "pattern": "^[a&&b]$"}, "ECMA 262"),
         ({"type": "string", "pattern": "(?i)a"}, "ECMA 262"),
-        ({"type": "object", "minProperties": 2}, "duplicates"),
+        ({"type": "object", "minProperties": 2}, "duplicate keys"),
         ({"const": "\u0001"}, "control character"),
-        ({"$schema": "http://example.com/mine"}, "no known draft"),
+        ({"$schema": "http://example.com/mine"}, "not a known draft"),
     ],
 )
 def test_what_would_be_enforced_wrongly_is_refused(schema: Any, words: str) -> None:

@@ -191,7 +191,7 @@ async def test_full_outbox_fails_the_edge(
             await settle()
         for number in range(4):
             outbox.put(cancel(number))
-        with pytest.raises(OutboxFullError, match="2 messages wait to be sent"):
+        with pytest.raises(OutboxFullError, match="2 messages are queued"):
             await asyncio.wait_for(running, HANG_S)
         outbox.put(cancel(5))
         assert outbox.is_idle

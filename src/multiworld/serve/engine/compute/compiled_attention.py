@@ -111,7 +111,7 @@ class CompiledAttention(Attention):
         given = query, key, value
         count = sum(each.count for each in self._rows)
         if any(each.shape[1] != count for each in given):
-            raise ValueError(f"the step has {count} rows, unlike these tensors")
+            raise ValueError(f"the step has {count} rows, but these tensors do not")
         is_large = max(query.shape[2], value.shape[2]) > self._max_size
         if call.softcap is not None or is_large or not all(map(_is_for, given)):
             return None

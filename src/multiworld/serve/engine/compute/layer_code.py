@@ -74,7 +74,9 @@ def can_run() -> bool:
         return False
     found = digest()
     if found != DIGEST:
-        logger.warning("compiled layers are wrong here (%s), torch's are used", found)
+        logger.warning(
+            "compiled layers give wrong results here (%s); using torch's", found
+        )
     return found == DIGEST
 
 

@@ -269,7 +269,7 @@ async def _lost(server: EngineServer) -> str:
     lost = asyncio.ensure_future(server.wait_lost())
     while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
         if (stopped_s := server.stopped_s()) > SILENT_S:
-            return f"its processes are stopped for {stopped_s:.1f} s"
+            return f"its processes have been stopped for {stopped_s:.1f} s"
     return lost.result()
 
 

@@ -164,7 +164,7 @@ class EngineServer:
         """Raise BusyError while the server's Retry-After lasts."""
         left_s = self._busy_until - asyncio.get_running_loop().time()
         if left_s > 0.0:
-            raise BusyError(f"{self.title} asked to wait, for {left_s:.1f} s more")
+            raise BusyError(f"{self.title} asked to retry in {left_s:.1f} s")
 
     def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> Exception:
         if answer.status in BUSY:
@@ -220,7 +220,7 @@ class EngineServer:
 
     def _broken_off(self, error: Exception) -> RunFailedError:
         text = f"{type(error).__name__}: {error}"
-        return RunFailedError(f"the answer of {self.title} broke off: {text}")
+        return RunFailedError(f"the response of {self.title} was interrupted: {text}")
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -259,7 +259,7 @@ def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
     try:
         found = decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise RunFailedError(f"the engine sent no valid answer: {error}") from None
+        raise RunFailedError(f"the engine sent an invalid response: {error}") from None
     if found.error is not None:
         raise RunFailedError(f"the engine failed: {str(found.error)[:MAX_ERROR]}")
     return found

@@ -38,7 +38,9 @@ class HeldCores:
             logger.warning("cores are not held: %s", error)
         if count:
             found = len(self.numbers)
-            text = "only %d of %d wanted cores are free; the engine may use all cores"
+            text = (
+                "only %d of %d requested cores are free; the engine may use all cores"
+            )
             logger.warning(text, found, count)
         self.release()
 

@@ -155,8 +155,9 @@ class ServerChoice:
         limits = [one.max_model_len for one in answer.data if one.id == name]
         if limits and limits[0] is not None and limits[0] < self._longest:
             raise EngineLostError(
-                f"{server.url} takes {limits[0]} tokens, and this model up to "
-                f"{self._longest}; set generation: max_model_len: {limits[0]}"
+                f"{server.url} accepts at most {limits[0]} tokens, but this model "
+                f"needs up to {self._longest}; set generation: max_model_len: "
+                f"{limits[0]}"
             )
         if name:
             return name
@@ -233,7 +234,7 @@ def _arguments(given: object) -> ServerArguments:
         raise SpecError(f"engine_args: {error}") from None
     for url in found.urls:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            raise SpecError(f"engine_args: urls: {url!r} is no http or https address")
+            raise SpecError(f"engine_args: urls: {url!r} is not an http(s) URL")
     if not found.urls:
         raise SpecError("engine_args: urls: give at least one address")
     return found

@@ -51,13 +51,15 @@ def outcome(source: Path) -> ctypes.CDLL | str:
     try:
         return _loaded(source)
     except (OSError, RuntimeError, ValueError) as error:
-        logger.warning("%s is not compiled, and torch slower: %s", source.name, error)
+        logger.warning(
+            "%s is not compiled; using torch, which is slower: %s", source.name, error
+        )
         return str(error)
 
 
 def _loaded(source: Path) -> ctypes.CDLL:
     if platform.machine() != "x86_64" or platform.system() != "Linux":
-        raise NotImplementedError("it is for x86-64 and Linux alone")
+        raise NotImplementedError("it is for x86-64 and Linux only")
     ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
     errors = []
     for compiler in _compilers():
@@ -163,4 +165,4 @@ def _run(compiler: str, *arguments: str) -> None:
             raise
     if running.returncode:
         text = errors.decode(errors="replace").strip()[-200:]
-        raise OSError(text or f"it ended with {running.returncode}")
+        raise OSError(text or f"exit code {running.returncode}")

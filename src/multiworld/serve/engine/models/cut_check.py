@@ -46,8 +46,8 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         ) from error
     if not is_same:
         raise SpecError(
-            f"{folder}: {config.model_type} cannot be cut into stages, which together "
-            f"would not compute the same as one stage; {REMEDY}"
+            f"{folder}: the stages of {config.model_type} would not compute the same "
+            f"as the whole model; {REMEDY}"
         )
 
 

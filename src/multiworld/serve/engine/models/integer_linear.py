@@ -250,7 +250,7 @@ def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
     for count in ROWS_CHECKED:
         some = torch.cat(kernel.products(rows[:count]), -1)
         if not torch.equal(some, found[:count]):
-            return f"its products of {count} rows are others"
+            return f"its products of {count} rows differ"
     high, low = torch.empty_like(rows), torch.empty_like(rows)
     factor = as_integers(rows, high, low)
     for begin in range(0, len(integers), 4096):

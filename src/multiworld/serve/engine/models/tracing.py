@@ -321,8 +321,8 @@ def _load_weights(part: nn.Module, path: Path) -> None:
     }
     if lost := [name for name in missing if name in unsaved]:
         raise SpecError(
-            f"{path} lacks {lost[:3]}, as no state_dict has buffers that are not "
-            "persistent; register them as persistent, or leave out weights="
+            f"{path} lacks {lost[:3]}, because a state_dict omits non-persistent "
+            "buffers; register them as persistent, or leave out weights="
         )
     if missing:
         raise SpecError(

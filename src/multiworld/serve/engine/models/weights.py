@@ -141,7 +141,7 @@ def _tensors_in(folder: Path) -> list[tuple[str, int, int]]:
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
             if size > MAX_HEADER:
-                raise ValueError(f"{file} is no safetensors file")
+                raise ValueError(f"{file} is not a safetensors file")
             header = json.loads(opened.read(size))
         header.pop("__metadata__", None)
         found += ((name, *tensor["data_offsets"]) for name, tensor in header.items())

@@ -145,7 +145,7 @@ def interfaces_of(
     if both := {name for each in found for name in {*each.gives} & {*each.passes}}:
         raise SpecError(
             f"{min(both)!r} is the name of an input and of an output, and both would "
-            "go on to one stage; rename one of them"
+            "be sent to one stage; rename one of them"
         )
     return found
 

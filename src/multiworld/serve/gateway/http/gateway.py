@@ -294,7 +294,7 @@ class Gateway:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
-            raise refusals.OutdatedError(f"{served!r} is served no longer") from None
+            raise refusals.OutdatedError(f"{served!r} is no longer served") from None
         except RequestPoisonedError:
             self.found_poison(tenant, model_version, await _digest(tensors))
             raise

@@ -43,18 +43,18 @@ OF_WORK = {
     "evicted": "Sequences that a stage had no memory for and returned to stage 0.",
     "refilled": "Tokens computed to rebuild the KV of a lost replica.",
     "prefix_cache_queries": "Tokens of prompts.",
-    "prefix_cache_hits": "Tokens of prompts that were known from earlier prompts.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 # Help text and labels of each counter, by kind.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests answered, by HTTP status.", ("model", "status")),
     "phase_seconds": (
-        "Seconds of the requests answered with 200, by what they were spent on.",
+        "Seconds spent by requests answered with 200, by phase.",
         ("model", "phase"),
     ),
     "attained": ("Requests answered within objective_ms of their model.", ("model",)),
     "missed": (
-        "Requests answered later, given up or refused by a full queue.",
+        "Requests answered late, abandoned, or refused by a full queue.",
         ("model",),
     ),
     "fleet_events": (
@@ -81,7 +81,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"stage_{what}": (text, OF_STAGE) for what, text in OF_WORK.items()},
     "stage_rows": ("Rows computed.", OF_STAGE),
     "stage_batches": ("Batches computed.", OF_STAGE),
-    "stage_seconds": ("Seconds of computing batches.", OF_STAGE),
+    "stage_seconds": ("Seconds spent computing batches.", OF_STAGE),
 }
 
 GAUGES = {
@@ -151,7 +151,7 @@ def _build_info() -> Metric:
 
 # Name and help text of each histogram, by the prefix of its counts.
 HISTOGRAMS = {
-    "request": ("request_seconds", "Seconds from the whole request to its answer."),
+    "request": ("request_seconds", "Seconds from the request's headers to its answer."),
     "first_token": (
         "time_to_first_token_seconds",
         "Seconds from the acceptance of a stream to its first token.",

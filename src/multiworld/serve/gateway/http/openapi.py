@@ -21,7 +21,7 @@ _ERRORS = {
     431: "The head of the request is too large.",
     499: "The client has closed the connection.",
     500: "The model raised an error, or the request is a poison request.",
-    501: "The server has no structured output.",
+    501: "The server does not support structured output.",
     503: "A stage had no replica before the deadline; see Retry-After.",
     504: "The request missed its deadline.",
 }

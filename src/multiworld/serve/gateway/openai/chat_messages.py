@@ -40,19 +40,19 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         known = ", ".join(ROLES)
-        raise _wrong(f"has a role {reprlib.repr(role)}; known are {known}")
+        raise _wrong(f"has role {reprlib.repr(role)}; use one of {known}")
     is_answer = role == "assistant"
     # An answer that only calls tools has no content.
     message["content"] = _content(message.get("content", "" if is_answer else None))
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought and is_answer:
         if not isinstance(thought, str):
-            raise _wrong("must have a string as reasoning")
+            raise _wrong("has reasoning that is not a string")
         # Some templates use one name, some the other.
         message["reasoning_content"] = message["reasoning"] = thought
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):
-        raise _wrong('may have a list "tool_calls" only in messages of the assistant')
+        raise _wrong('may have "tool_calls" only as a list in assistant messages')
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     return message
@@ -62,7 +62,7 @@ def _content(given: Any) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise _wrong("must have strings as content")
+        raise _wrong("must have content that is a string or a list of text parts")
     return "\n".join(map(_text, given))  # as vLLM does
 
 
@@ -70,7 +70,7 @@ def _text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind) if kind in ("text", "refusal") else None
     if not isinstance(text, str):
-        raise _wrong("may hold text only")
+        raise _wrong("has a content part that is not text")
     return text
 
 

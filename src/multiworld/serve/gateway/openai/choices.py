@@ -121,7 +121,8 @@ async def generate(
                             arrived.get_nowait()
                         raise SlowClientError(
                             "the client reads more slowly than tokens are generated, "
-                            "and too many wait for it; read faster, or ask for less"
+                            "and too many tokens are waiting; read faster, or request "
+                            "less"
                         )
                     arrived.put_nowait(piece)
                     if piece.finish:

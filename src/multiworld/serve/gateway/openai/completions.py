@@ -86,7 +86,7 @@ def chat_of(
     """Parse a request for a chat completion; convert its messages for templates."""
     asked, ignored = decoded_with_ignored(body, CHAT, is_strict=is_strict)
     if not asked.messages:
-        raise wrong_field("messages", "must hold a message")
+        raise wrong_field("messages", "must contain at least one message")
     messages = for_template(asked.messages)
     asked = msgspec.structs.replace(asked, messages=messages)
     tokens = asked.max_tokens
@@ -163,7 +163,7 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
     is_lists = prompt and all(isinstance(one, list) and one for one in prompt)
     if is_lists and all(type(t) is int for one in prompt for t in one):
         return [list(one) for one in prompt]
-    raise wrong_field("prompt", "must be a text, token ids, or a list of either")
+    raise wrong_field("prompt", "must be a string, token ids, or a list of either")
 
 
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
@@ -198,7 +198,10 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     )
     structure = structure_of(asked.response_format, asked.structured_outputs)
     if asked.ignore_eos and structure is not None:
-        rule = "cannot be given with a structure, because a structure has an end"
+        rule = (
+            "cannot be combined with structured output, which decides when the answer "
+            "ends"
+        )
         raise wrong_field("ignore_eos", rule)
     options = asked.stream_options
     if options is not None and options.include_obfuscation:
@@ -290,7 +293,7 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
         raise wrong_field("logit_bias", f"has more than {MAX_BIASES} tokens")
     for token, bias in found.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise wrong_field("logit_bias", "must have token ids as names")
+            raise wrong_field("logit_bias", "must have token ids as keys")
         _between("logit_bias", bias, 0.0)
     return {int(token): bias for token, bias in found.items()}
 
@@ -309,7 +312,7 @@ def check_fits(
 ) -> Sampling:
     """Check that a sequence fits; return its sampling with ``max_tokens`` set."""
     if not prompt:
-        raise wrong_field(param, "must have a token")
+        raise wrong_field(param, "must contain at least one token")
     room = longest - prompt
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(

@@ -113,7 +113,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
         return _not_empty([_tokens.decode(given)])
     except json_limits.NOT_JSON:
         raise _invalid(
-            "input", "must be a text, an array of token ids, or a list of them"
+            "input", "must be a string, an array of token ids, or a list of either"
         ) from None
 
 
@@ -190,7 +190,7 @@ async def _prepared(
     version, model = gateway.model(name, None, tenant)
     _check_dimensions(asked.dimensions, model)
     if model.generation is not None:
-        raise _invalid("model", "names a model that generates text and embeds none")
+        raise _invalid("model", "names a model that generates text and cannot embed")
     served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
     size = sum(map(len, asked.inputs))
@@ -224,7 +224,7 @@ async def _embed(
     routes = gateway.dispatcher.table.routes
     served = gateway.route(name, call.tenant)
     if served not in routes:  # it was removed meanwhile
-        raise OutdatedError(f"{served!r} is served no longer")
+        raise OutdatedError(f"{served!r} is no longer served")
     room = routes[served].max_queued_requests
     window = asyncio.Semaphore(max(1, min(WINDOW, room)))
 

@@ -319,8 +319,9 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
     if structure is not None:
         if wanted.schema is None or not is_hermes:
             rule = (
-                "cannot be called beside this structure: only beside a JSON schema, "
-                'with tool_call_parser "hermes"; set tool_choice to none or required'
+                "cannot be combined with this structured output, only with a JSON "
+                'schema and tool_call_parser "hermes"; set tool_choice to none or '
+                "required"
             )
             raise wrong_field("tools", rule, "unsupported_value")
         made_by = grammar_of_answer_or_calls

@@ -227,7 +227,7 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor
     """Decode a JSON list in pieces, so that none holds the GIL for long."""
     if not data.startswith(b"["):
         raise InvalidRequestError(
-            f'{name}: "data" must be a list; or give binary_data_size'
+            f'{name}: "data" must be a list, or give binary_data_size'
         )
     kind = "float" if dtype.is_floating_point else "int"
     decoder = _numbers["bool" if dtype is torch.bool else kind]
@@ -266,7 +266,7 @@ def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
             decoder.decode(b"[%b]" % part)
         except NOT_JSON:
             return part[:SHOWN].decode(errors="replace") or "an empty list"
-    return "a text"
+    return "a string"
 
 
 def _tensor(name: str, dtype: torch.dtype, values: list[Any]) -> Tensor:
@@ -369,9 +369,8 @@ def render(
         tensor = tensors[label]
         if tensor.dtype not in NAME_OF:
             raise ModelFailedError(
-                f"output {label!r} has the dtype {tensor.dtype}, for which the Open "
-                "Inference Protocol has no name; let the last stage return another "
-                "dtype"
+                f"output {label!r} has dtype {tensor.dtype}, which the Open Inference "
+                "Protocol does not support; return another dtype from the last stage"
             )
         item: dict[str, Any] = {
             "name": label,

@@ -268,7 +268,7 @@ class Dispatcher:
                     self._deliver(number, error)
                 case actions.Replayed(number, replica, why):
                     self.counts["replayed"] += 1
-                    text = "request %d, which was at %s, is sent again: %s"
+                    text = "request %d is replayed (was at %s): %s"
                     logger.info(text, number, replica, why)
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))

@@ -193,7 +193,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Abandon a move, and retry it later."""
-        self._log(f"{stream.name} is not moved yet")
+        self._log(f"move of {stream.name} abandoned; will retry")
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

@@ -323,7 +323,7 @@ class StreamRouter:
         is_one_more = item.index < stream.sampling.max_tokens
         _require(is_one_more and replica == stream.chain[-1], item.key, replica)
         if item.index != stream.made:
-            self._retry(stream, f"token {item.index} came in place of {stream.made}")
+            self._retry(stream, f"expected token {stream.made}, got {item.index}")
             return
         if not stream.made:
             self._note_noise(stream)
@@ -377,7 +377,7 @@ class StreamRouter:
             is_elsewhere = self._chains.doubt(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
-        self._retry(stream, f"{replica} gave it back", is_elsewhere=is_elsewhere)
+        self._retry(stream, f"{replica} returned it", is_elsewhere=is_elsewhere)
         stream.returned = returned
 
     def _prepared(self, replica: str, key: Key) -> None:
@@ -404,7 +404,7 @@ class StreamRouter:
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
-        self._log(f"{stream.name} is placed again: {why}")
+        self._log(f"{stream.name} is retried: {why}")
         self._end_poison(stream)
         if stream.has_ended:
             return

@@ -155,7 +155,7 @@ class EngineWorker:
         since = self._heard_at
         stopped_s = self._engine.stopped_s()
         if stopped_s > SILENT_S:
-            text = f"the engine's processes are stopped for {stopped_s:.1f} s"
+            text = f"the engine's processes have been stopped for {stopped_s:.1f} s"
             self._give_up(text, EXIT_LOST)
             return
         # An engine may compute the prompts one after the other.

@@ -117,7 +117,7 @@ def test_model_has_the_facts_of_its_folder(folder: str) -> None:
         ("llama.cpp", {"ctx-size": 5}, "generation: max_model_len"),
         ("openai", {}, "urls"),
         ("openai", {"urls": []}, "at least one"),
-        ("openai", {"urls": ["localhost:80"]}, "no http or https address"),
+        ("openai", {"urls": ["localhost:80"]}, "not an http"),
         ("openai", {"urls": ["http://a"], "temperature": 1}, "temperature"),
     ],
 )

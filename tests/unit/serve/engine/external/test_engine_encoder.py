@@ -227,7 +227,7 @@ def test_arguments_that_the_service_sets_are_refused(folder: Path) -> None:
         build_model(spec_of(folder, engine_args={"runner": "generate"}))
     with pytest.raises(SpecError, match="GGUF file"):
         build_model(spec_of(folder, engine="llama.cpp"))
-    with pytest.raises(SpecError, match="no http or https"):
+    with pytest.raises(SpecError, match="not an http"):
         build_model(spec_of(folder, engine="openai", engine_args={"urls": ["x"]}))
 
 

@@ -46,7 +46,7 @@ def test_none_are_held_where_too_few_are_free(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert HeldCores(len(CORES) + 1).numbers == []
-    assert f"{len(CORES)} of {len(CORES) + 1} wanted cores are free" in caplog.text
+    assert f"{len(CORES)} of {len(CORES) + 1} requested cores are free" in caplog.text
     assert are_free()
 
 

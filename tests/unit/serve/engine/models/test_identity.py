@@ -223,5 +223,5 @@ def test_identity_is_no_field_of_a_spec_file(folder: Path) -> None:
         f"models:\n  m:\n    path: {folder}\n    stages: [{{}}]\n"
         "    identity: {name: mine}\n"
     )
-    with pytest.raises(SpecError, match="line 5: identity is made by the service"):
+    with pytest.raises(SpecError, match="line 5: identity is set by the service"):
         parse_spec(text)

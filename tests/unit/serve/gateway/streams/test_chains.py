@@ -299,7 +299,7 @@ async def test_streams_with_a_complete_chain_are_not_affected(
     net.kill(name)
     net.start(1)
     await whole(net, *clients)
-    again = {r.getMessage().split(" is placed again: ")[0] for r in caplog.records}
+    again = {r.getMessage().split(" is retried: ")[0] for r in caplog.records}
     assert again == {s.name for s in streams.values() if s not in others}
     await freed(net)
 
