@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def _row(route: Route) -> str:
-    summary, _ = route.texts
+    summary, _ = route.summary_and_description
     return f"| `{route.method} {route.path}` | {NEEDS[route.needs]} | {summary} |\n"
 
 

@@ -304,7 +304,7 @@ class GatewayProcess:
         self._agent.fact(messages.StageLoaded())
 
     def _end(self) -> None:
-        self._gateway.is_ending = True
+        self._gateway.is_shutting_down = True
         if self._leaving is None:
             self._leaving = asyncio.ensure_future(self._leave())
 
@@ -358,7 +358,7 @@ class GatewayProcess:
                 self._authenticator.stored(number)
                 self._usage_kept.set()
             case messages.PoisonFound(tenant, model, version, digest, age_s):
-                self._gateway.poisonous(tenant, (model, version), digest, age_s)
+                self._gateway.record_poison(tenant, (model, version), digest, age_s)
             case messages.ProbeReplica(replica, limit_s):
                 task = asyncio.ensure_future(self._probe(replica, limit_s))
                 self._probes.add(task)

@@ -70,7 +70,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
         memory_mb, gpu_memory_mb = stage.memory_mb or 0.0, stage.gpu_memory_mb or 0.0
         if memory_mb:
             is_last = number == len(model.stages) - 1
-            memory_mb += _texts_mb(model, is_last=is_last)  # KV blocks and caches
+            memory_mb += _generation_mb(model, is_last=is_last)  # KV blocks and caches
         found.append(
             Need(
                 cpus=(stage.cpus or 0.0) * stage.ranks,
@@ -87,7 +87,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
     return found
 
 
-def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
+def _generation_mb(model: ModelSpec, *, is_last: bool) -> float:
     """Return a replica's MiB for KV blocks, cached prefixes and activation log."""
     spec = model.generation
     if spec is None or model.engine is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system, in some milliseconds and without the GIL.
 
     glibc keeps freed memory for the thread that freed it. Without this, loading

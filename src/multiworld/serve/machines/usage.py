@@ -32,7 +32,7 @@ def memory_of(pid: int) -> int:
     return sum(map(_memory, family_of(pid)))
 
 
-def outgrows(pid: int, limit: int) -> int | None:
+def memory_above(pid: int, limit: int) -> int | None:
     """Return the memory of a process and its descendants if it exceeds ``limit``."""
     family = family_of(pid)
     if sum(map(_resident, family)) <= limit:

@@ -28,7 +28,7 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.machines.amounts import Need, mib, needs_of
-from multiworld.serve.machines.usage import family_of, outgrows, usage_of
+from multiworld.serve.machines.usage import family_of, memory_above, usage_of
 from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.replica.batches.rank_group import (
     LEADER,
@@ -328,7 +328,7 @@ async def outgrown(limit: int) -> int:
         await asyncio.get_running_loop().create_future()
     while True:
         await asyncio.sleep(MEMORY_LOOK_S)
-        used = outgrows(os.getpid(), limit)
+        used = memory_above(os.getpid(), limit)
         if used:
             logger.error(
                 "memory limit exceeded: %s used, %s booked; this process exits",

@@ -20,7 +20,7 @@ from multiworld.serve.gateway.streams.chain_selection import (
     StepSources,
     surplus_of,
 )
-from multiworld.serve.gateway.streams.moves import AT_ONCE, WORTH
+from multiworld.serve.gateway.streams.moves import MAX_MOVES, WORTH
 from multiworld.serve.replica.scheduling.pipeline_share import adapt
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
@@ -218,7 +218,7 @@ class TokenPipeline(Pipeline):
                 assert isinstance(replica, TextReplica)
                 if replica.is_draining:
                     for sequence in [t for t in replica.sequences if t.moving < 0]:
-                        if len(self._moving) < AT_ONCE:
+                        if len(self._moving) < MAX_MOVES:
                             self._prepare(sequence, replica.stage)
         for k in range(len(self._replicas)):
             if not self._moving:

@@ -37,11 +37,11 @@ class ChatTemplate:
         self._folder, self._theirs, self._added = folder, theirs, added
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         return self._theirs.chat_template is not None
 
-    def check_is_there(self) -> None:
-        if not self.is_there:
+    def check_exists(self) -> None:
+        if not self.exists:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
@@ -113,7 +113,7 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: There is no template, or it refuses this chat.
         """
-        self.check_is_there()
+        self.check_exists()
         self._check_options(options)
         if tools and "tools" not in self.variables:
             raise InvalidRequestError(

@@ -32,7 +32,7 @@ from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text import grammar_trial_process, schema_drafts
-from multiworld.serve.text.grammar_trial_process import MadeOf
+from multiworld.serve.text.grammar_trial_process import TokenizerData
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -103,10 +103,10 @@ def import_grammars() -> None:
             logger.info("%s is not installed: structured output is not available", name)
 
 
-def arguments_of(tokenizer: Any, model: Generation) -> MadeOf:
+def arguments_of(tokenizer: Any, model: Generation) -> TokenizerData:
     """Return the data from which llguidance builds its tokenizer."""
     text = text_of_tokenizer(tokenizer, model.vocabulary)
-    return MadeOf(text, model.vocabulary, list(model.end_tokens))
+    return TokenizerData(text, model.vocabulary, list(model.end_tokens))
 
 
 def text_of_tokenizer(tokenizer: Any, vocabulary: int) -> str:

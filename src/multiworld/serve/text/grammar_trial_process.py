@@ -5,8 +5,8 @@ kills only this process, which is limited to ``CPU_S`` seconds for a grammar, a 
 ``STACK_BYTES`` and memory of ``MEMORY_BYTES``. A grammar that passes needs a smaller
 stack than threads have elsewhere.
 
-The process reads ``Asked`` and writes ``Answer``, as one line of JSON each. It imports
-llguidance and msgspec, but not this package, which takes longer to import.
+The process reads ``TrialRequest`` and writes ``Answer``, as one line of JSON each. It
+imports llguidance and msgspec, but not this package, which takes longer to import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_STATES = 30_000
 MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
 
 
-class MadeOf(msgspec.Struct, frozen=True):
+class TokenizerData(msgspec.Struct, frozen=True):
     """The data from which llguidance builds its tokenizer."""
 
     tokenizer: str
@@ -42,12 +42,12 @@ class MadeOf(msgspec.Struct, frozen=True):
     ends: list[int]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class TrialRequest(msgspec.Struct, frozen=True):
     """A grammar to try; ``made_of`` is sent if the process lacks the tokenizer."""
 
     tokenizer: str
     grammar: str
-    made_of: MadeOf | None = None
+    made_of: TokenizerData | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ def compiled(tokenizer: Any, grammar: str) -> Any:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
-def tokenizer_of(made_of: MadeOf) -> Any:
+def tokenizer_of(made_of: TokenizerData) -> Any:
     """Return llguidance's tokenizer."""
     from llguidance import LLTokenizer
 
@@ -109,13 +109,13 @@ def _limit(kind: int, amount: int) -> None:
 def _serve(cpu_s: int) -> None:
     tokenizers: dict[str, Any] = {}
     for line in sys.stdin.buffer:
-        asked = msgspec.json.decode(line, type=Asked)
+        asked = msgspec.json.decode(line, type=TrialRequest)
         answer = _answer(tokenizers, asked, cpu_s)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _answer(tokenizers: dict[str, Any], asked: Asked, cpu_s: int) -> Answer:
+def _answer(tokenizers: dict[str, Any], asked: TrialRequest, cpu_s: int) -> Answer:
     if asked.made_of is not None:
         while len(tokenizers) >= MAX_TOKENIZERS:
             del tokenizers[next(iter(tokenizers))]

@@ -18,7 +18,11 @@ from pathlib import Path
 import msgspec
 
 from multiworld.errors import ModelFailedError, NoReplicaError
-from multiworld.serve.text.grammar_trial_process import Answer, Asked, MadeOf
+from multiworld.serve.text.grammar_trial_process import (
+    Answer,
+    TokenizerData,
+    TrialRequest,
+)
 
 PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 # Seconds of CPU time for a trial, and seconds after which it counts as hung.
@@ -35,7 +39,7 @@ class TrialTokenizer:
     """A tokenizer, which the process builds when it first needs it."""
 
     name: str  # equal for equal tokenizers
-    made_of: Callable[[], MadeOf]
+    made_of: Callable[[], TokenizerData]
 
 
 class GrammarTrials:
@@ -92,13 +96,13 @@ class GrammarTrials:
 
     def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> Answer | None:
         """Return the answer of the process; None if it ended or hangs."""
-        answer = self._exchanged(Asked(tokenizer.name, grammar))
+        answer = self._exchanged(TrialRequest(tokenizer.name, grammar))
         if answer is not None and answer.is_unknown:
             made_of = tokenizer.made_of()
-            answer = self._exchanged(Asked(tokenizer.name, grammar, made_of))
+            answer = self._exchanged(TrialRequest(tokenizer.name, grammar, made_of))
         return answer
 
-    def _exchanged(self, asked: Asked) -> Answer | None:
+    def _exchanged(self, asked: TrialRequest) -> Answer | None:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None

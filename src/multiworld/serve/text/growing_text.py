@@ -47,15 +47,15 @@ class GrowingText:
         if self.is_stopped:
             return ""
         self._count += 1
-        return self._give_out(self._window.add(token), is_end=False)
+        return self._emit(self._window.add(token), is_end=False)
 
     def end(self) -> str:
         """Return what was held back; an incomplete character becomes U+FFFD."""
         if self.is_stopped:
             return ""
-        return self._give_out(self._window.rest(), is_end=True)
+        return self._emit(self._window.rest(), is_end=True)
 
-    def _give_out(self, new: str, *, is_end: bool) -> str:
+    def _emit(self, new: str, *, is_end: bool) -> str:
         before = len(self._held)
         self._held += new
         if self._stop.advance(new, is_early=self._count < self._min_tokens):

@@ -35,9 +35,9 @@ NEGATED = {
     *("anyOf", "allOf", "not", *LIMITS, *NOTES),
 }
 
-MOST_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf``, each combined with all others
-MOST_ARRANGEMENTS = 512  # maximum arrays of an enum's values without duplicates
-MOST_CHARACTERS = 1024  # maximum total of all strings that a value must differ from
+MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf``, each combined with all others
+MAX_ARRANGEMENTS = 512  # maximum arrays of an enum's values without duplicates
+MAX_CHARACTERS = 1024  # maximum total of all strings that a value must differ from
 
 Schema = dict[str, Any]
 
@@ -90,7 +90,7 @@ def _drop_negation(node: Schema, every: list[Any]) -> None:
 def _drop_exclusion(node: Schema, every: list[Any]) -> None:
     """Replace ``oneOf``: combine each alternative with the negations of the others."""
     choices = node.get("oneOf", [])
-    if not 2 <= len(choices) <= MOST_EXCLUSIVE:
+    if not 2 <= len(choices) <= MAX_EXCLUSIVE:
         return
     others = [negations(each, node) for each in choices]
     found = []
@@ -146,9 +146,9 @@ def _drop_uniqueness(node: Schema, root: Schema) -> None:
         return
     most = min(node.get("maxItems", len(values)), len(values))
     lengths = range(node.get("minItems", 0), most + 1)
-    if len(values) > MOST_ARRANGEMENTS or len(lengths) > MOST_ARRANGEMENTS:
+    if len(values) > MAX_ARRANGEMENTS or len(lengths) > MAX_ARRANGEMENTS:
         return
-    if sum(math.perm(len(values), each) for each in lengths) > MOST_ARRANGEMENTS:
+    if sum(math.perm(len(values), each) for each in lengths) > MAX_ARRANGEMENTS:
         return
     every_length = (itertools.permutations(values, each) for each in lengths)
     found = [list(each) for some in every_length for each in some]
@@ -277,7 +277,7 @@ def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
     if kinds & {"number", "object", "array"}:
         return None
     strings = [each for each in values if isinstance(each, str)]
-    if sum(map(len, strings)) > MOST_CHARACTERS:
+    if sum(map(len, strings)) > MAX_CHARACTERS:
         return None
     found: list[Schema] = [{"type": [k for k in TYPES if k not in kinds]}]
     if strings:

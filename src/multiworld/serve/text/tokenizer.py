@@ -80,7 +80,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Load everything that chats need, so that the first one does not wait."""
-        if self.longest and self.template.is_there:
+        if self.longest and self.template.exists:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
                 assert self.template.variables is not None
@@ -177,7 +177,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the tokens of a chat; see ``ChatTemplate.render``."""
         template = self.template
-        template.check_is_there()
+        template.check_exists()
         controls, in_answers, ids = template.controls
         marks = controls.marks()
         answers = in_answers.marks_like(marks)

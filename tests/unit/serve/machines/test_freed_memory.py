@@ -6,7 +6,7 @@ import threading
 
 import psutil
 
-from multiworld.serve.machines.freed_memory import give_back
+from multiworld.serve.machines.freed_memory import trim_heap
 
 SIZE, COUNT, KEPT = 1000, 100_000, 5000  # 100 MB of objects; every 5,000th stays
 
@@ -31,7 +31,7 @@ def test_freed_memory_of_a_thread_is_returned_to_the_system() -> None:
     thread.start()
     has_freed.wait()
     before = resident()
-    give_back()
+    trim_heap()
     after = resident()
     may_end.set()
     thread.join()

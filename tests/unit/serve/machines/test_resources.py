@@ -28,7 +28,7 @@ from multiworld.serve.machines.amounts import (
 from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.machines.inventory import this_node
-from multiworld.serve.machines.usage import memory_of, outgrows, usage_of
+from multiworld.serve.machines.usage import memory_above, memory_of, usage_of
 from multiworld.serve.spec.loader import parse_spec
 
 GPUS = (Gpu(0, "A100", 80 * MIB), Gpu(1, "A100", 80 * MIB))
@@ -310,8 +310,8 @@ def test_memory_of_a_process_is_its_own() -> None:
         process.stdout.readline()
         used = memory_of(process.pid)
         assert 64 * MIB <= used <= 128 * MIB
-        assert outgrows(process.pid, 32 * MIB) == pytest.approx(used, rel=0.1)
-        assert outgrows(process.pid, 256 * MIB) is None
+        assert memory_above(process.pid, 32 * MIB) == pytest.approx(used, rel=0.1)
+        assert memory_above(process.pid, 256 * MIB) is None
         assert usage_of(process.pid).cpu_s > 0
         assert process.stdin is not None
         process.stdin.close()

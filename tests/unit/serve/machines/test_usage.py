@@ -13,8 +13,8 @@ import pytest
 from multiworld.serve.machines.usage import (
     MemoryKills,
     Usage,
+    memory_above,
     memory_of,
-    outgrows,
     usage_of,
 )
 
@@ -82,7 +82,7 @@ def test_memory_shared_after_a_fork_is_counted_once() -> None:
     with running(*lines) as pid:
         assert 64 * MIB <= memory_of(pid) < 120 * MIB
         # The cheap bound counts it twice; the exact count decides.
-        assert outgrows(pid, 120 * MIB) is None
+        assert memory_above(pid, 120 * MIB) is None
 
 
 def test_out_of_memory_kills_are_reported_once() -> None:
@@ -93,10 +93,10 @@ def test_out_of_memory_kills_are_reported_once() -> None:
 
 def test_limit_is_reported_with_what_is_used() -> None:
     with running("a = bytearray(b'x' * (32 << 20))") as pid:
-        used = outgrows(pid, 8 * MIB)
+        used = memory_above(pid, 8 * MIB)
         assert used is not None
         assert used >= 32 * MIB
-        assert outgrows(pid, used * 2) is None
+        assert memory_above(pid, used * 2) is None
 
 
 def test_process_time_counts() -> None:
@@ -110,7 +110,7 @@ def test_exited_process_uses_nothing() -> None:
         pass
     assert usage_of(pid) == Usage(0.0, 0)
     assert memory_of(pid) == 0
-    assert outgrows(pid, 0) is None
+    assert memory_above(pid, 0) is None
 
 
 def test_zombie_uses_no_memory() -> None:

@@ -23,7 +23,7 @@ from multiworld.serve.text.grammar import (
     grammar_of_marked_calls,
     grammar_of_schema,
 )
-from multiworld.serve.text.grammar_trial_process import MadeOf
+from multiworld.serve.text.grammar_trial_process import TokenizerData
 from multiworld.serve.text.grammar_trials import (
     TOO_COMPLEX,
     GrammarTrials,
@@ -137,7 +137,7 @@ def test_failure_of_the_process_is_not_the_clients_mistake(
 
 
 def test_tokenizer_that_is_of_no_use_is_named(trials: GrammarTrials) -> None:
-    made_of = MadeOf("{}", 5, [0])
+    made_of = TokenizerData("{}", 5, [0])
     broken = TrialTokenizer("broken", lambda: made_of)
     for _ in range(2):
         with pytest.raises(ModelFailedError, match="for this model"):
@@ -150,7 +150,7 @@ def test_every_model_has_its_own_tokenizer(
     """The process keeps a few tokenizers, and asks again for others."""
     made: list[str] = []
 
-    def made_of(name: str) -> MadeOf:
+    def made_of(name: str) -> TokenizerData:
         made.append(name)
         return tokenizer.made_of()
 

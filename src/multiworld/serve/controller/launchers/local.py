@@ -16,7 +16,7 @@ from multiworld.serve.controller.launchers.base import (
 from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.machines.amounts import Location, Need, Node
-from multiworld.serve.machines.usage import outgrows
+from multiworld.serve.machines.usage import memory_above
 from multiworld.serve.wire.process_args import ProcessArgs
 
 
@@ -58,7 +58,7 @@ class LocalLauncher:
         return running
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        return outgrows(running.pid, limit)
+        return memory_above(running.pid, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
         return began_at(running.pid) == running.began and self._watch(running)

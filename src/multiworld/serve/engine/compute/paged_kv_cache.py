@@ -33,7 +33,7 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 logger = logging.getLogger("multiworld.serve")
 
-FEWEST = 64  # minimum number of pages to allocate
+MIN_PAGES = 64  # minimum number of pages to allocate
 # Pages of no sequence: ``ZERO`` always contains zeros and pads tables; padding rows of
 # a step are written to ``SCRATCH``.
 ZERO, SCRATCH = RESERVED = range(2)
@@ -63,7 +63,7 @@ class PagedKvCache:
         self.transfers = transfers
         # Initial number of pages of a layer; doubled when they do not suffice.
         needed = len(RESERVED) - (-tokens // page_size)
-        self.count = max(FEWEST, needed)  # pages of a layer
+        self.count = max(MIN_PAGES, needed)  # pages of a layer
         self._free = list(range(len(RESERVED), self.count))
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}

@@ -93,7 +93,7 @@ class TextMeter:
             weight_bytes=self._weight_bytes,
             out_bytes=out_bytes,
             kv_bytes=self._facts.kv_bytes[self._number],
-            texts_bytes=engine.cache.nbytes,
+            kv_peak_bytes=engine.cache.nbytes,
         )
 
     def _begin(self, engine: StageEngine, texts: int) -> None:

@@ -29,7 +29,8 @@ logger = logging.getLogger("multiworld.serve")
 
 HEALTH_S = 0.25  # seconds between health checks
 ANSWER_S = 5.0  # seconds for a server to accept a connection or answer a health check
-MAX_LOOKS = 4  # failed checks in a row after which somebody else's server is lost
+# Failed checks in a row after which somebody else's server is lost.
+MAX_FAILED_CHECKS = 4
 MAX_LINE = 2**22  # bytes of a line of a stream; vLLM's first one repeats the prompt
 MAX_ANSWER = 2**24  # bytes of an answer that is not a stream
 MAX_ERROR = 500  # characters of a server's error that are reported
@@ -116,7 +117,7 @@ class EngineServer:
         if self._process is not None:
             return f"{self.title} exited with code {await self._process.wait()}"
         failures = 0
-        while failures < MAX_LOOKS:
+        while failures < MAX_FAILED_CHECKS:
             await asyncio.sleep(HEALTH_S)
             failures = 0 if await self.answers() else failures + 1
         return f"{self.title} at {self.url} does not answer {self._health}"

@@ -174,7 +174,7 @@ class ServerChoice:
             while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
                 if not self.is_shared:
                     continue
-                looking = asyncio.ensure_future(self._deserted())
+                looking = asyncio.ensure_future(self._unused_server())
                 tasks.append(looking)
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if lost.done():
@@ -188,7 +188,7 @@ class ServerChoice:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _deserted(self) -> str:
+    async def _unused_server(self) -> str:
         """Return a server that answers and that no replica uses; empty: none."""
         # The others may have left this replica's server, which is then its own.
         if self._claimed(self._url, 0):

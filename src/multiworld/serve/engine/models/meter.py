@@ -28,7 +28,7 @@ class Measured:
     weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
     out_bytes: float  # of the outputs, per row
     kv_bytes: float = 0.0  # per token, if the model generates text
-    texts_bytes: int = 0  # memory of KV blocks during the measurement
+    kv_peak_bytes: int = 0  # memory of KV blocks during the measurement
 
 
 class Meter(Protocol):

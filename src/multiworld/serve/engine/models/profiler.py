@@ -49,7 +49,7 @@ def _measure(meter: Meter, number: int) -> StageProfile:
     resting = _resident("VmRSS")
     found = meter.measure()
     # Memory for KV blocks is booked separately.
-    grown = max(0, _resident("VmHWM") - resting - found.texts_bytes)
+    grown = max(0, _resident("VmHWM") - resting - found.kv_peak_bytes)
     return StageProfile(
         name=found.name,
         weight_bytes=found.weight_bytes,

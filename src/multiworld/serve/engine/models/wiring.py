@@ -16,7 +16,7 @@ from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.spec.stage import Tensors, TensorSpec
 
 # Minimum size in ranges of ``torch.export``, whose graphs also work for smaller sizes.
-SMALLEST = 2
+MIN_SIZE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _limits(size: int | SymInt) -> tuple[int, float]:
     if found is None:
         return 0, math.inf
     low, high = float(found.lower), float(found.upper)
-    return (0 if low <= SMALLEST else int(low)), high
+    return (0 if low <= MIN_SIZE else int(low)), high
 
 
 def _returned(output: Node) -> list[Node]:

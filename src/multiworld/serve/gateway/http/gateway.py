@@ -31,7 +31,7 @@ from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
-from multiworld.serve.machines.freed_memory import give_back
+from multiworld.serve.machines.freed_memory import trim_heap
 from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.routing import refusals
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
@@ -72,7 +72,7 @@ class Gateway:
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         # Text frontends, by model and version.
-        self.texts: dict[tuple[str, str], Any] = {}
+        self.text_frontends: dict[tuple[str, str], Any] = {}
         self._bases: dict[str, str] = {}
         self._dedicated = set[str]()  # dedicated models that have started once
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
@@ -81,7 +81,7 @@ class Gateway:
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
-        self.is_ending = self.logs_access = self.is_strict = False
+        self.is_shutting_down = self.logs_access = self.is_strict = False
 
     def counted(self) -> Iterator[Counted]:
         yield from self.counts.counted()
@@ -222,7 +222,7 @@ class Gateway:
             kept = routes[name].stages.keys() if name in routes else ()
             for version in versions.keys() - kept:
                 del versions[version]
-                self.texts.pop((name, version), None)
+                self.text_frontends.pop((name, version), None)
                 self.specs.pop((name, version), None)
         self._dedicated &= routes.keys()
         self._find_adapters()
@@ -316,10 +316,10 @@ class Gateway:
         self, tenant: Tenant, model_version: ModelVersion, digest: str
     ) -> None:
         """Record a poison request found here, and report it."""
-        self.poisonous(tenant.name, model_version, digest)
+        self.record_poison(tenant.name, model_version, digest)
         self.on_poison(tenant.name, model_version, digest)
 
-    def poisonous(
+    def record_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> None:
         """Record a poison request; reject its tenant's waiting ones if quarantined."""
@@ -343,8 +343,8 @@ class Gateway:
                 f"model {name!r} takes no text; send tensors to /v2/models/{name}/infer"
             )
         key = name, version
-        if key in self.texts:
-            return self.texts[key]
+        if key in self.text_frontends:
+            return self.text_frontends[key]
         loading = self._loading.get(key)
         if loading is None:
             loading = asyncio.ensure_future(asyncio.to_thread(_loaded, load))
@@ -352,7 +352,7 @@ class Gateway:
             self._loading[key] = loading
         text = await asyncio.shield(loading)
         if version in self.models.get(name, {}):  # not removed meanwhile
-            self.texts[key] = text
+            self.text_frontends[key] = text
         return text
 
 
@@ -362,7 +362,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
     prepare = getattr(made, "prepare", None)
     if prepare is not None:
         prepare()
-    give_back()
+    trim_heap()
     return made
 
 

@@ -17,7 +17,9 @@ def _readiness(gateway: Gateway) -> tuple[bool, dict[str, Any]]:
     """Return whether all shared models are ready, and each one's missing stages."""
     routes = gateway.dispatcher.table.routes
     missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
-    is_ready = bool(routes) and not any(missing.values()) and not gateway.is_ending
+    is_ready = (
+        bool(routes) and not any(missing.values()) and not gateway.is_shutting_down
+    )
     return is_ready, missing
 
 

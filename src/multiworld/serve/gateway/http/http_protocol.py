@@ -101,12 +101,12 @@ class HeadKeeper:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
-        self.is_over = False  # what follows is not sent
+        self.is_discarding = False  # what follows is not sent
         self.has_head = False  # another gateway has sent the next answer's head
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of a response."""
-        if self.is_over:
+        if self.is_discarding:
             return
         is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
         if data == CONTINUE:
@@ -120,7 +120,7 @@ class HeadKeeper:
             self._head = b""
 
     def flush(self) -> None:
-        if self._head and not self.is_over:
+        if self._head and not self.is_discarding:
             self._transport.write(self._head)
         self._head = b""
 
@@ -129,7 +129,7 @@ class HeadKeeper:
         self._transport.close()
 
     def is_closing(self) -> bool:
-        return self.is_over or self._transport.is_closing()
+        return self.is_discarding or self._transport.is_closing()
 
 
 def _write_interim(transport: Any, data: bytes) -> None:
@@ -476,7 +476,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _send_refusal(self) -> None:
         """Send the refusal, discard further input for ``LINGER_S``, and close."""
         self.transport.write(self._refusal)
-        self._heads.is_over = True
+        self._heads.is_discarding = True
         if len(self._lingering) >= LINGERING:
             self.transport.close()
             return

@@ -107,7 +107,7 @@ def document_of(
 
 
 def _operation_of(route: Route, path: str) -> dict[str, Any]:
-    summary, description = route.texts
+    summary, description = route.summary_and_description
     more = dict(route.operation)
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

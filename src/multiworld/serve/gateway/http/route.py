@@ -88,7 +88,7 @@ class Route:
         return tuple(dict.fromkeys((OPTIONAL.sub("", self.path), with_all)))
 
     @property
-    def texts(self) -> tuple[str, str]:
+    def summary_and_description(self) -> tuple[str, str]:
         """Summary and description of the route; the description may be empty."""
         text = inspect.cleandoc(self.handler.__doc__ or "")
         summary, _, rest = text.partition("\n")

@@ -31,7 +31,7 @@ KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comme
 
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
     """Return the whole answer, once all choices have ended."""
-    said = [Said([echo]) for echo in ready.echoes]
+    outputs = [ChoiceOutput([echo]) for echo in ready.echoes]
     per_token, scored = ready.wanted.sampling.logprobs, 0
     async for piece in pieces:
         scored += 0 if per_token is None else 1 + per_token
@@ -43,14 +43,14 @@ async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
                 code="invalid_value",
             )
         index = piece.choice.index
-        said[index].add(piece, ready.parsers[index])
+        outputs[index].add(piece, ready.parsers[index])
     if ready.wanted.sampling.logprobs is not None:  # takes long to render
-        return await asyncio.to_thread(_rendered, ready, said)
-    return _rendered(ready, said)
+        return await asyncio.to_thread(_rendered, ready, outputs)
+    return _rendered(ready, outputs)
 
 
 @dataclass(slots=True)
-class Said:
+class ChoiceOutput:
     """The output of one choice so far."""
 
     text: list[str]
@@ -76,10 +76,10 @@ def _parts(parser: AnswerParser, piece: Piece) -> Iterator[str | Call | Thought]
         yield from parser.end()
 
 
-def _rendered(ready: Ready, said: Sequence[Said]) -> Response:
+def _rendered(ready: Ready, outputs: Sequence[ChoiceOutput]) -> Response:
     found = [
         _choice(ready, choice, each, _shown_items(ready, choice), choice.finish)
-        for choice, each in zip(ready.choices, said, strict=True)
+        for choice, each in zip(ready.choices, outputs, strict=True)
     ]
     answer = {**ready.head(), "choices": found, "usage": _usage(ready)}
     if ready.is_chat and ready.wanted.has_ids:  # at the top level, as in vLLM
@@ -110,7 +110,11 @@ def _usage(ready: Ready) -> dict[str, Any]:
 
 
 def _choice(
-    ready: Ready, choice: Choice, said: Said, items: Sequence[TokenItem], finish: str
+    ready: Ready,
+    choice: Choice,
+    output: ChoiceOutput,
+    items: Sequence[TokenItem],
+    finish: str,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
     if ready.wanted.has_ids:
@@ -118,14 +122,14 @@ def _choice(
         found["prompt_token_ids"] = list(choice.prompt)
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
-        found["message"] = _message(ready, choice, said)
+        found["message"] = _message(ready, choice, output)
         if "tool_calls" in found["message"] and not _is_cut(ready, choice):
             found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
             chat_logprobs(ready.served.tokenizer, items) if has_logprobs else None
         )
     else:
-        found["text"] = "".join(said.text)
+        found["text"] = "".join(output.text)
         found["logprobs"] = _text_logprobs(ready, choice) if has_logprobs else None
     return found
 
@@ -148,12 +152,12 @@ def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
     return text_logprobs(tokenizer, choice.items, offsets, choice.prompt, choice.scores)
 
 
-def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
-    content = "".join(said.text)
+def _message(ready: Ready, choice: Choice, output: ChoiceOutput) -> dict[str, Any]:
+    content = "".join(output.text)
     found: dict[str, Any] = {"role": "assistant", "content": content}
     if ready.reasoning is not None and ready.wanted.has_reasoning:
-        found["reasoning"] = "".join(said.thoughts) or None
-    if said.calls:
+        found["reasoning"] = "".join(output.thoughts) or None
+    if output.calls:
         found["content"] = content if content.strip() else None
         found["tool_calls"] = [
             {
@@ -161,7 +165,7 @@ def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
                 "type": "function",
                 "function": {"name": name, "arguments": "".join(arguments)},
             }
-            for number, (name, arguments) in said.calls.items()
+            for number, (name, arguments) in output.calls.items()
         ]
     elif (parser := ready.parsers[choice.index]) and not parser.may_be_text:
         found["content"] = None  # a truncated call is not text

@@ -45,7 +45,7 @@ class _Body(msgspec.Struct, frozen=True):
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
-IN_TURN = 32  # inputs to encode in one job, before a job of another tenant
+INPUTS_PER_JOB = 32  # inputs to encode in one job, before a job of another tenant
 
 _bodies = msgspec.json.Decoder(_Body)
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -197,8 +197,8 @@ async def _prepared(
     if 16 * size < request_body.OFFLOAD_BYTES:  # encoding is 16 times as slow
         return version, model, _checked(frontend, model, asked.inputs)
     inputs: list[Tensors] = []
-    for begin in range(0, len(asked.inputs), IN_TURN):  # may take seconds
-        some = asked.inputs[begin : begin + IN_TURN]
+    for begin in range(0, len(asked.inputs), INPUTS_PER_JOB):  # may take seconds
+        some = asked.inputs[begin : begin + INPUTS_PER_JOB]
         encode = partial(_checked, frontend, model, some)
         cost = 1.0 + sum(map(len, some))
         work = gateway.encoding.submit(tenant.share, cost, encode)

@@ -50,7 +50,7 @@ from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 
-LEAST_S = 0.001  # minimum seconds until a deadline, which then passes at once
+MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline, which then passes at once
 MAX_SCORES = 200_000  # prompt logprobs in one answer, of about 50 bytes each
 
 
@@ -142,7 +142,7 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
     if timeout_s is None:
         timeout_s = gateway.deadline_s(name, tenant)
     spent_s = gateway.authenticator.clock() - began_at  # compiling may take seconds
-    timeout_s = max(LEAST_S, timeout_s - spent_s)
+    timeout_s = max(MIN_DEADLINE_S, timeout_s - spent_s)
     return replace(ready, wanted=replace(ready.wanted, timeout_s=timeout_s))
 
 

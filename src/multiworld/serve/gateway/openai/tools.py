@@ -168,7 +168,7 @@ class CallParser:
             yield from self._required()
         elif self._family == "hermes":
             yield from self._marked()
-        elif self._may_not_be_json():
+        elif self._is_not_a_call():
             yield from self._rest()
         else:
             self._is_open = bool(self._held.strip())
@@ -250,7 +250,7 @@ class CallParser:
                 break
         return None, text.find(END)
 
-    def _may_not_be_json(self) -> bool:
+    def _is_not_a_call(self) -> bool:
         """Return whether the output is certainly not a call in Llama 3's format."""
         is_call = self._family is not None and CALL_BEGUN.match(self._held)
         return self._is_free or not is_call

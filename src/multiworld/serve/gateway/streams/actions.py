@@ -60,7 +60,7 @@ Action = Send | Deliver | RequestReplicas | Log | Refuse
 # Messages about several sequences, and the maximum number of sequences in one message,
 # because frames have a limit.
 Several = BeginSequences | EndSequences | PauseSequences
-AT_ONCE = 64
+MAX_MERGED = 64
 
 
 def merged(actions: list[Action]) -> list[Action]:
@@ -78,7 +78,11 @@ def merged(actions: list[Action]) -> list[Action]:
             continue
         items = message.starts if isinstance(message, BeginSequences) else message.keys
         group = latest.get(action.replica)
-        if group is None or group[1] is not type(message) or len(group[2]) >= AT_ONCE:
+        if (
+            group is None
+            or group[1] is not type(message)
+            or len(group[2]) >= MAX_MERGED
+        ):
             group = latest[action.replica] = action.replica, type(message), []
             found.append(group)
         group[2].extend(items)

@@ -26,7 +26,7 @@ HOME = 2
 SPLIT = 4
 # Streams added to the load of a replica that lacks a connection, and seconds for which
 # they are added.
-DOUBT, DOUBT_S = 8, 10.0
+AVOIDED_LOAD, AVOIDED_S = 8, 10.0
 # Maximum number of replicas of a stage, chosen at random, to compare for a new stream.
 COMPARED = 64
 
@@ -83,19 +83,19 @@ class ChainSelection:
         self.load: Counter[str] = Counter()
         # When to stop avoiding a replica that lacked a connection to another one, by
         # name.
-        self._doubted: dict[str, float] = {}
+        self._avoided_until: dict[str, float] = {}
 
-    def doubt(self, replicas: Sequence[str], now: float) -> bool:
+    def avoid(self, replicas: Sequence[str], now: float) -> bool:
         """Avoid replicas that lack a connection; False if all were avoided already."""
-        is_known = all(name in self._doubted for name in replicas)
-        self._doubted.update(dict.fromkeys(replicas, now + DOUBT_S))
+        is_known = all(name in self._avoided_until for name in replicas)
+        self._avoided_until.update(dict.fromkeys(replicas, now + AVOIDED_S))
         return not is_known
 
     def tick(self, now: float) -> None:
-        """Stop avoiding replicas after ``DOUBT_S``."""
-        over = [name for name, until in self._doubted.items() if until <= now]
+        """Stop avoiding replicas after ``AVOIDED_S``."""
+        over = [name for name, until in self._avoided_until.items() if until <= now]
         for name in over:
-            del self._doubted[name]
+            del self._avoided_until[name]
 
     def table_changed(self, now: float) -> None:
         replicas = self.view.table.replicas
@@ -188,7 +188,7 @@ class ChainSelection:
                 if surplus:
                     yield Uneven(busiest[stage], name, surplus)
 
-    def relieved(self, stream: Stream, uneven: Uneven) -> Chain | None:
+    def chain_with_new(self, stream: Stream, uneven: Uneven) -> Chain | None:
         """Return the chain with the busiest replica replaced by the new one, or None.
 
         None: the hardware fingerprint or the noise differs, or a replica is gone.
@@ -201,9 +201,9 @@ class ChainSelection:
         swap = {uneven.busiest: uneven.new}
         names = tuple(swap.get(name, name) for name in stream.chain)
         chain = Chain(stream.version, names)
-        return chain if self.is_there(chain) else None
+        return chain if self.is_connected(chain) else None
 
-    def is_there(self, chain: Chain) -> bool:
+    def is_connected(self, chain: Chain) -> bool:
         known, connected = self.view.table.replicas, self.view.connected
         return all(name in known and name in connected for name in chain.replicas)
 
@@ -240,7 +240,7 @@ class ChainSelection:
         is_same = known is not None and known.version == version
         return name if is_there and is_same else None
 
-    def _sampling_alike(
+    def _with_same_noise(
         self, stream: Stream, found: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return the replicas that sample with the noise of the stream's tokens."""
@@ -251,13 +251,13 @@ class ChainSelection:
     def _candidates(
         self, stream: Stream, version: str, stage: int
     ) -> Sequence[Replica]:
-        usable = self._sampling_alike(
+        usable = self._with_same_noise(
             stream, self.view.usable(stream.model, version, stage)
         )
         wanted = stream.via.get(stage)
         if usable and wanted is None:
             return usable
-        found = self._sampling_alike(
+        found = self._with_same_noise(
             stream, self.view.connected_at(stream.model, version, stage)
         )
         found = [r for r in found if wanted in (None, r.name)]
@@ -285,7 +285,7 @@ class ChainSelection:
         same = stream.fingerprints.get(stage)
         if same is None and len(found) > COMPARED:
             some = self._some(found, [*known, home])
-            found = self._sampling_alike(stream, some)
+            found = self._with_same_noise(stream, some)
         usable = [r for r in found if r.name not in without]
         usable = [r for r in usable if same in (None, r.fingerprint)] or usable
 
@@ -293,7 +293,8 @@ class ChainSelection:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
             saved += HOME * (replica.name == home)
             splits = any(self.sources.is_split(replica.name, f) for f in first)
-            load = self.load[replica.name] + DOUBT * (replica.name in self._doubted)
+            load = self.load[replica.name]
+            load += AVOIDED_LOAD * (replica.name in self._avoided_until)
             return load + SPLIT * splits - saved, self._chance()
 
         return min(usable, key=cost).name if usable else None

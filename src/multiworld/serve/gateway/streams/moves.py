@@ -28,7 +28,7 @@ from multiworld.serve.wire.protocol import Key
 
 # Maximum number of streams that move off draining replicas at once, and maximum total
 # of their tokens if there are several, because other streams wait for these tokens.
-AT_ONCE = 4
+MAX_MOVES = 4
 TOKENS_AT_ONCE = 128
 # Maximum number of tokens that the new replicas may lack when a stream moves. One step
 # computes this many in hardly more time than one.
@@ -66,14 +66,14 @@ class Moves:
             there = (s for s in self._index.at(uneven.busiest) if is_free(s, now))
             worth = [s for s in there if _left(s) >= WORTH and s.first_at is not None]
             for stream in sorted(worth, key=lambda s: (len(s.tokens), s.number)):
-                chain = self._chains.relieved(stream, uneven)
+                chain = self._chains.chain_with_new(stream, uneven)
                 if chain is not None:
                     self._begin(stream, chain, now)
                     return
 
     def _leave_draining(self, now: float) -> None:
         """Start to move streams off draining replicas, the oldest streams first."""
-        if len(self._moving) >= AT_ONCE:
+        if len(self._moving) >= MAX_MOVES:
             return
         tokens = sum(len(stream.tokens) for stream in self._moving.values())
         draining = self._chains.draining
@@ -90,7 +90,7 @@ class Moves:
             if self._moving and tokens > TOKENS_AT_ONCE:
                 return
             self._begin(stream, chain, now)
-            if len(self._moving) >= AT_ONCE:
+            if len(self._moving) >= MAX_MOVES:
                 return
 
     def lost(self, replica: str, now: float) -> None:
@@ -110,7 +110,7 @@ class Moves:
             # The latest ones first: hardly anything was computed for them.
             there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
-                chain = self._chains.relieved(stream, uneven)
+                chain = self._chains.chain_with_new(stream, uneven)
                 if chain is not None:
                     stream.stays_until = now + RETRY_S
                     found.append((stream, chain))
@@ -151,7 +151,7 @@ class Moves:
         move.waits_for -= 1
         if move.waits_for:
             return False
-        if not self._chains.is_there(move.chain):
+        if not self._chains.is_connected(move.chain):
             self.give_up(stream, now)
             return False
         if len(stream.tokens) - move.tokens > LAG:

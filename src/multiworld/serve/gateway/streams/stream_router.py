@@ -374,7 +374,7 @@ class StreamRouter:
             both = replica, lacks
             # Only replicas that were not avoided yet make the stream go elsewhere at
             # once, so that attempts stay rare.
-            is_elsewhere = self._chains.doubt(both, self._now)
+            is_elsewhere = self._chains.avoid(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
         self._retry(stream, f"{replica} returned it", is_elsewhere=is_elsewhere)

@@ -389,10 +389,10 @@ async def test_service_is_ready_when_no_stage_lacks_a_replica() -> None:
 async def test_service_that_ends_or_serves_nothing_is_not_ready_but_lives() -> None:
     """A load balancer then sends it no requests, but does not kill it."""
     fake = Fake()
-    fake.gateway.is_ending = True
+    fake.gateway.is_shutting_down = True
     assert (await get(fake, "/v2/health/ready")).status_code == 503
     assert (await get(fake, "/v2/health/live")).status_code == 200
-    fake.gateway.is_ending = False
+    fake.gateway.is_shutting_down = False
     fake.dispatcher.table = RoutingTable()
     assert (await get(fake, "/health")).status_code == 503
     assert (await get(fake, "/v2/models")).json() == {"models": []}
@@ -638,4 +638,4 @@ async def test_forgotten_versions_are_those_that_left_the_table() -> None:
     fake.serve("2", t=TEXT)
     fake.gateway.table_changed()
     assert fake.gateway.models == {"m": {}, "t": {"2": TEXT}}
-    assert fake.gateway.texts == {}
+    assert fake.gateway.text_frontends == {}

@@ -172,7 +172,7 @@ def test_no_two_routes_take_the_same_request() -> None:
 
 
 def test_every_route_is_described() -> None:
-    assert all(route.texts[0] for route in ROUTES)
+    assert all(route.summary_and_description[0] for route in ROUTES)
 
 
 # What is counted.

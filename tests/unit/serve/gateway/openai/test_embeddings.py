@@ -109,7 +109,7 @@ async def test_many_letters_are_encoded_in_a_thread(
 
     monkeypatch.setattr(request_body, "OFFLOAD_BYTES", 64)
     fake = Fake()
-    fake.gateway.texts["t", "1"] = Watched()
+    fake.gateway.text_frontends["t", "1"] = Watched()
     assert (await embed(fake, input="abc")).status_code == 200
     assert threads == {threading.get_ident()}
     assert (await embed(fake, input="abcde")).status_code == 200
@@ -130,7 +130,7 @@ async def test_token_ids_that_the_model_does_not_take_are_refused(
 
     fake = Fake()
     fake.serve(t=dataclasses.replace(TEXT, check=check))
-    fake.gateway.texts["t", "1"] = Ids()
+    fake.gateway.text_frontends["t", "1"] = Ids()
     for given in (tokens, [[1], tokens]):
         answer = await embed(fake, input=given)
         assert answer.status_code == 400, answer.text
@@ -288,7 +288,7 @@ async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
                 raise InvalidRequestError("no such letters")
             raise KeyError(text)
 
-    fake.gateway.texts["t", "1"] = Broken()
+    fake.gateway.text_frontends["t", "1"] = Broken()
     assert (await embed(fake, input="bad")).status_code == 400
     assert (await embed(fake, input="worse")).status_code == 500
 
