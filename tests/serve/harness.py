@@ -161,7 +161,7 @@ class Served:
         record = Service(None, self.state).folder.load()
         assert record is not None
         assert record.store is not None
-        for pid in [*pids, record.store.pid]:
+        for pid in [*pids, record.store.pid, self.keeper()]:
             began = began_at(pid)
             if began is not None:
                 self.pids.add((pid, began))
@@ -218,11 +218,10 @@ class Served:
 
     def keeper(self) -> int:
         """Return the process id of the stream keeper, the controller's child; or 0."""
-        assert self.process is not None
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if "multiworld.serve.keeper.process" in child.cmdline():
-                    return int(child.pid)
+        path = str(self.state / "keep.sock")
+        for process in psutil.process_iter(["cmdline"]):
+            if path in (process.info["cmdline"] or []):
+                return int(process.pid)
         return 0
 
     def heartbeat_helpers(self) -> list[int]:

@@ -44,7 +44,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "generation": {},
         "stages": [{"name": "front"}, {"name": "back"}],
     }
-    spec["gateway"] = {"port": 0, "max_bodies_mb": 256.0}
+    spec["gateway"] = {"port": 0, "max_bodies_mb": 256.0, "spare": False}
     with served(tmp_path_factory.mktemp("attacks"), spec) as found:
         yield found
 

@@ -79,7 +79,10 @@ def shown(body: bytes) -> list[dict[str, Any]]:
 
 
 def without_chance(event: dict[str, Any]) -> dict[str, Any]:
-    return {**event, "id": "", "created": 0}
+    found = {**event, "id": "", "created": 0}
+    if event["choices"] and event["choices"][0]["finish_reason"] is None:
+        found["usage"] = None  # counts tokens that have arrived, and are not shown yet
+    return found
 
 
 def gateways(service: Served) -> dict[str, int]:

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 from collections import deque
+from collections.abc import Callable
 
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.deadlines import KEEPER_BEAT_S, KEEPER_START_S
@@ -47,6 +48,7 @@ class KeeperSupervisor:
         listener: Bound socket of the gateways' address; stays open until the service
             ends, so that no client is refused while there is no keeper.
         history: Of the service.
+        active: Returns the number of gateways that are to have connections.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class KeeperSupervisor:
         app: AppSpec,
         listener: socket.socket,
         history: History,
+        active: Callable[[], int],
     ) -> None:
+        self._active = active
         self._history = history
         self._counts = Counts()
         self._path = folder.keeper
@@ -105,11 +109,17 @@ class KeeperSupervisor:
         self._heard_at = self._loop.time()
         channel = Channel(sock, self._framed, self._lost.set)
         channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
+        # The keeper of an earlier controller does not have it.
+        greeting = frame([entry(Kind.LISTENER), self._beat()])
+        channel.send(greeting, [self._listener.fileno()])
         return channel
+
+    def _beat(self) -> bytes:
+        return entry(Kind.BEAT, 0, self._active())
 
     async def _watch(self, channel: Channel) -> None:
         while not self._lost.is_set():
-            channel.send(frame([entry(Kind.BEAT)]))
+            channel.send(frame([self._beat()]))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
@@ -147,7 +157,7 @@ class KeeperSupervisor:
         command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
         command += ["--socket", str(self._path), "--alive", str(self._alive)]
         command += ["--silence", str(self._silence_s)]
-        command += ["--memory", str(self._memory_mb)]
+        command += ["--memory", str(self._memory_mb), "--active", str(self._active())]
         for number in listeners:
             command += ["--listener", str(number)]
         with open(self._log, "ab") as errors:  # noqa: ASYNC230 - opened, not read

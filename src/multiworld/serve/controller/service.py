@@ -277,7 +277,13 @@ async def _control(
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
-        keeper = KeeperSupervisor(folder, app, reserved, controller.history)
+        keeper = KeeperSupervisor(
+            folder,
+            app,
+            reserved,
+            controller.history,
+            lambda: controller.app.gateway.replicas,
+        )
         keeping: asyncio.Task[None] | None = None
         if app.gateway.is_kept:
             keeping = loop.create_task(keeper.run())

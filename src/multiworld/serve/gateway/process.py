@@ -403,7 +403,9 @@ class GatewayProcess:
         self._streams.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.table_changed()
-        self._authenticator.gateways = len(table.gateways)
+        # Spare gateways have no connections.
+        count = len(table.gateways) - self._args.spare_gateways
+        self._authenticator.gateways = max(1, count)
         self._agent.fact(messages.TableApplied(table.number))
         self._is_routed.set()
 

@@ -19,6 +19,7 @@ from multiworld.serve.keeper.record import (
 )
 
 WAIT_S = 30.0  # for a gateway, while there is none; then 503
+MAX_LOSSES = 3  # of gateways with a request; it may be the cause, and is refused
 TICK_S = 0.1  # between checks of gateways and of waiting connections
 PAUSE_S = 5 * TICK_S  # between two ticks: the keeper itself was stopped meanwhile
 
@@ -111,10 +112,12 @@ class Keeper:
     Args:
         silence_s: Seconds without a beat after which a gateway is killed.
         max_bytes: Of all records; what exceeds it is not protected.
+        active: Gateways that take connections at the same time; others are spare.
     """
 
-    def __init__(self, silence_s: float, max_bytes: int) -> None:
+    def __init__(self, silence_s: float, max_bytes: int, active: int = 64) -> None:
         self._silence_s, self._max_bytes = silence_s, max_bytes
+        self.active = active
         self.gateways: dict[int, Gateway] = {}
         self.records: dict[int, ConnectionRecord] = {}
         self.size = 0  # bytes of all records
@@ -133,7 +136,7 @@ class Keeper:
         return self._place(number, now)
 
     def _place(self, number: int, now: float) -> list[Action]:
-        able = [each for each in self.gateways.values() if each.takes_connections]
+        able = self._able()[: self.active]
         if not able:
             self.waiting.setdefault(number, now)
             if self.gateways and all(g.is_leaving for g in self.gateways.values()):
@@ -143,6 +146,10 @@ class Keeper:
         chosen = min(able, key=lambda each: (each.busy, len(each.connections)))
         self._own(chosen, self.records[number])
         return [Give(number, chosen.number)]
+
+    def _able(self) -> list[Gateway]:
+        """Return the gateways that take connections, the oldest first."""
+        return [each for each in self.gateways.values() if each.takes_connections]
 
     def _own(self, gateway: Gateway, record: ConnectionRecord) -> None:
         gateway.connections.add(record.number)
@@ -212,7 +219,7 @@ class Keeper:
 
     def _leave(self, gateway: Gateway) -> list[Action]:
         gateway.is_leaving = True
-        has_heir = any(each.takes_connections for each in self.gateways.values())
+        has_heir = bool(self._able())
         actions: list[Action]
         actions = [Say(gateway.number, entry(Kind.HAND_OVER, 0, int(has_heir)))]
         if not has_heir and all(g.is_leaving for g in self.gateways.values()):
@@ -265,6 +272,9 @@ class Keeper:
             del self._owner[connection]
             is_whole = record.has_all(found.written, found.read)
             self.trimmed(connection, found.written)
+            if record.state is not State.IDLE and not gateway.is_leaving:
+                record.losses += 1
+            is_whole &= record.losses < MAX_LOSSES
             if is_whole and (record.is_protected or record.state is State.IDLE):
                 self.handed_over += 1
                 actions += self._place(connection, now)

@@ -75,9 +75,13 @@ class KeeperProcess:
     """Carries out what ``Keeper`` decides."""
 
     def __init__(
-        self, listeners: list[socket.socket], silence_s: float, max_bytes: int
+        self,
+        listeners: list[socket.socket],
+        silence_s: float,
+        max_bytes: int,
+        active: int,
     ) -> None:
-        self.keeper = Keeper(silence_s, max_bytes)
+        self.keeper = Keeper(silence_s, max_bytes, active)
         self._listeners = listeners
         self._loop = asyncio.get_running_loop()
         # A successor numbers from the time, as its predecessor's connections live on.
@@ -151,6 +155,9 @@ class KeeperProcess:
         self._exit_if_left()
         now = self._loop.time()
         if number in self._supervisors:
+            self.keeper.active = max(1, entries[-1].value)
+            while descriptors:
+                self.add_listener(socket.socket(fileno=descriptors.popleft()))
             counts = COUNTS.pack(*self.keeper.counts)
             self._send(number, [entry(Kind.BEAT, payload=counts)])
             return
@@ -333,7 +340,7 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     listeners = [socket.socket(fileno=number) for number in args.listener]
-    process = KeeperProcess(listeners, args.silence, args.memory * MIB)
+    process = KeeperProcess(listeners, args.silence, args.memory * MIB, args.active)
 
     def joined() -> None:
         with contextlib.suppress(BlockingIOError):
@@ -362,6 +369,7 @@ def main() -> None:
     parser.add_argument("--listener", type=int, action="append", default=[])
     parser.add_argument("--silence", type=float, required=True)
     parser.add_argument("--memory", type=int, required=True)
+    parser.add_argument("--active", type=int, required=True)
     parser.add_argument("--alive", default="")
     args = parser.parse_args()
     raise_limit()

@@ -15,10 +15,10 @@ from enum import StrEnum
 from multiworld.serve.keeper.frames import Entry, FrameError, Kind, entry
 
 # The numbers and flags of a record, in the order of ``COUNTED``.
-COUNTERS = struct.Struct("<QQQQQQQ???")
+COUNTERS = struct.Struct("<QQQQQQQQ???")
 COUNTED = (
     *("written_before", "read_before", "output_at", "input_at", "began_ns"),
-    *("answered", "events", "has_begun", "is_closing", "is_protected"),
+    *("answered", "events", "losses", "has_begun", "is_closing", "is_protected"),
 )
 
 # Bytes of output from which on the kernel is asked what it has: of an answer, and of a
@@ -64,6 +64,8 @@ class ConnectionRecord:
         request: What was drawn for the current request; empty: nothing yet.
         items: Parts of what the current answer shows, in their order.
         events: Events of the current answer that are recorded.
+        losses: Gateways that were lost with the current request, since something of
+            its answer was recorded.
         has_begun: Whether bytes of the current answer are recorded.
         output: The last bytes that were recorded for the client, of all answers.
         output_at: Number of bytes that were recorded before those.
@@ -82,6 +84,7 @@ class ConnectionRecord:
     request: bytes = b""
     items: list[bytes] = field(default_factory=list)
     events: int = 0
+    losses: int = 0
     has_begun: bool = False
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
@@ -118,10 +121,12 @@ class ConnectionRecord:
                     self.become(State.RECORDED)
                 self.request = said.payload
             case Kind.ITEM:
+                self.losses = 0
                 if self.is_protected:
                     self.items.append(said.payload)
                     self.item_bytes += len(said.payload)
             case Kind.OUTPUT:
+                self.losses = 0
                 if self.state is not State.IDLE:
                     self.become(State.ANSWERING)
                     self.has_begun = True
@@ -155,7 +160,8 @@ class ConnectionRecord:
             self.input_at += len(data)
 
     def _end_answer(self) -> None:
-        self.request, self.events, self.has_begun = b"", 0, False
+        self.request, self.events, self.losses = b"", 0, 0
+        self.has_begun = False
         self.items.clear()
         self.item_bytes = 0
 

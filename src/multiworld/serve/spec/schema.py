@@ -707,7 +707,7 @@ class GatewaySpec(_Strict):
     spare: bool = True
     """`true`: with `keeper`, one more gateway runs than `replicas` says where a model
     generates text, so that streams of a lost gateway wait for no start."""
-    keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 256
+    keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 128
     """Maximum size of what the keeper holds of requests and answers, in MiB; streams
     beyond it are not protected."""
     tls_certificate: str | None = None

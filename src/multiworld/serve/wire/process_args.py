@@ -29,6 +29,7 @@ class ProcessArgs(BaseModel):
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
+    spare_gateways: int = 0  # that the keeper gives no connections
     keeper: str = ""  # socket of the stream keeper; empty: a gateway accepts itself
     alive: str = ""  # file whose lock all processes of the service hold; empty: none
 
@@ -63,5 +64,6 @@ def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
         silence_s=app.silence_s,
         orphan_s=app.orphan_s,
         gateway=app.gateway if is_gateway else None,
+        spare_gateways=app.gateways - app.gateway.replicas,
         port=port,
     )

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from multiworld.serve.keeper.frames import Entry, FrameError, Kind
 from multiworld.serve.keeper.keeper import (
+    MAX_LOSSES,
     PAUSE_S,
     TICK_S,
     WAIT_S,
@@ -149,6 +150,29 @@ def test_gateway_that_leaves_hears_whether_there_is_another() -> None:
     assert keeper.accepted(7, NOTHING, 0.0) == [Refuse(7)], "the service shuts down"
 
 
+def test_spare_gateway_has_connections_only_once_another_one_is_lost() -> None:
+    keeper = ready(2, ready(1, Keeper(SILENCE_S, MIB, active=1)))
+    for number in (7, 8):
+        assert keeper.accepted(number, NOTHING, 0.0) == [Give(number, 1)]
+    found = keeper.lost(1, {7: NOTHING, 8: NOTHING}, 0.0)
+    assert found == [Give(7, 2), Give(8, 2)]
+
+
+def test_request_that_is_at_hand_when_gateways_die_is_refused() -> None:
+    """It may be the cause; the others of its gateways are not to blame."""
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    keeper.accepted(8, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST)
+    for number in (1, 2, 3):
+        said(keeper, number, Entry(Kind.INPUT, 8), Entry(Kind.OUTPUT, 8, 1, b"x"))
+        ready(number + 1, keeper)
+        counters = {7: Counters(0, READ), 8: Counters(number, 0)}
+        found = keeper.lost(number, counters, 0.0)
+        assert Give(8, number + 1) in found
+        assert (Refuse(7) in found) == (number == 3)
+
+
 def test_stream_beyond_the_memory_is_not_protected_and_not_refused() -> None:
     keeper = Keeper(SILENCE_S, 100)
     ready(2, ready(1, keeper))
@@ -195,6 +219,7 @@ def test_gateway_decides_about_its_own_connections_only() -> None:
         st.binary(max_size=9),
         st.lists(st.binary(max_size=9), max_size=3),
         st.integers(0, 9),
+        st.integers(0, 9),
         st.booleans(),
         st.binary(max_size=9).map(bytearray),
         st.integers(0, 2**40),
@@ -224,6 +249,7 @@ class Client:
     number: int
     sent: int = 0
     read: int = 0
+    losses: int = 0  # of gateways with its request, and nothing of an answer between
     out: bytearray = field(default_factory=bytearray)
 
     @property
@@ -251,7 +277,7 @@ class Host(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.keeper = Keeper(SILENCE_S, MIB)
+        self.keeper = Keeper(SILENCE_S, MIB, active=2)
         self.clients: dict[int, Client] = {}
         self.servers: dict[int, Server] = {}
         self.alive: set[int] = set()
@@ -270,8 +296,9 @@ class Host(RuleBasedStateMachine):
                     written = len(self.clients[connection].out)
                     self.keeper.trimmed(connection, written)
                 case Refuse(connection) | Close(connection):
-                    assert connection in self.lost, "nothing was lost"
-                    del self.clients[connection]
+                    client = self.clients.pop(connection)
+                    may_be_cause = client.losses >= MAX_LOSSES
+                    assert connection in self.lost or may_be_cause
                 case _:
                     pass
 
@@ -326,6 +353,7 @@ class Host(RuleBasedStateMachine):
         if not server.is_reading:
             return
         number, gateway = server.client.number, server.gateway
+        server.client.losses = 0
         server.shown += 1
         event = b"%d" % server.shown
         entries = [
@@ -360,7 +388,8 @@ class Host(RuleBasedStateMachine):
         self.alive.discard(gateway)
         gone = [n for n, s in self.servers.items() if s.gateway == gateway]
         for number in gone:
-            del self.servers[number]
+            server = self.servers.pop(number)
+            server.client.losses += server.is_reading or number in self.lost
         counters = {number: self.clients[number].counters for number in gone}
         self._do(self.keeper.lost(gateway, counters, self.now))
 

@@ -24,6 +24,8 @@ from multiworld.serve.keeper.record import ConnectionRecord, record_of
 logger = logging.getLogger("multiworld.serve")
 
 BEAT_S = 0.1  # between beats to the keeper
+# Of unanswered requests of a connection, kept here in case that the keeper is lost.
+MIRROR_BYTES = 1024 * 1024
 AGAIN_S = 0.02  # between attempts to reach a keeper
 
 Serve = Callable[[socket.socket, ConnectionRecord], object]
@@ -42,6 +44,12 @@ class Recorded(Protocol):
 
     def resume(self) -> None:
         """Ask for output again."""
+
+    def pause_reading(self) -> None:
+        """Read nothing more from the client: the keeper does not take it."""
+
+    def resume_reading(self) -> None:
+        """Read on."""
 
     def abandon(self) -> None:
         """Let go of the socket, without closing the connection."""
@@ -72,7 +80,10 @@ class KeeperLink:
         self._entries: list[bytes] = []
         self._writes: list[Callable[[], None]] = []
         self._sent: deque[list[Callable[[], None]]] = deque()
+        # Connections that are not written to, or not read from, until the keeper has
+        # taken what it was sent.
         self._held: set[Recorded] = set()
+        self._unread: set[Recorded] = set()
         self._may_hand_over: asyncio.Future[bool] | None = None
 
     @property
@@ -87,16 +98,24 @@ class KeeperLink:
     def remove(self, connection: Recorded) -> None:
         self._connections.pop(connection.record.number, None)
         self._held.discard(connection)
+        self._unread.discard(connection)
 
     def say(
         self, connection: Recorded, kind: Kind, value: int = 0, payload: bytes = b""
     ) -> None:
         """Record something of a connection, here and at the keeper."""
         record = connection.record
+        size = len(record.input) + len(payload)
+        if kind is Kind.INPUT and size > MIRROR_BYTES and record.is_protected:
+            record.give_up()
         record.apply(Entry(kind, record.number, value, payload))
-        if self._channel is not None:
-            self._soon()
-            self._entries.append(entry(kind, record.number, value, payload))
+        if self._channel is None:
+            return
+        self._soon()
+        self._entries.append(entry(kind, record.number, value, payload))
+        if kind is Kind.INPUT and self._channel.is_blocked:
+            self._unread.add(connection)
+            connection.pause_reading()
 
     def then(self, connection: Recorded, write: Callable[[], None]) -> None:
         """Call ``write`` once the keeper has all that was said; at once without one."""
@@ -127,13 +146,16 @@ class KeeperLink:
     def _on_sent(self) -> None:
         for write in self._sent.popleft():
             write()
-        if self._held and not self._sent:
+        if (self._held or self._unread) and not self._sent:
             self._release()
 
     def _release(self) -> None:
         held, self._held = self._held, set()
         for connection in held:
             connection.resume()
+        unread, self._unread = self._unread, set()
+        for connection in unread:
+            connection.resume_reading()
 
     # The keeper.
 

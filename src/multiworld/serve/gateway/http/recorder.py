@@ -230,6 +230,14 @@ class Recorder(Unrecorded):
         if transport and protocol and not transport.get_write_buffer_size():
             protocol.resume_writing()
 
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def abandon(self) -> None:
         self.is_abandoned = True
         if self._transport is not None:
