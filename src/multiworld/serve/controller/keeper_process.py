@@ -12,6 +12,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.deadlines import KEEPER_BEAT_S, KEEPER_START_S
@@ -193,3 +194,13 @@ def _identity(sock: socket.socket) -> int:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def answers(path: Path) -> bool:
+    """Return whether a keeper listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+        except OSError:
+            return False
+    return True

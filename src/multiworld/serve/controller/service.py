@@ -27,7 +27,7 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.controller.fleet.state import ProcessPhase
-from multiworld.serve.controller.keeper_process import KeeperSupervisor
+from multiworld.serve.controller.keeper_process import KeeperSupervisor, answers
 from multiworld.serve.controller.launchers.base import (
     Launcher,
     LauncherContext,
@@ -152,7 +152,7 @@ async def _run(
     kept = old.store if old else _living_store(ended)
     if kept is not None:
         await check_secret(kept, security)
-    reserved = _reserve(app, old or ended)
+    reserved = _reserve(app, old or ended, is_held=answers(folder.keeper))
     store = await start_store(folder, env, kept, app.host)
     try:
         with reserved:
@@ -454,11 +454,17 @@ def _has_gateway(old: Record) -> bool:
     return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
 
 
-def _reserve(app: AppSpec, old: Record | None) -> socket.socket:
-    """Bind the gateways' port, so that it stays reserved while no gateway runs."""
+def _reserve(app: AppSpec, old: Record | None, *, is_held: bool) -> socket.socket:
+    """Bind the gateways' port, so that it stays reserved while no gateway runs.
+
+    ``is_held``: the stream keeper of an earlier controller runs, and holds its port.
+    """
     port = app.gateway.port or (old.port if old else 0)
     try:
-        if port and not (old and old.port == port and _has_gateway(old)):
+        is_ours = (
+            old is not None and old.port == port and (is_held or _has_gateway(old))
+        )
+        if port and not is_ours:
             try:
                 _check_free(app.gateway.host, port)
             except OSError:

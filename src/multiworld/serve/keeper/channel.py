@@ -64,24 +64,40 @@ class Channel:
         data: bytes,
         descriptors: Sequence[int] = (),
         on_sent: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> bool:
         """Send a frame; ``on_sent`` is called when the kernel has all of it.
 
-        The descriptors are duplicated, and closed once they are sent. Nothing is called
-        if the channel is lost before.
+        Descriptors that have to wait are duplicated. Nothing is called if the channel
+        is lost before. Return False if there are no descriptors left for that.
         """
         if not self._is_open:
-            return
-        copies = tuple(os.dup(number) for number in descriptors)
-        self._queue.append((memoryview(data), copies, on_sent))
+            return True
+        rest = memoryview(data)
+        if descriptors and not self._queue:
+            try:
+                rest = rest[socket.send_fds(self._sock, [data], list(descriptors)) :]
+                descriptors = ()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.lose()
+                return True
+        try:
+            copies = tuple(os.dup(number) for number in descriptors)
+        except OSError:
+            return False
+        self._queue.append((rest, copies, on_sent))
         if len(self._queue) == 1:
             self._write()
+        return True
 
     def _write(self) -> None:
         while self._queue and self._is_open:
             data, descriptors, on_sent = self._queue[0]
             try:
-                if descriptors:
+                if not data:
+                    count = 0
+                elif descriptors:
                     count = socket.send_fds(self._sock, [data], list(descriptors))
                 else:
                     count = self._sock.send(data)
@@ -106,7 +122,9 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            size, more, _, _ = self._sock.recvmsg_into([self._read], ANCILLARY_BYTES)
+            size, more, _, _ = self._sock.recvmsg_into(
+                [self._read], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except OSError:
@@ -123,7 +141,8 @@ class Channel:
             self._loop.call_later(self._rest_s, self._read_on)
         try:
             for entries in self._reader.feed(self._read[:size]):
-                self._on_frame(entries, self._descriptors)
+                if self._is_open:
+                    self._on_frame(entries, self._descriptors)
         except FrameError:
             self.lose()
 

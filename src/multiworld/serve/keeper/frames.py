@@ -16,6 +16,7 @@ _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
 
 MAX_FRAME = 256 * 2**20  # bytes; a longer one is not from a gateway
+PIECE_BYTES = 1024 * 1024  # maximum payload of an entry of a record
 
 
 class Kind(IntEnum):
@@ -26,7 +27,9 @@ class Kind(IntEnum):
     READY = 2  # it takes connections
     BEAT = 3  # its event loop runs; both directions, the keeper returns the value
     LEAVING = 4  # it takes no more connections
-    HAND_OVER = 5  # keeper → gateway. value: 1 if another gateway takes what it has
+    # keeper → gateway. value: 1 if another gateway takes its connections; payload: the
+    # numbers of those that it cannot.
+    HAND_OVER = 5
     # About a connection; ``CONNECTION`` in both directions, with a descriptor. What
     # follows it, up to ``COMPLETE``, is the connection's record.
     CONNECTION = 16  # payload: ``COUNTERS``
@@ -36,10 +39,13 @@ class Kind(IntEnum):
     REQUEST = 18  # what was drawn for the current request; replaces what was before
     ITEM = 19  # a part of what the current answer shows: a token
     OUTPUT = 20  # bytes of the answer; value: events of it that they complete
-    ANSWERED = 21  # the current answer has ended
+    ANSWERED = 21  # the current answer has ended; value: monotonic time in ns
     IDLE = 22  # every request that was read is answered
     CLOSED = 23  # the connection
     COMPLETE = 24  # both directions: the record is whole
+    ADMITTED = 27  # the current request is within its tenant's limits
+    SKIPPED = 28  # bytes read that are not kept; value: how many
+    RELEASED = 29  # the gateway lets go of the connection
     INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
     CLOSING = 26  # the connection ends after what was recorded for the client
     # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.

@@ -6,6 +6,7 @@ record decides: another gateway goes on with it, or it is refused, or closed.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from multiworld.serve.keeper.record import (
 )
 
 WAIT_S = 30.0  # for a gateway, while there is none; then 503
-MAX_LOSSES = 3  # of gateways with a request; it may be the cause, and is refused
+MAX_LOSSES = 4  # of gateways with a request; it may be the cause, and is refused
 TICK_S = 0.1  # between checks of gateways and of waiting connections
 PAUSE_S = 5 * TICK_S  # between two ticks: the keeper itself was stopped meanwhile
 
@@ -85,7 +86,14 @@ class Say:
     entry: bytes
 
 
-Action = Give | Refuse | Close | Trim | Kill | Say
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Call ``released`` with the connection's counters: its gateway has let go."""
+
+    connection: int
+
+
+Action = Release | Give | Refuse | Close | Trim | Kill | Say
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +182,7 @@ class Keeper:
         owner = self._owner.pop(record.number, None)
         if owner is not None:
             owner.connections.discard(record.number)
+            owner.busy -= record.state not in (State.IDLE, State.CLOSED)
 
     def gone(self, number: int) -> None:
         """Forget a connection that waits, and whose client has left."""
@@ -221,7 +230,10 @@ class Keeper:
         gateway.is_leaving = True
         has_heir = bool(self._able())
         actions: list[Action]
-        actions = [Say(gateway.number, entry(Kind.HAND_OVER, 0, int(has_heir)))]
+        kept = [n for n in gateway.connections if not self.records[n].is_protected]
+        numbers = struct.pack(f"<{len(kept)}Q", *kept)
+        answer = entry(Kind.HAND_OVER, 0, int(has_heir), numbers)
+        actions = [Say(gateway.number, answer)]
         if not has_heir and all(g.is_leaving for g in self.gateways.values()):
             for waiting in list(self.waiting):
                 actions += self._give_up(waiting)
@@ -232,6 +244,8 @@ class Keeper:
         record = self.records.get(number)
         if record is None or self._owner.get(number) is not gateway:
             return []  # it was closed meanwhile
+        if said.kind is Kind.RELEASED:
+            return [Release(number)]
         before, was_idle = record.size, record.state is State.IDLE
         record.apply(said)
         gateway.busy += was_idle - (record.state is State.IDLE)
@@ -252,6 +266,9 @@ class Keeper:
         gateway = self.gateways[number]
         gateway.heard_at = now
         self.records[record.number] = record
+        if self.size + record.size > self._max_bytes:
+            record.give_up()
+            self.unprotected += 1
         self.size += record.size
         self._own(gateway, record)
 
@@ -268,19 +285,35 @@ class Keeper:
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
         for connection in sorted(gateway.connections):
-            record, found = self.records[connection], counters[connection]
-            del self._owner[connection]
-            is_whole = record.has_all(found.written, found.read)
-            self.trimmed(connection, found.written)
-            if record.state is not State.IDLE and not gateway.is_leaving:
+            record = self.records[connection]
+            if record.state is not State.IDLE:
                 record.losses += 1
-            is_whole &= record.losses < MAX_LOSSES
-            if is_whole and (record.is_protected or record.state is State.IDLE):
-                self.handed_over += 1
-                actions += self._place(connection, now)
-            else:
-                actions += self._give_up(connection)
+            actions += self._orphaned(connection, counters[connection], now)
         return actions
+
+    def released(self, number: int, counters: Counters, now: float) -> list[Action]:
+        """Give a connection to another gateway, as its own has let go of it."""
+        owner = self._owner.get(number)
+        if owner is None:
+            return []
+        owner.connections.discard(number)
+        owner.busy -= self.records[number].state is not State.IDLE
+        return self._orphaned(number, counters, now)
+
+    def _orphaned(self, number: int, counters: Counters, now: float) -> list[Action]:
+        record = self.records[number]
+        del self._owner[number]
+        is_whole = record.has_all(counters.written, counters.read)
+        is_whole &= record.losses < MAX_LOSSES
+        self.trimmed(number, counters.written)
+        if is_whole and (record.is_protected or record.state is State.IDLE):
+            self.handed_over += 1
+            return self._place(number, now)
+        return self._give_up(number)
+
+    def undeliverable(self, number: int) -> list[Action]:
+        """Give up a connection that cannot be sent to its gateway."""
+        return self._give_up(number)
 
     def _place_waiting(self, now: float) -> list[Action]:
         return [

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -40,6 +41,7 @@ from multiworld.serve.keeper.keeper import (
     Keeper,
     Kill,
     Refuse,
+    Release,
     Say,
     Trim,
 )
@@ -49,6 +51,7 @@ from multiworld.serve.machines.open_files import raise_limit
 MIB = 2**20
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS = 64  # in one turn of the loop
+OTHER_FILES = 256  # besides clients' connections
 FULL_S = 0.1  # until the next accept when there are no descriptors left
 END_S = 1.0  # for a killed gateway's end; in a driver it may take longer
 REST_S = 0.004  # between two reads of what gateways say
@@ -94,6 +97,8 @@ class KeeperProcess:
         self._supervisors: set[int] = set()
         self._silence_s = silence_s
         self._ticked_at = self._loop.time()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_sockets = max(1, files - OTHER_FILES)
 
     # Listening.
 
@@ -107,6 +112,11 @@ class KeeperProcess:
         sock.listen(BACKLOG)
         self._loop.add_reader(sock, self._accept, sock)
 
+    def _pause(self, listener: socket.socket) -> None:
+        """Accept nothing for a moment; clients wait in the kernel."""
+        self._loop.remove_reader(listener)
+        self._loop.call_later(FULL_S, self._start, listener)
+
     def add_listener(self, sock: socket.socket) -> None:
         """Listen on a socket that a gateway has kept for a lost keeper."""
         if any(_is_same(sock, each) for each in self._listeners):
@@ -117,19 +127,21 @@ class KeeperProcess:
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS):
+            if len(self._sockets) >= self._max_sockets:
+                self._pause(listener)
+                return
             try:
                 sock, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptors, or the client is gone already
-                self._loop.remove_reader(listener)
-                self._loop.call_later(FULL_S, self._start, listener)
+                self._pause(listener)
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             number = next(self._connections)
             self._sockets[number] = sock
-            found = Counters(counters.written(sock), counters.read(sock))
+            found = self._counters(number)
             self._carry_out(self.keeper.accepted(number, found, self._loop.time()))
 
     # Gateways.
@@ -166,6 +178,8 @@ class KeeperProcess:
             if first.kind is not Kind.HELLO or first.value != PROTOCOL:
                 raise FrameError("no greeting")
             self._send_listeners(number)
+            if number not in self._channels:
+                return  # it is gone already
             if first.payload == SUPERVISOR:
                 self._supervisors.add(number)
                 return
@@ -220,14 +234,12 @@ class KeeperProcess:
             # It may have closed the channel by mistake: never two write.
             _kill(pid)
             _await_end(pid)
-        found = {
-            each: Counters(
-                counters.written(self._sockets[each]),
-                counters.read(self._sockets[each]),
-            )
-            for each in gateway.connections
-        }
+        found = {each: self._counters(each) for each in gateway.connections}
         self._carry_out(self.keeper.lost(number, found, self._loop.time()))
+
+    def _counters(self, connection: int) -> Counters:
+        sock = self._sockets[connection]
+        return Counters(counters.written(sock), counters.read(sock))
 
     # Actions.
 
@@ -243,14 +255,27 @@ class KeeperProcess:
                 case Trim(connection):
                     written = counters.written(self._sockets[connection])
                     self.keeper.trimmed(connection, written)
+                case Release(connection):
+                    found = self._counters(connection)
+                    self._carry_out(
+                        self.keeper.released(connection, found, self._loop.time())
+                    )
                 case Kill(gateway):
                     _kill(self._pids[gateway])
                 case Say(gateway, what):
                     self._send(gateway, [what])
 
     def _give(self, connection: int, gateway: int) -> None:
-        sock, record = self._sockets[connection], self.keeper.records[connection]
-        self._send(gateway, record.entries(), [sock.fileno()])
+        channel = self._channels.get(gateway)
+        if channel is None:
+            return  # its loss is handled next
+        record = self.keeper.records[connection]
+        descriptors = [self._sockets[connection].fileno()]
+        for data in list(record.frames()):
+            if not channel.send(data, descriptors):
+                self._carry_out(self.keeper.undeliverable(connection))
+                return
+            descriptors = []
 
     def _refuse(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -308,7 +333,10 @@ def _await_end(pid: int) -> None:
     """Wait until a killed process has given back its descriptors."""
     try:
         watched = os.pidfd_open(pid)
-    except OSError:  # it is gone
+    except ProcessLookupError:
+        return
+    except OSError:  # no descriptors
+        time.sleep(END_S)
         return
     try:
         select.select([watched], [], [], END_S)  # readable at its end
@@ -321,10 +349,10 @@ def _is_locked(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:  # it is locked, or there are no descriptors
+        return True
     return False
 
 
@@ -343,8 +371,13 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
     process = KeeperProcess(listeners, args.silence, args.memory * MIB, args.active)
 
     def joined() -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             process.joined(own.accept()[0])
+        except BlockingIOError:
+            pass
+        except OSError:  # no descriptors
+            loop.remove_reader(own)
+            loop.call_later(FULL_S, loop.add_reader, own, joined)
 
     loop.add_reader(own, joined)
     process.listen()

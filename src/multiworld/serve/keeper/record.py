@@ -12,18 +12,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from multiworld.serve.keeper.frames import Entry, FrameError, Kind, entry
+from multiworld.serve.keeper.frames import (
+    PIECE_BYTES,
+    Entry,
+    FrameError,
+    Kind,
+    entry,
+    frame,
+)
 
 # The numbers and flags of a record, in the order of ``COUNTED``.
-COUNTERS = struct.Struct("<QQQQQQQQ???")
+COUNTERS = struct.Struct("<QQQQQQQQ????")
 COUNTED = (
     *("written_before", "read_before", "output_at", "input_at", "began_ns"),
-    *("answered", "events", "losses", "has_begun", "is_closing", "is_protected"),
+    *("answered", "events", "losses"),
+    *("is_admitted", "has_begun", "is_closing", "is_protected"),
 )
 
 # Bytes of output from which on the kernel is asked what it has: of an answer, and of a
 # connection without a request.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
+
+# Of input with answered requests, which is kept whole until all are answered.
+ANSWERED_BYTES = 256 * 1024
 
 
 class State(StrEnum):
@@ -61,6 +72,7 @@ class ConnectionRecord:
         input_at: Number of bytes that were read before those.
         began_ns: Monotonic time at which their first one was read, in ns.
         answered: Requests in ``input`` that are answered all the same.
+        is_admitted: Whether the current request was within its tenant's limits.
         request: What was drawn for the current request; empty: nothing yet.
         items: Parts of what the current answer shows, in their order.
         events: Events of the current answer that are recorded.
@@ -81,6 +93,7 @@ class ConnectionRecord:
     input_at: int = 0
     began_ns: int = 0
     answered: int = 0
+    is_admitted: bool = False
     request: bytes = b""
     items: list[bytes] = field(default_factory=list)
     events: int = 0
@@ -116,6 +129,11 @@ class ConnectionRecord:
                     self.become(State.READING)
                     self.began_ns = said.value
                 self._read(said.payload)
+            case Kind.SKIPPED:
+                self.give_up()
+                self.input_at += said.value
+            case Kind.ADMITTED:
+                self.is_admitted = True
             case Kind.REQUEST:
                 if self.state is State.READING:
                     self.become(State.RECORDED)
@@ -138,6 +156,7 @@ class ConnectionRecord:
                 self.become(State.ANSWERING)
                 self.become(State.READING)
                 self.answered += 1
+                self.began_ns = said.value
                 self._end_answer()
             case Kind.CLOSING:
                 self.is_closing = True
@@ -154,19 +173,21 @@ class ConnectionRecord:
                 raise FrameError(f"{said.kind.name} is not about a connection")
 
     def _read(self, data: bytes) -> None:
-        if self.is_protected:
-            self.input += data
-        else:
+        if not self.is_protected:
             self.input_at += len(data)
+            return
+        self.input += data
+        if self.answered and len(self.input) > ANSWERED_BYTES:
+            self.give_up()  # most of it belongs to answered requests
 
     def _end_answer(self) -> None:
         self.request, self.events, self.losses = b"", 0, 0
-        self.has_begun = False
+        self.has_begun = self.is_admitted = False
         self.items.clear()
         self.item_bytes = 0
 
     def give_up(self) -> None:
-        """Keep no more of the current requests: there is no room."""
+        """Keep no more of the current requests."""
         self.is_protected = False
         self.input_at += len(self.input)
         self.input.clear()
@@ -190,18 +211,36 @@ class ConnectionRecord:
     def entries(self) -> Iterator[bytes]:
         """Yield the record, from ``CONNECTION``, which needs a descriptor."""
         yield entry(Kind.CONNECTION, self.number, 0, self._counters())
-        if self.input:
-            yield entry(Kind.INPUT, self.number, self.began_ns, bytes(self.input))
+        for piece in _pieces(self.input):
+            yield entry(Kind.INPUT, self.number, self.began_ns, piece)
         if self.request:
             yield entry(Kind.REQUEST, self.number, 0, self.request)
         for item in self.items:
             yield entry(Kind.ITEM, self.number, 0, item)
-        if self.output:
-            yield entry(Kind.OUTPUT, self.number, self.events, bytes(self.output))
+        for piece in _pieces(self.output):
+            yield entry(Kind.OUTPUT, self.number, self.events, piece)
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
+
+    def frames(self) -> Iterator[bytes]:
+        """Yield the record as frames; the descriptor goes with the first one."""
+        held: list[bytes] = []
+        size = 0
+        for each in self.entries():
+            held.append(each)
+            size += len(each)
+            if size >= PIECE_BYTES:
+                yield frame(held)
+                held, size = [], 0
+        if held:
+            yield frame(held)
 
     def _counters(self) -> bytes:
         return COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
+
+
+def _pieces(data: bytearray) -> Iterator[bytes]:
+    for at in range(0, len(data), PIECE_BYTES):
+        yield bytes(data[at : at + PIECE_BYTES])
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:

@@ -164,13 +164,13 @@ def test_request_that_is_at_hand_when_gateways_die_is_refused() -> None:
     keeper.accepted(7, NOTHING, 0.0)
     keeper.accepted(8, NOTHING, 0.0)
     said(keeper, 1, *REQUEST)
-    for number in (1, 2, 3):
+    for number in range(1, MAX_LOSSES + 1):
         said(keeper, number, Entry(Kind.INPUT, 8), Entry(Kind.OUTPUT, 8, 1, b"x"))
         ready(number + 1, keeper)
         counters = {7: Counters(0, READ), 8: Counters(number, 0)}
         found = keeper.lost(number, counters, 0.0)
         assert Give(8, number + 1) in found
-        assert (Refuse(7) in found) == (number == 3)
+        assert (Refuse(7) in found) == (number == MAX_LOSSES)
 
 
 def test_stream_beyond_the_memory_is_not_protected_and_not_refused() -> None:
@@ -216,6 +216,7 @@ def test_gateway_decides_about_its_own_connections_only() -> None:
         st.integers(0, 2**40),
         st.integers(0, 2**63),
         st.integers(0, 3),
+        st.booleans(),
         st.binary(max_size=9),
         st.lists(st.binary(max_size=9), max_size=3),
         st.integers(0, 9),

@@ -122,10 +122,13 @@ class Authenticator:
         sums.bytes_out += admitted.bytes_out
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
 
-    def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
+    def count_bytes(
+        self, admitted: AdmittedRequest, size: int, *, is_resumed: bool = False
+    ) -> None:
         """Count received bytes of a body, whatever the request's outcome."""
         admitted.bytes_in += size
-        self.limiter.spend(admitted.tenant, size)
+        if not is_resumed:  # another gateway has charged them
+            self.limiter.spend(admitted.tenant, size)
 
     def count_sent(self, admitted: AdmittedRequest, size: int) -> None:
         """Count bytes of an answer, as they are sent."""

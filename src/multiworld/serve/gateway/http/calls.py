@@ -72,7 +72,11 @@ class AdmittedCall(Call):
             self.request,
             self.gateway.limits,
             self.reservation,
-            partial(authenticator.count_bytes, self.admitted),
+            partial(
+                authenticator.count_bytes,
+                self.admitted,
+                is_resumed=self.record.is_resumed,
+            ),
             partial(authenticator.charge, self.admitted),
             may_be_binary=may_be_binary,
         )

@@ -45,6 +45,7 @@ INTERNALS = {
 CYCLE_INTERNALS = {
     *("body", "chunked_encoding", "disconnected", "expected_content_length"),
     *("message_event", "more_body", "response_complete", "send", "transport"),
+    "waiting_for_100_continue",
 }
 
 HEAD_BYTES = 64 * 1024  # maximum of a request line and its headers; nginx allows less
@@ -187,6 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._recorder = Unrecorded() if recorder is None else recorder
         self._is_in_message = False
         self._answered_before = 0  # requests of a record that are answered
+        self._is_read_again = False  # a request without its wish for an upgrade
         self._is_answered_before = False  # that which is read now is one of them
         self._limits, self._lingering = limits, lingering
         # By name: head, late, linger, stall.
@@ -209,11 +211,11 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.set_write_buffer_limits(high=0)
         self._heads = HeadKeeper(transport)
         most = self._limits.max_connections
-        if len(self.connections) - len(self._lingering) > most:
+        if (record := self._recorder.taken_over) is not None:
+            self._take_over(record)  # however many there are
+        elif len(self.connections) - len(self._lingering) > most:
             text = f"gateway has reached its limit of {most} connections; retry later"
             self._refuse("503 Service Unavailable", text)
-        elif (record := self._recorder.taken_over) is not None:
-            self._take_over(record)
         else:
             self._start_timer()
 
@@ -229,6 +231,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heads.has_head = record.has_begun
         if record.input:
             self._feed(bytes(record.input))
+        if self._is_in_message and self._is_answered_before:
+            self._limit_rest()
         if not self._is_in_message and not self._cycles:
             # As after an answer.
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -259,8 +263,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_message = True
-        self._is_answered_before = self._answered_before > 0
-        self._answered_before -= self._is_answered_before
+        if not self._is_read_again:
+            self._is_answered_before = self._answered_before > 0
+            self._answered_before -= self._is_answered_before
+        self._is_read_again = False
         super().on_message_begin()
         self._scope()[CONNECTION] = self._connection
         self._scope()[RECORDER] = self._recorder
@@ -304,6 +310,8 @@ class BoundedProtocol(HttpToolsProtocol):
                     self.cycle.send = partial(  # type: ignore[method-assign]
                         without_chunks, self.cycle, self.cycle.send
                     )
+                if self._heads.has_head:
+                    self.cycle.waiting_for_100_continue = False
                 self._cycles.append(self.cycle)
                 self.cycle.transport = self._heads  # type: ignore[assignment]
                 self._read_on()
@@ -332,7 +340,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
             return
-        self._recorder.received(data)
+        if self._has_late_body:
+            self._recorder.skipped(len(data))
+        else:
+            self._recorder.received(data)
         self._has_progress = False
         self._unset_keepalive_if_required()
         self._feed(data)
@@ -364,6 +375,7 @@ class BoundedProtocol(HttpToolsProtocol):
             head = head_without_upgrade(method, self.url, version, self.headers)
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._is_read_again = True
             self._feed(head + data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
@@ -429,11 +441,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _limit_late_body(self) -> None:
         """Limit the time for the rest of a body after the answer is complete."""
+        if self._has_late_body and "late" not in self._timers:
+            self._limit_rest()
+
+    def _limit_rest(self) -> None:
+        close = self.transport.close
+        self._timers["late"] = self.loop.call_later(self._limits.head_s, close)
+
+    @property
+    def _has_late_body(self) -> bool:
+        """True while the rest of a request arrives that is answered."""
         cycle = self.cycle
-        is_late = cycle is not None and cycle.response_complete and cycle.more_body
-        if is_late and "late" not in self._timers:
-            close = self.transport.close
-            self._timers["late"] = self.loop.call_later(self._limits.head_s, close)
+        return cycle is not None and cycle.response_complete and cycle.more_body
 
     def _limit_idle(self) -> None:
         """Limit the time after an empty line, which does not start a request."""
@@ -476,6 +495,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _send_refusal(self) -> None:
         """Send the refusal, discard further input for ``LINGER_S``, and close."""
         self.transport.write(self._refusal)
+        self._recorder.closing()
         self._heads.is_discarding = True
         if len(self._lingering) >= LINGERING:
             self.transport.close()

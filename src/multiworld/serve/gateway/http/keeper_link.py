@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ BEAT_S = 0.1  # between beats to the keeper
 MIRROR_BYTES = 1024 * 1024
 AGAIN_S = 0.02  # between attempts to reach a keeper
 
+Write = tuple["Recorded", Callable[[], None]]
 Serve = Callable[[socket.socket, ConnectionRecord], object]
 
 
@@ -50,6 +52,9 @@ class Recorded(Protocol):
 
     def resume_reading(self) -> None:
         """Read on."""
+
+    def fail(self) -> None:
+        """Close the connection: it cannot be written to."""
 
     def abandon(self) -> None:
         """Let go of the socket, without closing the connection."""
@@ -78,13 +83,15 @@ class KeeperLink:
         self._listeners: list[socket.socket] = []
         # Of this turn: entries, and what is done once the keeper has them.
         self._entries: list[bytes] = []
-        self._writes: list[Callable[[], None]] = []
-        self._sent: deque[list[Callable[[], None]]] = deque()
+        self._writes: list[Write] = []
+        self._sent: deque[list[Write]] = deque()
         # Connections that are not written to, or not read from, until the keeper has
         # taken what it was sent.
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
-        self._may_hand_over: asyncio.Future[bool] | None = None
+        # Numbers of the connections that another gateway cannot take; None: there is
+        # no other gateway.
+        self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
 
     @property
     def connections(self) -> int:
@@ -120,10 +127,10 @@ class KeeperLink:
     def then(self, connection: Recorded, write: Callable[[], None]) -> None:
         """Call ``write`` once the keeper has all that was said; at once without one."""
         if self._channel is None:
-            write()
+            _write_all([(connection, write)])
             return
         self._soon()
-        self._writes.append(write)
+        self._writes.append((connection, write))
         if self._channel.is_blocked and connection not in self._held:
             self._held.add(connection)
             connection.hold()
@@ -136,16 +143,14 @@ class KeeperLink:
         entries, writes = self._entries, self._writes
         self._entries, self._writes = [], []
         if self._channel is None:
-            for write in writes:
-                write()
+            _write_all(writes)
             return
         if entries or writes:
             self._sent.append(writes)
             self._channel.send(frame(entries), on_sent=self._on_sent)
 
     def _on_sent(self) -> None:
-        for write in self._sent.popleft():
-            write()
+        _write_all(self._sent.popleft())
         if (self._held or self._unread) and not self._sent:
             self._release()
 
@@ -190,8 +195,11 @@ class KeeperLink:
             channel.send(frame([entry(Kind.LISTENER)]), [listener.fileno()])
         for connection in self._connections.values():
             number = connection.fileno()
-            if number >= 0:
-                channel.send(frame(connection.record.entries()), [number])
+            descriptors = [number]
+            for data in list(connection.record.frames()) if number >= 0 else []:
+                if not channel.send(data, descriptors):
+                    break  # no descriptors left; it is not protected
+                descriptors = []
         self._channel = channel
         if self._is_ready and not self._is_leaving:
             channel.send(frame([entry(Kind.READY)]))
@@ -215,8 +223,10 @@ class KeeperLink:
                 case Kind.LISTENER:
                     self._keep_listener(descriptors.popleft())
                 case Kind.HAND_OVER:
+                    kept = struct.unpack(f"<{len(each.payload) // 8}Q", each.payload)
                     if self._may_hand_over and not self._may_hand_over.done():
-                        self._may_hand_over.set_result(bool(each.value))
+                        found = frozenset(kept) if each.value else None
+                        self._may_hand_over.set_result(found)
                 case Kind.CONNECTION:
                     self._given[each.connection] = [each]
                 case Kind.COMPLETE:
@@ -240,8 +250,7 @@ class KeeperLink:
         self._channel = None
         self._lost.set()
         for writes in (*self._sent, self._writes):
-            for write in writes:
-                write()
+            _write_all(writes)
         self._sent.clear()
         self._writes, self._entries = [], []
         self._release()
@@ -255,7 +264,7 @@ class KeeperLink:
             self._channel.send(frame([entry(Kind.READY)]))
 
     async def leave(self, limit_s: float) -> bool:
-        """Take no more connections; return whether those there were handed over."""
+        """Take no more connections; return whether protected ones were handed over."""
         self._is_leaving = True
         if self._channel is None:
             return False
@@ -263,9 +272,10 @@ class KeeperLink:
         self._channel.send(frame([entry(Kind.LEAVING)]))
         try:
             async with asyncio.timeout(limit_s):
-                if not await self._may_hand_over:
-                    return False
+                kept = await self._may_hand_over
         except TimeoutError:
+            return False
+        if kept is None:
             return False
         channel = self._channel
         while channel is not None:
@@ -276,10 +286,11 @@ class KeeperLink:
             channel = self._channel
         if channel is None:
             return False
-        for connection in list(self._connections.values()):
-            connection.abandon()
-        self._channel = None
-        channel.close()
+        for number, connection in list(self._connections.items()):
+            if number not in kept:
+                connection.abandon()
+                self._entries.append(entry(Kind.RELEASED, number))
+        self._flush()
         return True
 
     async def flush(self, limit_s: float) -> None:
@@ -299,3 +310,13 @@ class KeeperLink:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+
+
+def _write_all(writes: list[Write]) -> None:
+    """Write, and let no connection keep the bytes of others back."""
+    for connection, write in writes:
+        try:
+            write()
+        except Exception as error:
+            logger.warning("a connection cannot be written to: %s", error)
+            connection.fail()

@@ -8,6 +8,7 @@ from a record has the protocol take over the connection at the byte that it stan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -74,6 +75,11 @@ class AnswerRecord:
         else:
             self.drawn = Drawn(secrets.token_bytes(KEY_BYTES), time.time())
 
+    def admitted(self) -> None:
+        """Record that the request is within its tenant's limits."""
+        if not self.is_resumed:
+            self._say(Kind.ADMITTED)
+
     def keep(self) -> None:
         """Record ``drawn``, which has changed."""
         self._say(Kind.REQUEST, 0, _encode(self.drawn))
@@ -131,6 +137,12 @@ class Unrecorded:
     def received(self, data: bytes) -> None:
         """Record what was read."""
 
+    def skipped(self, size: int) -> None:
+        """Record that bytes were read which nobody needs."""
+
+    def closing(self) -> None:
+        """Record that the connection is closed after what was written."""
+
     def answer(self) -> AnswerRecord:
         """Return the record of the request whose answer begins."""
         return unrecorded()
@@ -157,7 +169,7 @@ class Recorder(Unrecorded):
         self._link, self.record = link, record
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
-        self._is_resumed = bool(record.input)  # the next request is
+        self._is_resumed = record.is_admitted  # the next request is
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
@@ -176,6 +188,12 @@ class Recorder(Unrecorded):
     def received(self, data: bytes) -> None:
         self.say(Kind.INPUT, time.monotonic_ns(), bytes(data))
 
+    def skipped(self, size: int) -> None:
+        self.say(Kind.SKIPPED, size)
+
+    def closing(self) -> None:
+        self.say(Kind.CLOSING)
+
     def answer(self) -> AnswerRecord:
         self._answer = AnswerRecord(self.record, self.say, is_resumed=self._is_resumed)
         self._is_resumed = False
@@ -183,7 +201,7 @@ class Recorder(Unrecorded):
 
     def answered(self) -> None:
         self._answer = None
-        self.say(Kind.ANSWERED)
+        self.say(Kind.ANSWERED, time.monotonic_ns())
 
     def idle(self) -> None:
         self._answer, self._is_resumed = None, False
@@ -193,6 +211,8 @@ class Recorder(Unrecorded):
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
+        self.record.give_up()  # the protocol may live on
+        self.record.output.clear()
 
     def output(
         self, data: bytes, *, is_interim: bool, write: Callable[[], None]
@@ -227,8 +247,12 @@ class Recorder(Unrecorded):
 
     def resume(self) -> None:
         transport, protocol = self._transport, self._protocol
-        if transport and protocol and not transport.get_write_buffer_size():
+        if transport and protocol and not transport.unsent:
             protocol.resume_writing()
+
+    def fail(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -280,8 +304,17 @@ class RecordedTransport:
         """Write what another gateway has recorded."""
         self._transport.write(data)
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the kernel does not take now."""
+        return int(self._transport.get_write_buffer_size())
+
     def write_eof(self) -> None:
-        self._recorder.then(self._transport.write_eof)
+        self._recorder.then(self._end)
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            self._transport.write_eof()
 
     def close(self) -> None:
         if not self._is_closing:

@@ -145,6 +145,7 @@ async def _respond_counted(
         if gateway.logs_access:
             _log_access(request, number, "-", refusal.status_code, 0.0)
         return _continued(refusal, record)
+    record.admitted()
     admitted.id = number
     reservation = Reservation(gateway.bodies, admitted.tenant.name)
     call = AdmittedCall(
