@@ -94,8 +94,9 @@ class KeeperLink:
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
 
     @property
-    def connections(self) -> int:
-        return len(self._connections)
+    def is_protected(self) -> bool:
+        """True while there is a keeper."""
+        return self._channel is not None
 
     # What is recorded.
 

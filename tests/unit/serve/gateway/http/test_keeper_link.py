@@ -1,0 +1,191 @@
+"""A gateway's link to its keeper, with a keeper that takes what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from multiworld.serve.gateway.http import keeper_link
+from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.frames import Entry, Kind, entry, frame
+from multiworld.serve.keeper.record import ConnectionRecord
+
+HANG_S = 20.0
+LARGE = b"x" * 40_000_000
+"""More than any socket takes."""
+
+
+class Kept:
+    """A connection that notes what is done to it."""
+
+    def __init__(self, number: int) -> None:
+        self.record = ConnectionRecord(number)
+        self.done: list[str] = []
+
+    def fileno(self) -> int:
+        return -1
+
+    def hold(self) -> None:
+        self.done.append("hold")
+
+    def resume(self) -> None:
+        self.done.append("resume")
+
+    def pause_reading(self) -> None:
+        self.done.append("pause_reading")
+
+    def resume_reading(self) -> None:
+        self.done.append("resume_reading")
+
+    def fail(self) -> None:
+        self.done.append("fail")
+
+    def abandon(self) -> None:
+        self.done.append("abandon")
+
+
+class Keeper:
+    """The other end: ``frames`` are those that it has read."""
+
+    def __init__(self, path: Path) -> None:
+        self.frames: list[list[Entry]] = []
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        self.channel: Channel | None = None
+
+    async def joined(self) -> None:
+        self.listener.setblocking(False)
+        self.sock, _ = await asyncio.get_running_loop().sock_accept(self.listener)
+
+    def read(self) -> None:
+        """Read from now on."""
+
+        def framed(entries: list[Entry], descriptors: deque[int]) -> None:
+            self.frames.append(entries)
+
+        self.channel = Channel(self.sock, framed, lambda: None)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [said.kind for entries in self.frames for said in entries]
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        else:
+            self.sock.close()
+        self.listener.close()
+
+
+@pytest.fixture
+async def ends(tmp_path: Path) -> AsyncIterator[tuple[KeeperLink, Keeper]]:
+    keeper = Keeper(tmp_path / "keeper")
+    link = KeeperLink(tmp_path / "keeper", "gateway/1", 5.0, lambda *given: None)
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(HANG_S):
+        await keeper.joined()
+        while not link.is_protected:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    yield link, keeper
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    keeper.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(HANG_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_nothing_is_written_before_the_keeper_can_have_it(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    connection, out = Kept(1), list[str]()
+    link.add(connection)
+    link.say(connection, Kind.INPUT, 1, LARGE)
+    link.then(connection, lambda: out.append("first"))
+    await asyncio.sleep(0.01)
+    link.then(connection, lambda: out.append("second"))
+    await asyncio.sleep(0.01)
+    assert (out, connection.done) == ([], ["hold"])
+    keeper.read()
+    await until(lambda: len(out) == 2)
+    assert out == ["first", "second"]
+    assert connection.done[-1] == "resume"
+    await until(lambda: Kind.INPUT in keeper.kinds)
+
+
+async def test_connection_that_cannot_be_written_to_holds_no_other_back(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    keeper.read()
+    broken, fine, out = Kept(1), Kept(2), list[str]()
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    for connection in (broken, fine):
+        link.add(connection)
+        link.say(connection, Kind.INPUT, 1, b"?")
+    link.then(broken, fail)
+    link.then(fine, lambda: out.append("written"))
+    await until(lambda: out)
+    assert broken.done == ["fail"]
+    assert fine.done == []
+
+
+async def test_what_waits_for_a_keeper_that_is_lost_is_written(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    connection, out = Kept(1), list[str]()
+    link.add(connection)
+    link.say(connection, Kind.INPUT, 1, LARGE)
+    link.then(connection, lambda: out.append("written"))
+    await asyncio.sleep(0.01)
+    assert out == []
+    keeper.sock.close()
+    await until(lambda: out)
+
+
+async def test_body_that_the_keeper_does_not_take_is_not_read_on(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    connection = Kept(1)
+    link.add(connection)
+    for _ in range(2):
+        link.say(connection, Kind.INPUT, 1, LARGE)
+        await asyncio.sleep(0.01)
+    assert "pause_reading" in connection.done
+    assert len(connection.record.input) <= keeper_link.MIRROR_BYTES
+    keeper.read()
+    await until(lambda: "resume_reading" in connection.done)
+
+
+async def test_gateway_that_leaves_keeps_what_no_other_one_can_continue(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    keeper.read()
+    kept, moved = Kept(1), Kept(2)
+    link.add(kept)
+    link.add(moved)
+    leaving = asyncio.ensure_future(link.leave(HANG_S))
+    await until(lambda: Kind.LEAVING in keeper.kinds)
+    assert keeper.channel is not None
+    answer = entry(Kind.HAND_OVER, 0, 1, (1).to_bytes(8, "little"))
+    keeper.channel.send(frame([answer]))
+    assert await leaving
+    assert (kept.done, moved.done) == ([], ["abandon"])
+    await until(lambda: Kind.RELEASED in keeper.kinds)

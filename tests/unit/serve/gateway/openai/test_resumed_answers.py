@@ -1,0 +1,130 @@
+"""Answers that another gateway has begun: the client gets every event once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import httpx
+import pytest
+
+from multiworld.serve.gateway.http.http_request import RECORDER
+from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
+from multiworld.serve.keeper.frames import Entry, Kind
+from multiworld.serve.keeper.record import ConnectionRecord
+from multiworld.serve.text.tokenizer import Tokenizer
+from tests.unit.serve.gateway.openai.test_generated_text import (
+    CHAT,
+    PROMPT,
+    Played,
+    tokenizer,
+)
+
+__all__ = ["tokenizer"]  # a fixture
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"x": {}}}},
+    }
+]
+
+
+class Recording(Unrecorded):
+    """A recorder that keeps every state of its record."""
+
+    def __init__(self, record: ConnectionRecord | None = None) -> None:
+        self.record = record or ConnectionRecord(1)
+        self.states: list[ConnectionRecord] = []
+        self.is_resumed = record is not None
+        if record is None:
+            self.say(Kind.INPUT, 0, b"request")
+
+    def say(self, kind: Kind, value: int = 0, payload: bytes = b"") -> None:
+        self.record.apply(Entry(kind, 1, value, payload))
+        self.states.append(copy.deepcopy(self.record))
+
+    def answer(self) -> AnswerRecord:
+        return AnswerRecord(self.record, self.say, is_resumed=self.is_resumed)
+
+
+async def events_of(
+    played: Played, path: str, body: dict[str, Any], recorder: Recording
+) -> tuple[httpx.Headers, list[str]]:
+    app = played.fake.app
+
+    async def recorded(scope: Any, receive: Any, send: Any) -> None:
+        scope[RECORDER] = recorder
+        await app(scope, receive, send)
+
+    transport = httpx.ASGITransport(app=recorded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.post(path, json={"model": "g", "stream": True, **body})
+    assert answer.status_code == 200
+    return answer.headers, answer.text.split("\n\n")[:-1]
+
+
+BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": (CHAT, {"messages": PROMPT}, "so far, so good"),
+    "tools": (CHAT, {"messages": PROMPT, "tools": TOOLS}, f"calling {CALL} done"),
+    "two": ("/v1/completions", {"prompt": "hi", "n": 2, "logprobs": 1}, "abc"),
+    "stop": ("/v1/completions", {"prompt": "hi", "stop": ["def"]}, "abc de"),
+    "usage": (
+        CHAT,
+        {"messages": PROMPT, "stream_options": {"include_usage": True}},
+        "some text",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+async def test_resumed_answer_has_the_events_that_are_missing(
+    tokenizer: Tokenizer, kind: str
+) -> None:
+    """They are the same wherever the first gateway was lost, ids included."""
+    path, body, text = BODIES[kind]
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode(text, has_special=False)
+    played.streams.noise = "ours"
+    first = Recording()
+    head, whole = await events_of(played, path, body, first)
+    assert len(whole) > 4
+    for state in first.states:
+        if not state.request:
+            continue
+        # Several choices may continue in another order than before.
+        several = "n" in body
+        for sent in range(1 + (len(state.items) if several else len(whole))):
+            record = copy.deepcopy(state)
+            record.events, record.has_begun = sent, sent > 0
+            again, rest = await events_of(played, path, body, Recording(record))
+            missing = whole[sent:]
+            assert (sorted(rest) if several else rest) == (
+                sorted(missing) if several else missing
+            )
+            assert again["x-request-id"] == head["x-request-id"]
+
+
+async def test_resumed_request_is_charged_once_and_never_refused(
+    tokenizer: Tokenizer,
+) -> None:
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode("abcdef", has_special=False)
+    played.streams.noise = "ours"
+    body, path = {"prompt": "hello"}, "/v1/completions"
+    first = Recording()
+    await events_of(played, path, body, first)
+    state = next(s for s in first.states if len(s.items) == 4)
+    state.events, state.has_begun = 4, True
+    played.streams.has_room = False
+    _, rest = await events_of(played, path, body, Recording(state))
+    assert len(rest) == 3
+    delivered = played.streams.delivered
+    assert [(len(each.tokens), each.noise) for each in delivered] == [
+        (0, None),
+        (4, "ours"),
+    ]
+    ((_, rows),) = played.fake.gateway.authenticator.meter.take_due(1e12)
+    (row,) = [row for row in rows if row.model == "g"]
+    assert (row.prompt_tokens, row.generated_tokens) == (5, 6 + 2)
