@@ -32,6 +32,8 @@ def sizes_of(service: Served, *, replicas: bool = False) -> dict[str, Size]:
         p.name: p.pid for p in status.processes if p.pid and (p.is_gateway or replicas)
     }
     pids["controller"] = status.controller
+    if keeper := service.keeper():
+        pids["keeper"] = keeper
     return {name: size_of(pid) for name, pid in pids.items()}
 
 
