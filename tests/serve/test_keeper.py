@@ -14,7 +14,7 @@ import pytest
 
 from multiworld.serve.controller.answers import Drained
 from tests.serve.harness import WAIT_S, Served, served
-from tests.serve.texts import asked, spec_of
+from tests.serve.texts import Stream, asked, client, spec_of
 from tests.tiny_decoder import save_decoder
 
 pytestmark = pytest.mark.timeout(240)
@@ -381,3 +381,17 @@ async def test_drained_gateway_hands_its_streams_over(service: Served) -> None:
         while pids.keys() & (await asyncio.to_thread(gateways, service)).keys():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert any("continued by another" in e.text for e in service.events("connections"))
+
+
+async def test_openais_client_notices_nothing(service: Served) -> None:
+    """It does not retry, and its connections are used again."""
+    async with client(service) as api:
+        undisturbed = await Stream(api).end()
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            streams = [Stream(api) for _ in range(4)]
+            await streams[0].has(5)
+            kill(min((await asyncio.to_thread(gateways, service)).values()), number)
+            async with asyncio.timeout(WAIT_S):
+                for each in streams:
+                    assert await each.end() == undisturbed
+            await ready_again(service)

@@ -92,7 +92,7 @@ class KeeperProcess:
         self._numbers = itertools.count(1)
         self._sockets: dict[int, socket.socket] = {}
         self._channels: dict[int, Channel] = {}
-        self._pids: dict[int, int] = {}
+        self._processes: dict[int, int] = {}  # descriptors: an id may be used again
         self._restoring: dict[int, list[Entry]] = {}
         self._supervisors: set[int] = set()
         self._silence_s = silence_s
@@ -152,7 +152,11 @@ class KeeperProcess:
         pid, _, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
-        self._pids[number] = pid
+        try:
+            self._processes[number] = os.pidfd_open(pid)
+        except OSError:  # it is gone
+            sock.close()
+            return
 
         def framed(entries: list[Entry], descriptors: deque[int]) -> None:
             self._framed(number, entries, descriptors)
@@ -224,16 +228,17 @@ class KeeperProcess:
         self._exit_if_left()
         del self._channels[number]
         self._supervisors.discard(number)
-        pid = self._pids.pop(number)
+        process = self._processes.pop(number)
         for each in self._restoring.pop(number, [])[:1]:
             self._sockets.pop(each.connection).close()
         gateway = self.keeper.gateways.get(number)
+        if gateway is not None and gateway.connections and not gateway.is_leaving:
+            # It may have closed the channel by mistake: never two write.
+            _kill(process)
+            _await_end(process)
+        os.close(process)
         if gateway is None:
             return
-        if gateway.connections and not gateway.is_leaving:
-            # It may have closed the channel by mistake: never two write.
-            _kill(pid)
-            _await_end(pid)
         found = {each: self._counters(each) for each in gateway.connections}
         self._carry_out(self.keeper.lost(number, found, self._loop.time()))
 
@@ -261,7 +266,7 @@ class KeeperProcess:
                         self.keeper.released(connection, found, self._loop.time())
                     )
                 case Kill(gateway):
-                    _kill(self._pids[gateway])
+                    _kill(self._processes[gateway])
                 case Say(gateway, what):
                     self._send(gateway, [what])
 
@@ -324,24 +329,17 @@ def _has_gone(sock: socket.socket) -> bool:
         return True
 
 
-def _kill(pid: int) -> None:
+def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
-def _await_end(pid: int) -> None:
+def _await_end(process: int) -> None:
     """Wait until a killed process has given back its descriptors."""
-    try:
-        watched = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except OSError:  # no descriptors
-        time.sleep(END_S)
-        return
-    try:
-        select.select([watched], [], [], END_S)  # readable at its end
-    finally:
-        os.close(watched)
+    # Not ``select``, which takes no more than 1024 descriptors. Readable at its end.
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    waiting.poll(1000 * END_S)
 
 
 def _is_locked(path: Path) -> bool:
