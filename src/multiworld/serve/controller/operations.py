@@ -249,7 +249,9 @@ class Operations:
         ]
         if not ready:
             raise ServeError("no gateway is ready")
-        return random.choice(ready)
+        # Those with the lowest numbers have the connections; see ``Keeper``.
+        ready.sort(key=lambda name: (len(name), name))
+        return random.choice(ready[: self._owner.app.gateway.replicas])
 
 
 def _growing(before: DesiredState, after: DesiredState) -> DesiredState:

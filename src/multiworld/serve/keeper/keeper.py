@@ -156,8 +156,9 @@ class Keeper:
         return [Give(number, chosen.number)]
 
     def _able(self) -> list[Gateway]:
-        """Return the gateways that take connections, the oldest first."""
-        return [each for each in self.gateways.values() if each.takes_connections]
+        """Return the gateways that take connections, the lowest number first."""
+        found = (each for each in self.gateways.values() if each.takes_connections)
+        return sorted(found, key=lambda each: (len(each.name), each.name))
 
     def _own(self, gateway: Gateway, record: ConnectionRecord) -> None:
         gateway.connections.add(record.number)
