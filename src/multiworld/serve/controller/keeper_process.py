@@ -18,7 +18,7 @@ from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.deadlines import KEEPER_BEAT_S, KEEPER_START_S
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
-from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts
 from multiworld.serve.keeper.process import COUNTS, READY, SUPERVISOR
@@ -146,8 +146,7 @@ class KeeperSupervisor:
 
     def _keep(self, sock: socket.socket) -> None:
         """Keep a socket that an earlier controller's keeper listens on."""
-        known = {_identity(each) for each in (self._listener, *self._others)}
-        if _identity(sock) in known:
+        if any(is_same(sock, each) for each in (self._listener, *self._others)):
             sock.close()
         else:
             self._others.append(sock)
@@ -185,10 +184,6 @@ class KeeperSupervisor:
                     await self._lost.wait()
         for each in self._others:
             each.close()
-
-
-def _identity(sock: socket.socket) -> int:
-    return os.fstat(sock.fileno()).st_ino
 
 
 def _signal(pid: int, number: int) -> None:

@@ -17,6 +17,11 @@ ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for the descriptors that a read may
 BUFFER_BYTES = 1024 * 1024  # asked of the kernel, which may allow less
 
 
+def is_same(one: socket.socket, other: socket.socket) -> bool:
+    """Return whether two descriptors are of one socket."""
+    return os.path.sameopenfile(one.fileno(), other.fileno())
+
+
 class Channel:
     """One end of the connection.
 

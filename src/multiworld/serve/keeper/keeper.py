@@ -162,7 +162,7 @@ class Keeper:
 
     def _own(self, gateway: Gateway, record: ConnectionRecord) -> None:
         gateway.connections.add(record.number)
-        gateway.busy += record.state is not State.IDLE
+        gateway.busy += record.is_busy
         self._owner[record.number] = gateway
 
     def _give_up(self, number: int) -> list[Action]:
@@ -183,7 +183,7 @@ class Keeper:
         owner = self._owner.pop(record.number, None)
         if owner is not None:
             owner.connections.discard(record.number)
-            owner.busy -= record.state not in (State.IDLE, State.CLOSED)
+            owner.busy -= record.is_busy
 
     def gone(self, number: int) -> None:
         """Forget a connection that waits, and whose client has left."""
@@ -247,9 +247,9 @@ class Keeper:
             return []  # it was closed meanwhile
         if said.kind is Kind.RELEASED:
             return [Release(number)]
-        before, was_idle = record.size, record.state is State.IDLE
+        before, was_busy = record.size, record.is_busy
         record.apply(said)
-        gateway.busy += was_idle - (record.state is State.IDLE)
+        gateway.busy += record.is_busy - was_busy
         self.size += record.size - before
         if record.state is State.CLOSED:
             self._forget(record)
@@ -287,8 +287,7 @@ class Keeper:
         actions: list[Action] = []
         for connection in sorted(gateway.connections):
             record = self.records[connection]
-            if record.state is not State.IDLE:
-                record.losses += 1
+            record.losses += record.is_busy
             actions += self._orphaned(connection, counters[connection], now)
         return actions
 
@@ -298,7 +297,7 @@ class Keeper:
         if owner is None:
             return []
         owner.connections.discard(number)
-        owner.busy -= self.records[number].state is not State.IDLE
+        owner.busy -= self.records[number].is_busy
         return self._orphaned(number, counters, now)
 
     def _orphaned(self, number: int, counters: Counters, now: float) -> list[Action]:

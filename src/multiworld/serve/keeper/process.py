@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multiworld.serve.keeper import counters
-from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
     Entry,
@@ -119,7 +119,7 @@ class KeeperProcess:
 
     def add_listener(self, sock: socket.socket) -> None:
         """Listen on a socket that a gateway has kept for a lost keeper."""
-        if any(_is_same(sock, each) for each in self._listeners):
+        if any(is_same(sock, each) for each in self._listeners):
             sock.close()
             return
         self._listeners.append(sock)
@@ -314,10 +314,6 @@ class KeeperProcess:
                 self.keeper.gone(number)
                 self._sockets.pop(number).close()
         self._carry_out(self.keeper.ticked(self._loop.time()))
-
-
-def _is_same(one: socket.socket, other: socket.socket) -> bool:
-    return os.path.sameopenfile(one.fileno(), other.fileno())
 
 
 def _has_gone(sock: socket.socket) -> bool:

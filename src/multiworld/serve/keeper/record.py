@@ -112,6 +112,11 @@ class ConnectionRecord:
         held = len(self.input) + len(self.output) + len(self.request)
         return held + self.item_bytes + 64 * len(self.items)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while there is a request."""
+        return self.state not in (State.IDLE, State.CLOSED)
+
     def become(self, state: State) -> None:
         if state is not self.state and state not in TRANSITIONS[self.state]:
             raise FrameError(f"a connection cannot go from {self.state} to {state}")

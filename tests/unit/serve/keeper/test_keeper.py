@@ -86,6 +86,14 @@ def test_busy_gateway_gets_less() -> None:
     assert keeper.accepted(9, NOTHING, 0.0) == [Give(9, 2)]
 
 
+def test_closed_connections_do_not_count_as_load() -> None:
+    keeper = ready(1)
+    for number, entries in ((7, ()), (8, (Entry(Kind.INPUT, 8, 0, b"?"),))):
+        keeper.accepted(number, NOTHING, 0.0)
+        assert said(keeper, 1, *entries, Entry(Kind.CLOSED, number)) == [Close(number)]
+    assert (keeper.gateways[1].busy, keeper.size) == (0, 0)
+
+
 def test_stream_of_a_killed_gateway_continues_elsewhere() -> None:
     keeper = ready(1)
     keeper.accepted(7, NOTHING, 0.0)

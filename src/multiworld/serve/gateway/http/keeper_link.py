@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import struct
 from collections import deque
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from multiworld.serve.gateway.deadlines import KEEPER_S
-from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
@@ -239,8 +238,7 @@ class KeeperLink:
 
     def _keep_listener(self, number: int) -> None:
         sock = socket.socket(fileno=number)
-        own = sock.fileno()
-        if any(os.path.sameopenfile(own, each.fileno()) for each in self._listeners):
+        if any(is_same(sock, each) for each in self._listeners):
             sock.close()
         else:
             self._listeners.append(sock)
