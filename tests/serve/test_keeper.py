@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -183,12 +184,24 @@ async def keeper_again(service: Served, before: int) -> None:
             await asyncio.sleep(0.02)
 
 
-class Streams:
-    """Some streams that read slowly enough to be hit while they run."""
+async def keeper_has(service: Served, count: int) -> None:
+    """Wait until gateways have given the keeper their connections."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(psutil.Error):
+                held = psutil.Process(service.keeper()).net_connections("tcp")
+                if sum(each.status == "ESTABLISHED" for each in held) >= count:
+                    return
+            await asyncio.sleep(0.02)
 
-    def __init__(self, service: Served, count: int = 6) -> None:
+
+class Streams:
+    """Some streams that are long enough to be hit while they run."""
+
+    def __init__(self, service: Served, count: int = 6, tokens: int = COUNT) -> None:
         self.service, self.count = service, count
-        path, self.body = BODIES["sampled"]
+        path, body = BODIES["sampled"]
+        self.body = {**body, "max_tokens": tokens}
         self.seen: asyncio.Queue[int] = asyncio.Queue()
         self.path = path
 
@@ -238,12 +251,12 @@ async def test_two_gateways_are_lost_at_once(service: Served) -> None:
 
 async def test_keeper_is_lost_and_then_a_gateway(service: Served) -> None:
     pids = await asyncio.to_thread(gateways, service)
-    async with Streams(service) as streams:
+    async with Streams(service, tokens=200) as streams:
         await streams.have(2)
         before = service.keeper()
         kill(before)
         await keeper_again(service, before)
-        await asyncio.sleep(0.2)  # for the gateways to bring their records
+        await keeper_has(service, streams.count)
         kill(min(pids.values()))
 
 

@@ -30,7 +30,7 @@ from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
-from multiworld.serve.gateway.http.recorder import Recorder
+from multiworld.serve.gateway.http.recorder import PeekedSocket, Recorder
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
@@ -263,6 +263,7 @@ class GatewayProcess:
         """Serve a connection that the keeper gives to this gateway."""
         assert self._link is not None
         loop = asyncio.get_running_loop()
+        kept = PeekedSocket(fileno=sock.detach())
         protocol: Any = self._config.http_protocol_class
         make: Callable[[], asyncio.Protocol] = partial(
             protocol,
@@ -270,17 +271,21 @@ class GatewayProcess:
             server_state=self._server.server_state,
             app_state={},
             _loop=loop,
-            recorder=Recorder(self._link, record),
+            recorder=Recorder(self._link, record, kept),
         )
-        task = loop.create_task(self._connected(make, sock))
+        task = loop.create_task(self._connected(make, kept, record))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
 
     async def _connected(
-        self, make: Callable[[], asyncio.Protocol], sock: socket.socket
+        self,
+        make: Callable[[], asyncio.Protocol],
+        sock: PeekedSocket,
+        record: ConnectionRecord,
     ) -> None:
         sock.setblocking(False)
         try:
+            sock.take_recorded(record)
             await asyncio.get_running_loop().connect_accepted_socket(make, sock)
         except OSError as error:
             logger.warning("a connection cannot be served: %s", error)

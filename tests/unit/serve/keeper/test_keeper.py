@@ -106,19 +106,21 @@ def test_stream_of_a_killed_gateway_continues_elsewhere() -> None:
     assert (record.items, record.events, record.has_begun) == ([b"token"], 1, True)
 
 
-def test_half_read_request_is_refused() -> None:
-    """Some of its bytes died with the gateway."""
+def test_half_read_request_is_refused_if_bytes_died_with_the_gateway() -> None:
+    """It had no keeper when it read them."""
     keeper = ready(2, ready(1))
     keeper.accepted(7, NOTHING, 0.0)
     said(keeper, 1, Entry(Kind.INPUT, 7, 0, b"POST"))
     assert keeper.lost(1, {7: Counters(0, 6)}, 0.0) == [Refuse(7)]
 
 
-def test_half_read_request_whose_bytes_are_recorded_continues() -> None:
+@pytest.mark.parametrize("read", [0, 3, 4])
+def test_half_read_request_continues(read: int) -> None:
+    """What is recorded and not taken out of the kernel is there once more."""
     keeper = ready(2, ready(1))
     keeper.accepted(7, NOTHING, 0.0)
     said(keeper, 1, Entry(Kind.INPUT, 7, 0, b"POST"))
-    assert keeper.lost(1, {7: Counters(0, 4)}, 0.0) == [Give(7, 2)]
+    assert keeper.lost(1, {7: Counters(0, read)}, 0.0) == [Give(7, 2)]
 
 
 def test_answer_of_which_more_went_out_than_is_recorded_is_cut() -> None:
@@ -252,13 +254,14 @@ class Client:
     """A connection as its client and the kernel have it.
 
     A client sends requests one after the other, of one byte each, and gets three events
-    for each. ``read`` of them were read by gateways; ``written`` bytes came out.
+    for each. ``read`` of them were taken out of the kernel; ``out`` came to the client.
     """
 
     number: int
     sent: int = 0
     read: int = 0
     losses: int = 0  # of gateways with its request, and nothing of an answer between
+    has_left: bool = False
     out: bytearray = field(default_factory=bytearray)
 
     @property
@@ -290,7 +293,6 @@ class Host(RuleBasedStateMachine):
         self.clients: dict[int, Client] = {}
         self.servers: dict[int, Server] = {}
         self.alive: set[int] = set()
-        self.lost: set[int] = set()  # connections that may be refused: bytes are lost
         self.number = 0
         self.now = 0.0
 
@@ -306,8 +308,7 @@ class Host(RuleBasedStateMachine):
                     self.keeper.trimmed(connection, written)
                 case Refuse(connection) | Close(connection):
                     client = self.clients.pop(connection)
-                    may_be_cause = client.losses >= MAX_LOSSES
-                    assert connection in self.lost or may_be_cause
+                    assert client.has_left or client.losses >= MAX_LOSSES
                 case _:
                     pass
 
@@ -318,6 +319,7 @@ class Host(RuleBasedStateMachine):
             server.is_reading = True
             server.answered = record.answered
             server.shown = record.events
+        client.read = record.input_at + len(record.input)  # it takes what is recorded
         self.servers[connection] = server
 
     def _say(self, server: Server, *entries: Entry) -> None:
@@ -338,22 +340,41 @@ class Host(RuleBasedStateMachine):
         self._do(self.keeper.accepted(self.number, NOTHING, self.now))
 
     @precondition(lambda self: self.servers)
-    @rule(data=st.data(), dies=st.booleans())
-    def a_request_is_read(self, data: st.DataObject, dies: bool) -> None:
+    @rule(data=st.data(), dies=st.sampled_from(["", "sent", "recorded", "read"]))
+    def a_request_is_read(self, data: st.DataObject, dies: str) -> None:
         server = self._some(data)
         if server.is_reading:
             return
-        client = server.client
-        client.sent += 1
-        client.read += 1
-        if dies:  # with the byte, before it is recorded
-            self.lost.add(client.number)
-            self._kill(server.gateway)
+        client, gateway = server.client, server.gateway
+        if client.read == client.sent:
+            client.sent += 1
+        if dies == "sent":
+            self._kill(gateway)
             return
         server.is_reading, server.answered, server.shown = True, 0, 0
         number = client.number
         self._say(server, Entry(Kind.INPUT, number, 0, b"?"))
-        self._say(server, Entry(Kind.REQUEST, number, 0, b"drawn"))
+        if dies != "recorded":
+            client.read += 1
+            self._say(server, Entry(Kind.REQUEST, number, 0, b"drawn"))
+        if dies:
+            self._kill(gateway)
+
+    @precondition(lambda self: self.servers)
+    @rule(data=st.data(), dies=st.sampled_from(["", "before", "after"]))
+    def a_client_leaves(self, data: st.DataObject, dies: str) -> None:
+        """Its gateway says so, if it lives."""
+        server = self._some(data)
+        number, gateway = server.client.number, server.gateway
+        server.client.has_left = True
+        if dies == "before":
+            self._kill(gateway)
+            return
+        del self.servers[number]
+        self._do(self.keeper.said(gateway, [Entry(Kind.CLOSED, number)], self.now))
+        assert number not in self.keeper.records
+        if dies:
+            self._kill(gateway)
 
     @precondition(lambda self: self.servers)
     @rule(data=st.data(), dies=st.sampled_from(["", "recorded", "written"]))
@@ -398,7 +419,7 @@ class Host(RuleBasedStateMachine):
         gone = [n for n, s in self.servers.items() if s.gateway == gateway]
         for number in gone:
             server = self.servers.pop(number)
-            server.client.losses += server.is_reading or number in self.lost
+            server.client.losses += server.is_reading
         counters = {number: self.clients[number].counters for number in gone}
         self._do(self.keeper.lost(gateway, counters, self.now))
 
@@ -432,7 +453,7 @@ class Host(RuleBasedStateMachine):
                 server.unread += event
                 server.is_reading = server.shown < EVENTS
             server.client.out += server.unread
-            assert bytes(server.client.out) == b"123" * server.client.sent
+            assert bytes(server.client.out) == b"123" * server.client.read
 
 
 TestHost = Host.TestCase

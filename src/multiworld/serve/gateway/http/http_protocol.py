@@ -339,6 +339,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
+            self._recorder.skipped(len(data))
             return
         if self._has_late_body:
             self._recorder.skipped(len(data))

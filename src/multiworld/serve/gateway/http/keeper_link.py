@@ -88,6 +88,7 @@ class KeeperLink:
         # taken what it was sent.
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
+        self._reading: set[Recorded] = set()  # of which something was read in this turn
         # Numbers of the connections that another gateway cannot take; None: there is
         # no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
@@ -104,8 +105,8 @@ class KeeperLink:
 
     def remove(self, connection: Recorded) -> None:
         self._connections.pop(connection.record.number, None)
-        self._held.discard(connection)
-        self._unread.discard(connection)
+        for each in (self._held, self._unread, self._reading):
+            each.discard(connection)
 
     def say(
         self, connection: Recorded, kind: Kind, value: int = 0, payload: bytes = b""
@@ -120,9 +121,19 @@ class KeeperLink:
             return
         self._soon()
         self._entries.append(entry(kind, record.number, value, payload))
-        if kind is Kind.INPUT and self._channel.is_blocked:
-            self._unread.add(connection)
-            connection.pause_reading()
+
+    def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
+        """Call ``take`` once the keeper has what was read; nothing is read until then.
+
+        A turn of the loop runs what the turn before has asked for, the frame, before
+        what it finds readable itself.
+        """
+        if self._channel is None:
+            _write_all([(connection, take)])
+            return
+        self._soon()
+        self._writes.append((connection, take))
+        self._reading.add(connection)
 
     def then(self, connection: Recorded, write: Callable[[], None]) -> None:
         """Call ``write`` once the keeper has all that was said; at once without one."""
@@ -148,6 +159,11 @@ class KeeperLink:
         if entries or writes:
             self._sent.append(writes)
             self._channel.send(frame(entries), on_sent=self._on_sent)
+        if self._sent:
+            for connection in self._reading:
+                connection.pause_reading()
+            self._unread |= self._reading
+        self._reading.clear()
 
     def _on_sent(self) -> None:
         _write_all(self._sent.popleft())
@@ -251,6 +267,7 @@ class KeeperLink:
         for writes in (*self._sent, self._writes):
             _write_all(writes)
         self._sent.clear()
+        self._reading.clear()
         self._writes, self._entries = [], []
         self._release()
 

@@ -11,13 +11,16 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.keeper import counters
 from multiworld.serve.keeper.frames import Kind
 from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.wire.generation_messages import TokenItem
@@ -157,16 +160,42 @@ class Unrecorded:
         """Record that the connection is closed."""
 
 
+class PeekedSocket(socket.socket):
+    """A client's connection; what is read of it is also left there, until ``take``.
+
+    So nothing that a gateway reads is lost with it: the keeper has it, or the kernel.
+    """
+
+    _taken = memoryview(bytearray(256 * 1024))  # never looked at
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        return super().recv(size, flags | socket.MSG_PEEK)
+
+    def take(self, size: int) -> None:
+        """Take what was read out of the kernel."""
+        while size > 0 and self.fileno() >= 0:
+            # The kernel does not even copy it (tcp(7), MSG_TRUNC).
+            size -= self.recv_into(self._taken, size, socket.MSG_TRUNC) or size
+
+    def take_recorded(self, record: ConnectionRecord) -> None:
+        """Take what a gateway that was lost has read, recorded, and not taken."""
+        end = record.input_at + len(record.input)
+        self.take(record.read_before + end - counters.read(self))
+
+
 class Recorder(Unrecorded):
     """Records a connection at the keeper of its host.
 
     Args:
         link: To the keeper.
         record: As the keeper has it.
+        sock: Of the connection.
     """
 
-    def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
-        self._link, self.record = link, record
+    def __init__(
+        self, link: KeeperLink, record: ConnectionRecord, sock: PeekedSocket
+    ) -> None:
+        self._link, self.record, self._sock = link, record, sock
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
         self._is_resumed = record.is_admitted  # the next request is
@@ -187,9 +216,14 @@ class Recorder(Unrecorded):
 
     def received(self, data: bytes) -> None:
         self.say(Kind.INPUT, time.monotonic_ns(), bytes(data))
+        self._take(len(data))
 
     def skipped(self, size: int) -> None:
         self.say(Kind.SKIPPED, size)
+        self._take(size)
+
+    def _take(self, size: int) -> None:
+        self._link.after_reading(self, partial(self._sock.take, size))
 
     def closing(self) -> None:
         self.say(Kind.CLOSING)
@@ -255,12 +289,12 @@ class Recorder(Unrecorded):
             self._transport.abort()
 
     def pause_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        if self._transport is not None:
+            self._transport.pause_reading("keeper")
 
     def resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._transport is not None:
+            self._transport.resume_reading("keeper")
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -275,9 +309,19 @@ class RecordedTransport:
         self._transport, self._recorder = transport, recorder
         self._waiting = 0  # bytes that the keeper does not have yet
         self._is_closing = False
+        self._pauses: set[str] = set()  # who wants nothing to be read
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def pause_reading(self, by: str = "protocol") -> None:
+        self._pauses.add(by)
+        self._transport.pause_reading()
+
+    def resume_reading(self, by: str = "protocol") -> None:
+        self._pauses.discard(by)
+        if not self._pauses:
+            self._transport.resume_reading()
 
     def write(self, data: bytes) -> None:
         self._write(data, is_interim=False)

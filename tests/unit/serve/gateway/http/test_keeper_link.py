@@ -164,13 +164,14 @@ async def test_body_that_the_keeper_does_not_take_is_not_read_on(
     link, keeper = ends
     connection = Kept(1)
     link.add(connection)
-    for _ in range(2):
-        link.say(connection, Kind.INPUT, 1, LARGE)
-        await asyncio.sleep(0.01)
-    assert "pause_reading" in connection.done
+    link.say(connection, Kind.INPUT, 1, LARGE)
+    link.after_reading(connection, lambda: connection.done.append("take"))
+    await asyncio.sleep(0.01)
+    assert connection.done == ["pause_reading"]
     assert len(connection.record.input) <= keeper_link.MIRROR_BYTES
     keeper.read()
     await until(lambda: "resume_reading" in connection.done)
+    assert connection.done == ["pause_reading", "take", "resume_reading"]
 
 
 async def test_gateway_that_leaves_keeps_what_no_other_one_can_continue(
