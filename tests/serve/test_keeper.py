@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -296,6 +297,26 @@ async def test_idle_connection_moves_to_another_gateway(service: Served) -> None
             head, body = await connection.answer()
         assert "200 ok" in head
         assert json.loads(body)["usage"]["completion_tokens"] == 2
+        connection.close()
+    await ready_again(service)
+
+
+@pytest.mark.parametrize("delay_s", [0.0005, 0.001, 0.002])
+async def test_requests_that_arrive_as_their_gateway_dies_are_answered(
+    service: Served, delay_s: float
+) -> None:
+    """It may have read them; the keeper or the kernel has them all the same."""
+    pids = await asyncio.to_thread(gateways, service)
+    connections = [await Connection(service).open() for _ in range(16)]
+    for connection in connections:
+        await connection.ask("/v1/completions", wanted(2))
+    time.sleep(delay_s)  # noqa: ASYNC251
+    for pid in pids.values():
+        kill(pid)
+    for connection in connections:
+        async with asyncio.timeout(WAIT_S):
+            head, _ = await connection.answer()
+        assert "200 ok" in head
         connection.close()
     await ready_again(service)
 
