@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -429,3 +430,56 @@ async def test_openais_client_notices_nothing(service: Served) -> None:
                 for each in streams:
                     assert await each.end() == undisturbed
             await ready_again(service)
+
+
+async def test_next_service_continues_the_streams_of_the_last_one(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(save_decoder(tmp_path / "decoder"))
+    spec["gateway"]["handover_s"] = 120.0
+    with served(tmp_path, spec) as service:
+        async with Streams(service, tokens=200) as streams:
+            await streams.have(3)
+            idle = await Connection(service).open()
+            await idle.ask("/v1/completions", wanted(2))
+            await idle.answer()
+            before = service.keeper()
+            assert service.process is not None
+            service.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(service.process.wait, WAIT_S) == 0
+            meanwhile = await Connection(service).open()
+            await meanwhile.ask("/v1/completions", wanted(2))
+            url = service.url
+            await asyncio.to_thread(service.start)
+            assert (service.url, service.keeper()) == (url, before)
+            await idle.ask("/v1/completions", wanted(2))
+            for connection in (meanwhile, idle):
+                async with asyncio.timeout(WAIT_S):
+                    head, _ = await connection.answer()
+                assert "200 ok" in head
+                connection.close()
+        await asyncio.to_thread(service.end)
+        kill(service.keeper(), signal.SIGTERM)
+
+
+async def test_keeper_waits_for_the_next_service_and_ends(tmp_path: Path) -> None:
+    """The client whose request waits is told to retry."""
+    spec = spec_of(save_decoder(tmp_path / "decoder"))
+    spec["gateway"]["handover_s"] = 2.0
+    with served(tmp_path, spec) as service:
+        connection = await Connection(service).open()
+        await connection.ask("/v1/completions", wanted(2))
+        await connection.answer()
+        assert service.process is not None
+        service.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(service.process.wait, WAIT_S) == 0
+        other = await Connection(service).open()
+        await other.ask("/v1/completions", wanted(2))
+        async with asyncio.timeout(WAIT_S):
+            head, _ = await other.answer()
+            assert ("503" in head, "retry-after" in head) == (True, True)
+            assert await connection.reader.read() == b""
+            while service.keeper():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for each in (connection, other):
+            each.close()

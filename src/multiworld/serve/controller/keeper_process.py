@@ -67,6 +67,8 @@ class KeeperSupervisor:
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
         self._silence_s = app.silence_s
         self._memory_mb = app.gateway.keeper_memory_mb
+        self._handover_s = app.gateway.handover_s
+        self._channel: Channel | None = None
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._others: list[socket.socket] = []  # that the keeper listens on
@@ -113,6 +115,7 @@ class KeeperSupervisor:
         # The keeper of an earlier controller does not have it.
         greeting = frame([entry(Kind.LISTENER), self._beat()])
         channel.send(greeting, [self._listener.fileno()])
+        self._channel = channel
         return channel
 
     def _beat(self) -> bytes:
@@ -175,9 +178,18 @@ class KeeperSupervisor:
         if line.strip() != READY:
             raise OSError(f"it ended; see {self._log}")
 
+    def ending(self) -> None:
+        """Have the keeper hold connections for the next service, if the spec says so.
+
+        To be called before the gateways end.
+        """
+        if self._handover_s and self._channel is not None:
+            wait_ms = int(1000 * self._handover_s)
+            self._channel.send(frame([entry(Kind.AWAIT, 0, wait_ms)]))
+
     async def end(self) -> None:
-        """End the keeper of a service that has ended."""
-        if self.pid:
+        """End the keeper of a service that has ended, unless it waits for the next."""
+        if self.pid and not self._handover_s:
             _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
@@ -191,11 +203,25 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def answers(path: Path) -> bool:
-    """Return whether a keeper listens on a socket."""
+def port_of_keeper(path: Path) -> int:
+    """Return the port that a running keeper listens on; 0 if none runs.
+
+    One that hangs is killed.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(KEEPER_START_S)
         try:
             sock.connect(str(path))
+            sock.sendall(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
+            answer = len(frame([entry(Kind.LISTENER)]))
+            _, found, _, _ = socket.recv_fds(sock, answer, 1)
+        except TimeoutError:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _signal(struct.unpack("3i", credentials)[0], signal.SIGKILL)
+            return 0
         except OSError:
-            return False
-    return True
+            return 0
+    if not found:
+        return 0
+    with socket.socket(fileno=found[0]) as listener:
+        return int(listener.getsockname()[1])

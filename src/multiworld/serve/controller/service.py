@@ -27,7 +27,7 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.controller.fleet.state import ProcessPhase
-from multiworld.serve.controller.keeper_process import KeeperSupervisor, answers
+from multiworld.serve.controller.keeper_process import KeeperSupervisor, port_of_keeper
 from multiworld.serve.controller.launchers.base import (
     Launcher,
     LauncherContext,
@@ -152,7 +152,7 @@ async def _run(
     kept = old.store if old else _living_store(ended)
     if kept is not None:
         await check_secret(kept, security)
-    reserved = _reserve(app, old or ended, is_held=answers(folder.keeper))
+    reserved = _reserve(app, old or ended, port_of_keeper(folder.keeper))
     store = await start_store(folder, env, kept, app.host)
     try:
         with reserved:
@@ -298,6 +298,7 @@ async def _control(
                 controller.start(old)
                 await _until_ended(controller, ended, on_up)
                 old = None
+            keeper.ending()
             await controller.shutdown(old)
             await keeper.end()
         finally:
@@ -454,15 +455,15 @@ def _has_gateway(old: Record) -> bool:
     return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
 
 
-def _reserve(app: AppSpec, old: Record | None, *, is_held: bool) -> socket.socket:
+def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
     """Bind the gateways' port, so that it stays reserved while no gateway runs.
 
-    ``is_held``: the stream keeper of an earlier controller runs, and holds its port.
+    ``held``: port of the stream keeper of an earlier controller.
     """
-    port = app.gateway.port or (old.port if old else 0)
+    port = app.gateway.port or held or (old.port if old else 0)
     try:
-        is_ours = (
-            old is not None and old.port == port and (is_held or _has_gateway(old))
+        is_ours = held == port or (
+            old is not None and old.port == port and _has_gateway(old)
         )
         if port and not is_ours:
             try:

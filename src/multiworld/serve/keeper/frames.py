@@ -48,6 +48,9 @@ class Kind(IntEnum):
     RELEASED = 29  # the gateway lets go of the connection
     INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
     CLOSING = 26  # the connection ends after what was recorded for the client
+    # Supervisor → keeper: the service ends, and the next one takes its connections
+    # over. value: ms for which they wait.
+    AWAIT = 31
     # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
     LISTENER = 32  # with a descriptor
 

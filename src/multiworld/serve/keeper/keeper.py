@@ -129,6 +129,8 @@ class Keeper:
         self.gateways: dict[int, Gateway] = {}
         self.records: dict[int, ConnectionRecord] = {}
         self.size = 0  # bytes of all records
+        # Until when connections wait for the next service, while there is none.
+        self.awaited_until: float | None = None
         # Connections without a gateway, with the time since which they wait.
         self.waiting: dict[int, float] = {}
         self._owner: dict[int, Gateway] = {}
@@ -147,7 +149,8 @@ class Keeper:
         able = self._able()[: self.active]
         if not able:
             self.waiting.setdefault(number, now)
-            if self.gateways and all(g.is_leaving for g in self.gateways.values()):
+            is_ending = all(each.is_leaving for each in self.gateways.values())
+            if self.gateways and is_ending and self.awaited_until is None:
                 return self._give_up(number)  # the service shuts down
             return []
         self.waiting.pop(number, None)
@@ -197,6 +200,22 @@ class Keeper:
             record.trim(written)
             self.size += record.size - before
 
+    # Services.
+
+    def ending(self, wait_s: float, now: float) -> None:
+        """Hold the connections for the next service, which starts within ``wait_s``."""
+        self.awaited_until = now + wait_s
+
+    def begun(self, now: float) -> None:
+        """Wait for the gateways of a service that starts."""
+        self.awaited_until = None
+        for number in self.waiting:
+            self.waiting[number] = now
+
+    def ended(self) -> list[Action]:
+        """Give up what waits, as there is no next service."""
+        return [a for number in list(self.waiting) for a in self._give_up(number)]
+
     # Gateways.
 
     def joined(self, number: int, now: float) -> None:
@@ -229,7 +248,7 @@ class Keeper:
 
     def _leave(self, gateway: Gateway) -> list[Action]:
         gateway.is_leaving = True
-        has_heir = bool(self._able())
+        has_heir = bool(self._able()) or self.awaited_until is not None
         actions: list[Action]
         kept = [n for n in gateway.connections if not self.records[n].is_protected]
         numbers = struct.pack(f"<{len(kept)}Q", *kept)
@@ -341,6 +360,6 @@ class Keeper:
                 gateway.is_killed = True
                 actions.append(Kill(gateway.number))
         for number, since in list(self.waiting.items()):
-            if now - since > WAIT_S:
+            if now > max(since + WAIT_S, self.awaited_until or 0.0):
                 actions += self._give_up(number)
         return actions

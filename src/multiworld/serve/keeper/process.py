@@ -171,11 +171,7 @@ class KeeperProcess:
         self._exit_if_left()
         now = self._loop.time()
         if number in self._supervisors:
-            self.keeper.active = max(1, entries[-1].value)
-            while descriptors:
-                self.add_listener(socket.socket(fileno=descriptors.popleft()))
-            counts = COUNTS.pack(*self.keeper.counts)
-            self._send(number, [entry(Kind.BEAT, payload=counts)])
+            self._supervised(number, entries, descriptors)
             return
         if number not in self.keeper.gateways:
             first = entries[0]
@@ -186,10 +182,25 @@ class KeeperProcess:
                 return  # it is gone already
             if first.payload == SUPERVISOR:
                 self._supervisors.add(number)
+                self.keeper.begun(now)
                 return
             self.keeper.joined(number, now)
         own = self._without_records(number, entries, descriptors, now)
         self._carry_out(self.keeper.said(number, own, now))
+
+    def _supervised(
+        self, number: int, entries: list[Entry], descriptors: deque[int]
+    ) -> None:
+        for each in entries:
+            match each.kind:
+                case Kind.LISTENER:
+                    self.add_listener(socket.socket(fileno=descriptors.popleft()))
+                case Kind.AWAIT:
+                    self.keeper.ending(each.value / 1000, self._loop.time())
+                case Kind.BEAT:
+                    self.keeper.active = max(1, each.value)
+        counts = COUNTS.pack(*self.keeper.counts)
+        self._send(number, [entry(Kind.BEAT, payload=counts)])
 
     def _without_records(
         self, number: int, entries: list[Entry], descriptors: deque[int], now: float
@@ -289,13 +300,17 @@ class KeeperProcess:
         # Closed with unread bytes, it would be reset before the client has read.
         self._loop.call_later(LINGER_S, sock.close)
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Refuse the clients that wait for a gateway."""
-        for number in list(self.keeper.waiting):
-            sock = self._sockets.pop(number)
-            with contextlib.suppress(OSError):
-                sock.send(REFUSED)
-            sock.close()
+        self._carry_out(found := self.keeper.ended())
+        if found:
+            await asyncio.sleep(LINGER_S)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """True while connections wait for the next service."""
+        until = self.keeper.awaited_until
+        return until is not None and self._loop.time() < until
 
     def _exit_if_left(self) -> None:
         """Exit after a long pause: the gateways have left, and wait for the next one.
@@ -385,8 +400,9 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
         process.tick()
         if args.alive and loop.time() - looked_at > LOCK_S:
             looked_at = loop.time()
-            alone = 0 if _is_locked(Path(args.alive)) else alone + 1
-    process.end()
+            is_used = process.is_awaiting or _is_locked(Path(args.alive))
+            alone = 0 if is_used else alone + 1
+    await process.end()
 
 
 def main() -> None:

@@ -710,6 +710,11 @@ class GatewaySpec(_Strict):
     keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 128
     """Maximum size of what the keeper holds of requests and answers, in MiB; streams
     beyond it are not protected."""
+    handover_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """With `keeper`, seconds for which connections wait for the next service when this
+    one shuts down. If a service of the same state folder starts meanwhile, it continues
+    their answers; clients that connect meanwhile wait, too. 0: answers come to their
+    end first, within `shutdown_s`."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; turns on HTTPS. Needs `tls_key`."""
     tls_key: str | None = None

@@ -160,6 +160,35 @@ def test_gateway_that_leaves_hears_whether_there_is_another() -> None:
     assert keeper.accepted(7, NOTHING, 0.0) == [Refuse(7)], "the service shuts down"
 
 
+def test_connections_wait_for_the_next_service() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    keeper.ending(100.0, 0.0)
+    (answer,) = said(keeper, 1, Entry(Kind.LEAVING))
+    assert isinstance(answer, Say)
+    assert answer.entry[9] == 1, "it may hand over"
+    assert keeper.released(7, NOTHING, 0.0) == []
+    assert keeper.accepted(8, NOTHING, 0.0) == []
+    keeper.lost(1, {}, 0.0)
+    assert keeper.ticked(99.0) == []
+    keeper.begun(99.0)
+    assert keeper.ticked(99.0 + WAIT_S) == []
+    assert ready(2, keeper).gateways[2].connections == {7, 8}
+
+
+def test_connections_that_no_service_takes_over_are_given_up() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST, Entry(Kind.OUTPUT, 7, 1, b"123"))
+    keeper.ending(WAIT_S + 1.0, 0.0)
+    said(keeper, 1, Entry(Kind.LEAVING))
+    keeper.released(7, Counters(3, READ), 0.0)
+    keeper.lost(1, {}, 0.0)
+    keeper.accepted(8, NOTHING, 0.0)
+    assert keeper.ticked(WAIT_S + 0.5) == []
+    assert keeper.ticked(WAIT_S + 1.5) == [Close(7), Refuse(8)]
+
+
 def test_spare_gateway_has_connections_only_once_another_one_is_lost() -> None:
     keeper = ready(2, ready(1, Keeper(SILENCE_S, MIB, active=1)))
     for number in (7, 8):
