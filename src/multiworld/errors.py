@@ -411,6 +411,12 @@ class UnknownModelError(ServeError):
     status = 404
 
 
+class UnknownStreamError(ServeError):
+    """There is no stream of that id, or it is no longer kept."""
+
+    status = 404
+
+
 class _RetryLaterError(ServeError):
     """An error after which a later attempt may succeed.
 

@@ -27,6 +27,7 @@ from multiworld.serve.gateway.http.app import make_app
 from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.http.cross_origin import with_origins
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.event_logs import EventLogs
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
@@ -173,6 +174,9 @@ class GatewayProcess:
         self._gateway.on_poison = self._report_poison
         self._gateway.logs_access = spec.access_log
         self._gateway.is_strict = spec.strict
+        self._gateway.detach_s = spec.detach_s
+        self._gateway.max_detach_s = max(spec.detach_s, spec.max_detach_s)
+        self._gateway.event_logs = EventLogs(int(spec.detached_mb * mib))
         self._gateway.ask_fleet = self._ask_fleet
         self._fleet: asyncio.Future[None] | None = None
         self._numbers = itertools.count(1)

@@ -6,6 +6,7 @@ from multiworld.serve.gateway.http import health
 from multiworld.serve.gateway.http.openapi import METRICS
 from multiworld.serve.gateway.http.route import Needs, Route, Tag
 from multiworld.serve.gateway.openai import schemas
+from multiworld.serve.gateway.openai.completion_answers import STREAM_PATH
 from multiworld.serve.gateway.openai.embeddings import embeddings
 from multiworld.serve.gateway.openai.generated_text import (
     chat,
@@ -13,6 +14,7 @@ from multiworld.serve.gateway.openai.generated_text import (
     detokenize,
     tokenize,
 )
+from multiworld.serve.gateway.openai.kept_streams import cancel_stream, read_stream
 from multiworld.serve.gateway.openai.listed_models import listed_model, listed_models
 from multiworld.serve.gateway.openai.triton_generate import generate, generate_stream
 from multiworld.serve.gateway.openinference import models
@@ -37,6 +39,21 @@ ROUTES = (
     Route("POST", "/v1/embeddings", embeddings, BODY, OPENAI, schemas.EMBEDDINGS),
     Route("POST", "/v1/chat/completions", chat, BODY, OPENAI, schemas.CHAT),
     Route("POST", "/v1/completions", completions, BODY, OPENAI, schemas.COMPLETION),
+    Route(
+        "GET",
+        f"{STREAM_PATH}{{id}}",
+        read_stream,
+        TENANT,
+        OPENAI,
+        schemas.STREAM,
+    ),
+    Route(
+        "POST",
+        f"{STREAM_PATH}{{id}}/cancel",
+        cancel_stream,
+        TENANT,
+        OPENAI,
+    ),
     Route("POST", "/tokenize", tokenize, BODY, OPENAI, schemas.TOKENIZE),
     Route("POST", "/detokenize", detokenize, BODY, OPENAI, schemas.DETOKENIZE),
     # The Open Inference Protocol.

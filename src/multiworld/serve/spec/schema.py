@@ -688,6 +688,16 @@ class GatewaySpec(_Strict):
     that are being closed."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish when the service shuts down."""
+    detach_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
+    """Seconds for which a stream goes on, and can be read again at
+    `/v1/streams/{id}`, after its client has vanished. Requests may set their own
+    `detach_s`. 0: it ends with its client."""
+    max_detach_s: Annotated[float, Field(ge=0, le=86400)] = 600.0
+    """Maximum `detach_s` of a request; 0: requests cannot ask for it."""
+    detached_mb: Annotated[float, Field(gt=0, le=1_048_576, strict=True)] = 64.0
+    """Maximum size of the events that a gateway keeps for clients to read again, in
+    MiB. One tenant may have half of it. Beyond it, streams that are complete are
+    forgotten, then streams without a client end."""
     access_log: bool = False
     """`true`: log a line for every request that computes: its id (header
     `X-Request-Id`), tenant, method, path, status and seconds."""

@@ -27,6 +27,7 @@ from multiworld.serve.gateway.http.body_budget import (
     BodyBudget,
     BodyLimits,
 )
+from multiworld.serve.gateway.http.event_logs import EventLogs
 from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
@@ -49,6 +50,7 @@ from multiworld.serve.wire.routing_table import ReplicaState
 
 # Inputs of at least this many bytes are hashed in a thread.
 LARGE_BYTES = 256 * 1024
+LOG_BYTES = 64 * 2**20  # of events that are kept for clients to read again
 ENCODERS = 2  # threads that encode prompts
 
 
@@ -81,6 +83,9 @@ class Gateway:
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
+        # Streams that are kept without a client: by default, at most, and all of them.
+        self.detach_s, self.max_detach_s = 0.0, 600.0
+        self.event_logs = EventLogs(LOG_BYTES)
         self.is_shutting_down = self.logs_access = self.is_strict = False
 
     def counted(self) -> Iterator[Counted]:

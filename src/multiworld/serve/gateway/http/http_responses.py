@@ -24,6 +24,7 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.http.event_logs import COMMENT, EventLog
 from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 
@@ -109,9 +110,6 @@ def openai_error(error: ServeError) -> dict[str, Any]:
     }
 
 
-COMMENT = b":"  # begins an event that says nothing, to keep a connection open
-
-
 class EventStream(StreamingResponse):
     """A response of server-sent events; an error becomes an event before ``last``."""
 
@@ -125,8 +123,11 @@ class EventStream(StreamingResponse):
         self.on_bytes: Callable[[int], object] = lambda count: None
         # Of the answer; events that it says the client has are not sent again.
         self.record = unrecorded()
+        # Begins the log of a stream that its clients may read again.
+        self.begin_log: Callable[[], EventLog] | None = None
+        self._is_logged = False
         super().__init__(
-            self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
+            self._sent(events), headers=SSE_HEADERS, media_type="text/event-stream"
         )
 
     @staticmethod
@@ -134,35 +135,45 @@ class EventStream(StreamingResponse):
         """Return the content of the event that reports a stream's error."""
         return openai_error(error)
 
+    async def _sent(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """Yield what the client lacks."""
+        events = self._all(events)
+        if self.begin_log is not None:
+            log, self._is_logged = self.begin_log(), True
+            log.fill(events, lambda: self.on_end(self._status))
+            events = log.read(0)
+        async with aclosing(events):
+            async for event in events:
+                if event.startswith(COMMENT) or self.record.count_event():
+                    self.on_bytes(len(event))
+                    yield event
+
     async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         status = CLIENT_CLOSED
         try:
             async with aclosing(events):
                 async for event in events:
-                    if event.startswith(COMMENT) or self.record.count_event():
-                        self.on_bytes(len(event))
-                        yield event
+                    yield event
             status = 200
         except ServeError as error:
             status = error.status
-            if self.record.count_event():
-                yield event_of({"error": self.error_of(error)})
+            yield event_of({"error": self.error_of(error)})
         except Exception:
             status = 500
             logger.exception("a stream failed")
-            if self.record.count_event():
-                yield event_of({"error": self.error_of(ServeError(BUG))})
+            yield event_of({"error": self.error_of(ServeError(BUG))})
         finally:
             self._status = status
-        if self.last and self.record.count_event():
+        if self.last:
             yield self.last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # ``_all`` never starts if the client leaves before the first event.
+        # ``_sent`` never starts if the client leaves before the first event.
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.on_end(self._status)
+            if not self._is_logged:  # its log ends without the client
+                self.on_end(self._status)
 
 
 def failed_stream(error: bytes) -> EventStream:

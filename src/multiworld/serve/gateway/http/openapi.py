@@ -64,7 +64,7 @@ def _errors_of(route: Route) -> dict[str, Any]:
     if route.needs is Needs.BODY:
         statuses = {*_ERRORS}
     elif route.needs is not Needs.NOTHING:
-        statuses = {401, 404} if "{name}" in route.path else {401}
+        statuses = {401, 404} if "{" in route.path else {401}
     schema = OPENAI_ERROR if route.tag is Tag.OPENAI else ERROR
     content = {"application/json": {"schema": schema}}
     return {

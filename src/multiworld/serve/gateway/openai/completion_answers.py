@@ -320,4 +320,6 @@ def _event(
     return event_of(chunk)
 
 
-OPENAI = Form(whole, events)
+STREAM_PATH = "/v1/streams/"
+
+OPENAI = Form(whole, events, stream_path=STREAM_PATH)

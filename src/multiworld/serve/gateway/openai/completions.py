@@ -69,6 +69,8 @@ class Wanted:
     echo: bool = False  # the answer begins with the prompt
     is_prompt_only: bool = False  # the answer has no output, but one token is computed
     timeout_s: float | None = None  # until the deadline; None: the model's default
+    # Seconds for which a stream is kept without a client; None: the default.
+    detach_s: float | None = None
     has_ids: bool = False  # the answer includes token ids
     structure: Structure | None = None
     schema: Any = None  # JSON schema from which the structure is made, if any
@@ -209,6 +211,8 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         raise wrong_field("stream_options", rule, "unsupported_value")
     if options is not None and not asked.stream:
         raise wrong_field("stream_options", "needs stream: true")
+    if asked.detach_s is not None and not asked.stream:
+        raise wrong_field("detach_s", "needs stream: true")
     session = asked.prompt_cache_key or ""
     if len(session) > MAX_SESSION:
         raise wrong_field("prompt_cache_key", f"has more than {MAX_SESSION} characters")
@@ -222,6 +226,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         has_usage_so_far=options is not None and bool(options.continuous_usage_stats),
         skips_special=asked.skip_special_tokens is not False,
         timeout_s=asked.timeout_s,
+        detach_s=asked.detach_s,
         has_ids=bool(asked.return_token_ids),
         structure=structure,
         schema=schema_of(asked.response_format, asked.structured_outputs),

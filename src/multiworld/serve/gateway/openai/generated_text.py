@@ -51,7 +51,7 @@ async def _completed(call: AdmittedCall, kind: Kind) -> Response:
     asked, wanted = await call.parsed(parse)
     ready = await prepared(call, kind, asked, wanted)
     pieces = generated(call, ready)
-    return await answered(ready, pieces, OPENAI)
+    return await answered(call, ready, pieces, OPENAI)
 
 
 # Tokens.

@@ -13,6 +13,7 @@ import msgspec
 from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
 from multiworld.serve.gateway.deadlines import ENGINE_S, WAIT_S
 from multiworld.serve.gateway.http.calls import AdmittedCall
+from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_responses import timeout_of
 from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 from multiworld.serve.gateway.openai.choices import Choice, digest_of
@@ -128,7 +129,8 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
     while True:
         served = await served_model(call, name)
         timeout_s = timeout_of(call.request, wanted.timeout_s)
-        timed = replace(wanted, timeout_s=timeout_s)
+        detach_s = _detach_s(gateway, wanted)
+        timed = replace(wanted, timeout_s=timeout_s, detach_s=detach_s)
         prompts = await kind.encode(call, served, asked, timed)
         ready = await _ready(call, timed, served, prompts, kind)
         await gateway.check_poison(
@@ -144,6 +146,16 @@ async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -
     spent_s = gateway.authenticator.clock() - began_at  # compiling may take seconds
     timeout_s = max(MIN_DEADLINE_S, timeout_s - spent_s)
     return replace(ready, wanted=replace(ready.wanted, timeout_s=timeout_s))
+
+
+def _detach_s(gateway: Gateway, wanted: Wanted) -> float:
+    """Return the seconds for which a stream is kept without a client."""
+    if wanted.detach_s is None:
+        return gateway.detach_s
+    if not 0 <= wanted.detach_s <= gateway.max_detach_s:
+        rule = f"must be from 0 to {gateway.max_detach_s:g}"
+        raise wrong_field("detach_s", rule)
+    return wanted.detach_s
 
 
 def _version(call: AdmittedCall, name: str) -> tuple[str, Model]:

@@ -81,6 +81,7 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     timeout_s: float | None = None
+    detach_s: float | None = None
 
 
 class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):

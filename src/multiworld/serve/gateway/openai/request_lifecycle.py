@@ -33,6 +33,7 @@ class Form:
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
     event_stream: type[EventStream] = EventStream
+    stream_path: str = ""  # before the id: where a stream is read again
 
 
 def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
@@ -80,10 +81,18 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
     return _watched(call, ready, pieces)
 
 
-async def answered(ready: Ready, pieces: AsyncGenerator[Piece], form: Form) -> Response:
+async def answered(
+    call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece], form: Form
+) -> Response:
     """Answer with the output, whole or as a stream of events."""
+    response: Response
     if ready.wanted.is_streamed:
-        response: Response = form.event_stream(form.events(ready, pieces))
+        response = streamed = form.event_stream(form.events(ready, pieces))
+        if form.stream_path and ready.wanted.detach_s:
+            begin = call.gateway.event_logs.begin
+            name, keep_s = ready.id, ready.wanted.detach_s
+            streamed.begin_log = partial(begin, name, call.tenant.name, keep_s)
+            streamed.headers["Content-Location"] = form.stream_path + name
     else:
         response = await form.whole(ready, pieces)
     if ignored := ", ".join(ready.wanted.ignored):

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from multiworld.serve.gateway.http.openapi import body_of
+from multiworld.serve.gateway.http.openapi import OPENAI_ERROR, body_of
 from multiworld.serve.gateway.openai.chat_messages import ROLES
+from multiworld.serve.gateway.openai.kept_streams import DIGITS
 from multiworld.serve.gateway.openai.request_fields import (
     EFFORTS,
     MAX_KEY,
@@ -190,6 +191,27 @@ TOKENIZE_ANSWER = _object(
 )
 DETOKENIZE_ANSWER = _object({"prompt": {"type": "string"}}, ["prompt"])
 GENERATE_ANSWER = _object({"text_output": {"type": "string"}}, ["text_output"])
+
+
+STREAM: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "starting_after",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 0, "maximum": 10**DIGITS - 1},
+        }
+    ],
+    "responses": {
+        "200": {
+            "description": "The events.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        },
+        "400": {
+            "description": "The number of an event is not valid.",
+            "content": {"application/json": {"schema": OPENAI_ERROR}},
+        },
+    },
+}
 
 
 def described(

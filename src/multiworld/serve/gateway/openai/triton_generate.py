@@ -42,6 +42,7 @@ _bodies = msgspec.json.Decoder(GenerateBody)
 FIXED = (
     *("model", "prompt", "n", "best_of", "echo", "stream", "stream_options"),
     *("logprobs", "return_token_ids"),  # the answer has no field for them
+    "detach_s",  # its events have no id
 )
 
 
@@ -69,7 +70,7 @@ async def _generated(call: AdmittedCall, *, is_streamed: bool) -> Response:
     ready = await prepared(call, TEXT, asked, wanted)
     ready = replace(ready, id=given.id)
     pieces = generated(call, ready)
-    return await answered(ready, pieces, TRITON)
+    return await answered(call, ready, pieces, TRITON)
 
 
 def _parsed(

@@ -99,6 +99,8 @@ async def test_every_route_is_among_the_tested_ones() -> None:
     posts.append("/v2/repository/index")
     # These are in tests/serve/test_generation.py.
     posts += ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+    # These are in tests/serve/test_kept_streams.py.
+    posts += ["/v1/streams/{id}", "/v1/streams/{id}/cancel"]
     for prefix in ("/v2/models/m", "/v2/models/m/versions/1"):
         posts += [f"{prefix}/generate", f"{prefix}/generate_stream"]
     tested = {

@@ -1,0 +1,203 @@
+"""Streams whose events are kept, for clients whose connections break to read on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+COMMENT = b":"  # begins an event that says nothing, to keep a connection open
+KEEP_ALIVE = b": still generating\n\n"
+KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comment
+
+
+class EventLog:
+    """The events of one stream, which is read from here by any number of readers.
+
+    It is filled whether or not somebody reads, until ``keep_s`` after its last reader
+    has left: then it is forgotten, and ended if it is not complete.
+
+    Attributes:
+        tenant: Whose stream it is.
+        size: Bytes of its events.
+        is_complete: The stream has ended.
+    """
+
+    def __init__(
+        self, logs: EventLogs, name: str, tenant: str, keep_s: float, end: _Call
+    ) -> None:
+        self._logs, self.name, self.tenant = logs, name, tenant
+        self._keep_s, self._end = keep_s, end
+        self._events: list[bytes] = []
+        self._first = 0  # number of events that were dropped, as there was no room
+        self._is_waiting = False
+        self.size = 0
+        self.is_complete = False
+        self._positions: list[list[int]] = []  # of its readers
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._filling: asyncio.Task[None] | None = None
+
+    @property
+    def has_readers(self) -> bool:
+        return bool(self._positions)
+
+    def has_all(self, after: int) -> bool:
+        """Return whether no event behind number ``after`` was dropped."""
+        return self._first <= after
+
+    # Filling.
+
+    def fill(
+        self, events: AsyncGenerator[bytes], on_filled: Callable[[], object]
+    ) -> None:
+        """Take events until there are no more, and then call ``on_filled``."""
+        self._filling = asyncio.ensure_future(self._fill(events))
+        self._filling.add_done_callback(lambda _: on_filled())
+        self._wait_for_reader()
+
+    async def _fill(self, events: AsyncGenerator[bytes]) -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if not event.startswith(COMMENT):
+                        await self._add(event)
+        finally:
+            self.is_complete = True
+            self._tell()
+
+    async def _add(self, event: bytes) -> None:
+        number = self._first + len(self._events) + 1
+        event = b"id: %d\n%b" % (number, event)
+        self._events.append(event)
+        self._tell()
+        self._logs.count(self, len(event))
+        while self._logs.is_full(self):
+            if not self._positions:
+                self.end()
+                return
+            self._drop(min(at for (at,) in self._positions))
+            if not self._events:
+                return
+            self._is_waiting = True  # for the slowest reader
+            await self._changed.wait()
+            self._is_waiting = False
+
+    def _drop(self, number: int) -> None:
+        """Drop the events up to a number."""
+        done = self._events[: number - self._first]
+        del self._events[: len(done)]
+        self._first += len(done)
+        self._logs.count(self, -sum(map(len, done)))
+
+    def _tell(self) -> None:
+        """Wake whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # Reading.
+
+    async def read(self, after: int) -> AsyncGenerator[bytes]:
+        """Yield the events behind number ``after``, until the stream ends."""
+        position = [after]
+        self._positions.append(position)
+        self._stop_timer()
+        try:
+            while True:
+                while 0 <= position[0] - self._first < len(self._events):
+                    event = self._events[position[0] - self._first]
+                    position[0] += 1
+                    if self._is_waiting:
+                        self._tell()
+                    yield event
+                if self.is_complete:
+                    return
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        await self._changed.wait()
+                except TimeoutError:
+                    yield KEEP_ALIVE
+        finally:
+            self._positions.remove(position)
+            self._wait_for_reader()
+
+    # The end.
+
+    def _wait_for_reader(self) -> None:
+        self._stop_timer()
+        if not self._positions:
+            self._timer = self._loop.call_later(self._keep_s, self.end)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def end(self) -> None:
+        """Forget the stream; end it if it is not complete."""
+        self._stop_timer()
+        if self._logs.remove(self):
+            self._end()
+        if self._filling is not None:
+            self._filling.cancel()
+
+
+_Call = Callable[[], None]
+
+
+class EventLogs:
+    """The logs of a gateway.
+
+    Args:
+        max_bytes: Of all events; a tenant may have half of it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._logs: dict[str, EventLog] = {}  # the oldest first
+        self._sizes = Counter[str]()  # by tenant
+
+    def begin(
+        self, name: str, tenant: str, keep_s: float, on_end: _Call = lambda: None
+    ) -> EventLog:
+        """Return a new log, for the one caller that fills it.
+
+        ``on_end`` is called when it is forgotten.
+        """
+        log = EventLog(self, name, tenant, keep_s, on_end)
+        self._logs[name] = log
+        return log
+
+    def find(self, name: str, tenant: str) -> EventLog | None:
+        """Return a tenant's log, if there is one of that name."""
+        log = self._logs.get(name)
+        return log if log is not None and log.tenant == tenant else None
+
+    def count(self, log: EventLog, size: int) -> None:
+        if self._logs.get(log.name) is log:
+            log.size += size
+            self._sizes[log.tenant] += size
+
+    def is_full(self, log: EventLog) -> bool:
+        """Forget complete streams without readers; return whether it is not enough."""
+        for other in list(self._logs.values()):
+            over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
+            if not over_tenant and self._sizes.total() <= self._max_bytes:
+                return False
+            is_idle = other.is_complete and not other.has_readers
+            if is_idle and (not over_tenant or other.tenant == log.tenant):
+                other.end()
+        over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
+        return over_tenant or self._sizes.total() > self._max_bytes
+
+    def remove(self, log: EventLog) -> bool:
+        """Remove a log; return whether it was there."""
+        if self._logs.get(log.name) is not log:
+            return False
+        del self._logs[log.name]
+        self._sizes[log.tenant] -= log.size
+        if not self._sizes[log.tenant]:
+            del self._sizes[log.tenant]
+        return True

@@ -1,0 +1,73 @@
+"""Routes to streams that are kept for clients whose connections break."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from starlette.responses import Response
+
+from multiworld.errors import UnknownStreamError, wrong_field
+from multiworld.serve.gateway.http.calls import Call
+from multiworld.serve.gateway.http.event_logs import EventLog
+from multiworld.serve.gateway.http.http_request import RECORDER
+from multiworld.serve.gateway.http.http_responses import (
+    SSE_HEADERS,
+    EventStream,
+    json_response,
+)
+from multiworld.serve.gateway.http.recorder import Unrecorded
+
+LAST_EVENT = "last-event-id"  # header of a client that has events already
+AFTER = "starting_after"  # the same as a query parameter, as in OpenAI's API
+DIGITS = 12  # of an event's number, at most
+
+
+class _Continued(EventStream):
+    last = b""  # the log has it
+
+
+async def read_stream(call: Call) -> Response:
+    """Read a stream again, or on.
+
+    `Last-Event-ID` or `?starting_after=` names the last event that the client has; the
+    events behind it follow, and then those that come. Streams are kept for `detach_s`
+    after their last reader has left.
+    """
+    log = await _found(call)
+    after = _after(call)
+    if not log.has_all(after):
+        raise UnknownStreamError(
+            f"the events behind {after} are no longer kept; see gateway.detached_mb"
+        )
+    if call.request.scope["method"] == "HEAD":
+        return Response(headers=SSE_HEADERS, media_type="text/event-stream")
+    response = _Continued(log.read(after))
+    recorder: Unrecorded = call.request.scope.get(RECORDER) or Unrecorded()
+    response.record = recorder.answer()
+    return response
+
+
+async def cancel_stream(call: Call) -> Response:
+    """End a stream, and forget it."""
+    (await _found(call)).end()
+    return json_response({"id": call.path["id"], "object": "stream", "cancelled": True})
+
+
+async def _found(call: Call) -> EventLog:
+    name = call.path["id"]
+    log = call.gateway.event_logs.find(name, call.tenant.name)
+    if log is None:
+        raise UnknownStreamError(
+            f"no stream {name!r} is kept; give detach_s with the request that begins it"
+        )
+    return log
+
+
+def _after(call: Call) -> int:
+    query = parse_qs(call.request.scope["query_string"].decode("latin-1"))
+    given, name = call.request.headers.get(LAST_EVENT, "0"), "Last-Event-ID"
+    if AFTER in query:
+        given, name = query[AFTER][-1], AFTER
+    if not (given.isascii() and given.isdigit() and len(given) <= DIGITS):
+        raise wrong_field(name, "must be the number of an event")
+    return int(given)
