@@ -31,7 +31,12 @@ from multiworld.serve.gateway.http.event_logs import EventLogs
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
-from multiworld.serve.gateway.http.recorder import PeekedSocket, Recorder
+from multiworld.serve.gateway.http.recorder import (
+    DetachedRecorder,
+    NoTransport,
+    PeekedSocket,
+    Recorder,
+)
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
@@ -263,20 +268,24 @@ class GatewayProcess:
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
-    def _take(self, sock: socket.socket, record: ConnectionRecord) -> None:
+    def _take(self, sock: socket.socket | None, record: ConnectionRecord) -> None:
         """Serve a connection that the keeper gives to this gateway."""
         assert self._link is not None
         loop = asyncio.get_running_loop()
-        kept = PeekedSocket(fileno=sock.detach())
         protocol: Any = self._config.http_protocol_class
-        make: Callable[[], asyncio.Protocol] = partial(
+        make: Callable[..., asyncio.Protocol] = partial(
             protocol,
             config=self._config,
             server_state=self._server.server_state,
             app_state={},
             _loop=loop,
-            recorder=Recorder(self._link, record, kept),
         )
+        if sock is None:
+            made = make(recorder=DetachedRecorder(self._link, record))
+            made.connection_made(NoTransport(made))
+            return
+        kept = PeekedSocket(fileno=sock.detach())
+        make = partial(make, recorder=Recorder(self._link, record, kept))
         task = loop.create_task(self._connected(make, kept, record))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)

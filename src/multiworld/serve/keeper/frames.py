@@ -45,14 +45,30 @@ class Kind(IntEnum):
     COMPLETE = 24  # both directions: the record is whole
     ADMITTED = 27  # the current request is within its tenant's limits
     SKIPPED = 28  # bytes read that are not kept; value: how many
-    RELEASED = 29  # the gateway lets go of the connection
+    # The gateway lets go of the connection. Payload: id of a stream, whose gateway gets
+    # it; empty: any gateway.
+    RELEASED = 29
     INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
     CLOSING = 26  # the connection ends after what was recorded for the client
+    # Streams that are kept without a client.
+    KEPT = 33  # the current answer is read again by this id (payload); empty: no more
+    # The current request moves to a connection without a client; value: its number.
+    SPLIT = 34
+    # Payload: id of a stream. The keeper answers with a ``Place`` as value.
+    FIND = 35
     # Supervisor → keeper: the service ends, and the next one takes its connections
     # over. value: ms for which they wait.
     AWAIT = 31
     # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
     LISTENER = 32  # with a descriptor
+
+
+class Place(IntEnum):
+    """Where a stream is that is kept."""
+
+    NOWHERE = 0
+    ELSEWHERE = 1  # at another gateway
+    HERE = 2  # at the gateway that asks
 
 
 class FrameError(Exception):

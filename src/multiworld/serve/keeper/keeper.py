@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from multiworld.serve.keeper.frames import Entry, Kind, entry
+from multiworld.serve.keeper.frames import Entry, FrameError, Kind, Place, entry
 from multiworld.serve.keeper.record import (
     IDLE_BYTES,
     TRIM_BYTES,
@@ -91,6 +91,7 @@ class Release:
     """Call ``released`` with the connection's counters: its gateway has let go."""
 
     connection: int
+    stream: bytes = b""
 
 
 Action = Release | Give | Refuse | Close | Trim | Kill | Say
@@ -134,6 +135,7 @@ class Keeper:
         # Connections without a gateway, with the time since which they wait.
         self.waiting: dict[int, float] = {}
         self._owner: dict[int, Gateway] = {}
+        self.streams: dict[bytes, int] = {}  # that are kept: their connections
         self._ticked_at: float | None = None
         self.handed_over = self.unprotected = self.refused = self.closed = 0
 
@@ -145,8 +147,12 @@ class Keeper:
         self.records[number] = record
         return self._place(number, now)
 
-    def _place(self, number: int, now: float) -> list[Action]:
+    def _place(
+        self, number: int, now: float, preferred: Gateway | None = None
+    ) -> list[Action]:
         able = self._able()[: self.active]
+        if preferred is not None and preferred.takes_connections:
+            able = [preferred]
         if not able:
             self.waiting.setdefault(number, now)
             is_ending = all(each.is_leaving for each in self.gateways.values())
@@ -181,12 +187,34 @@ class Keeper:
 
     def _forget(self, record: ConnectionRecord) -> None:
         del self.records[record.number]
+        self._unname(record)
         self.size -= record.size
         self.waiting.pop(record.number, None)
         owner = self._owner.pop(record.number, None)
         if owner is not None:
             owner.connections.discard(record.number)
             owner.busy -= record.is_busy
+
+    def _name(self, record: ConnectionRecord) -> None:
+        if record.stream:
+            self.streams[record.stream] = record.number
+
+    def _unname(self, record: ConnectionRecord) -> None:
+        if self.streams.get(record.stream) == record.number:
+            del self.streams[record.stream]
+
+    def _owner_of(self, stream: bytes) -> Gateway | None:
+        return self._owner.get(self.streams.get(stream, 0))
+
+    def _split(self, gateway: Gateway, record: ConnectionRecord, number: int) -> None:
+        if number in self.records:
+            raise FrameError(f"there is a connection {number}")
+        self._unname(record)
+        made = record.split(number)
+        self.records[number] = made
+        self.size += made.size
+        self._name(made)
+        self._own(gateway, made)
 
     def gone(self, number: int) -> None:
         """Forget a connection that waits, and whose client has left."""
@@ -265,9 +293,16 @@ class Keeper:
         if record is None or self._owner.get(number) is not gateway:
             return []  # it was closed meanwhile
         if said.kind is Kind.RELEASED:
-            return [Release(number)]
+            return [Release(number, said.payload)]
+        if said.kind is Kind.FIND:
+            return [Say(gateway.number, self._found(gateway, said))]
+        if said.kind is Kind.SPLIT:
+            self._split(gateway, record, said.value)
+            return []
         before, was_busy = record.size, record.is_busy
+        self._unname(record)
         record.apply(said)
+        self._name(record)
         gateway.busy += record.is_busy - was_busy
         self.size += record.size - before
         if record.state is State.CLOSED:
@@ -281,6 +316,13 @@ class Keeper:
         limit = IDLE_BYTES if said.kind is Kind.IDLE else TRIM_BYTES
         return [Trim(number)] if len(record.output) > limit else []
 
+    def _found(self, gateway: Gateway, said: Entry) -> bytes:
+        owner = self._owner_of(said.payload)
+        place = Place.NOWHERE if owner is None else Place.ELSEWHERE
+        if owner is gateway:
+            place = Place.HERE
+        return entry(Kind.FIND, said.connection, place)
+
     def restored(self, number: int, record: ConnectionRecord, now: float) -> None:
         """Take over a connection of a gateway that was an earlier keeper's."""
         gateway = self.gateways[number]
@@ -290,6 +332,7 @@ class Keeper:
             record.give_up()
             self.unprotected += 1
         self.size += record.size
+        self._name(record)
         self._own(gateway, record)
 
     def lost(
@@ -310,16 +353,27 @@ class Keeper:
             actions += self._orphaned(connection, counters[connection], now)
         return actions
 
-    def released(self, number: int, counters: Counters, now: float) -> list[Action]:
-        """Give a connection to another gateway, as its own has let go of it."""
+    def released(
+        self, number: int, counters: Counters, now: float, stream: bytes = b""
+    ) -> list[Action]:
+        """Give a connection to another gateway, as its own has let go of it.
+
+        ``stream``: id of a stream whose gateway is to have it.
+        """
         owner = self._owner.get(number)
         if owner is None:
             return []
         owner.connections.discard(number)
         owner.busy -= self.records[number].is_busy
-        return self._orphaned(number, counters, now)
+        return self._orphaned(number, counters, now, self._owner_of(stream))
 
-    def _orphaned(self, number: int, counters: Counters, now: float) -> list[Action]:
+    def _orphaned(
+        self,
+        number: int,
+        counters: Counters,
+        now: float,
+        preferred: Gateway | None = None,
+    ) -> list[Action]:
         record = self.records[number]
         del self._owner[number]
         is_whole = record.has_all(counters.written, counters.read)
@@ -327,7 +381,7 @@ class Keeper:
         self.trimmed(number, counters.written)
         if is_whole and (record.is_protected or record.state is State.IDLE):
             self.handed_over += 1
-            return self._place(number, now)
+            return self._place(number, now, preferred)
         return self._give_up(number)
 
     def undeliverable(self, number: int) -> list[Action]:

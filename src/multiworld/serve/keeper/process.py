@@ -211,9 +211,9 @@ class KeeperProcess:
                 self.add_listener(socket.socket(fileno=descriptors.popleft()))
             elif each.kind is Kind.CONNECTION:
                 self._restoring[number] = [each]
-                self._sockets[each.connection] = socket.socket(
-                    fileno=descriptors.popleft()
-                )
+                if not each.value:  # it has a client
+                    sock = socket.socket(fileno=descriptors.popleft())
+                    self._sockets[each.connection] = sock
             elif number in self._restoring:
                 self._restoring[number].append(each)
                 if each.kind is Kind.COMPLETE:
@@ -241,7 +241,7 @@ class KeeperProcess:
         self._supervisors.discard(number)
         process = self._processes.pop(number)
         for each in self._restoring.pop(number, [])[:1]:
-            self._sockets.pop(each.connection).close()
+            self._close(each.connection)
         gateway = self.keeper.gateways.get(number)
         if gateway is not None and gateway.connections and not gateway.is_leaving:
             # It may have closed the channel by mistake: never two write.
@@ -254,8 +254,15 @@ class KeeperProcess:
         self._carry_out(self.keeper.lost(number, found, self._loop.time()))
 
     def _counters(self, connection: int) -> Counters:
-        sock = self._sockets[connection]
+        sock = self._sockets.get(connection)
+        if sock is None:  # it has no client
+            return Counters(0, 0)
         return Counters(counters.written(sock), counters.read(sock))
+
+    def _close(self, connection: int) -> None:
+        sock = self._sockets.pop(connection, None)
+        if sock is not None:
+            sock.close()
 
     # Actions.
 
@@ -265,16 +272,17 @@ class KeeperProcess:
                 case Give(connection, gateway):
                     self._give(connection, gateway)
                 case Refuse(connection):
-                    self._refuse(self._sockets.pop(connection))
+                    if connection in self._sockets:
+                        self._refuse(self._sockets.pop(connection))
                 case Close(connection):
-                    self._sockets.pop(connection).close()
+                    self._close(connection)
                 case Trim(connection):
-                    written = counters.written(self._sockets[connection])
+                    written = self._counters(connection).written
                     self.keeper.trimmed(connection, written)
-                case Release(connection):
-                    found = self._counters(connection)
+                case Release(connection, stream):
+                    found, now = self._counters(connection), self._loop.time()
                     self._carry_out(
-                        self.keeper.released(connection, found, self._loop.time())
+                        self.keeper.released(connection, found, now, stream)
                     )
                 case Kill(gateway):
                     _kill(self._processes[gateway])
@@ -286,7 +294,8 @@ class KeeperProcess:
         if channel is None:
             return  # its loss is handled next
         record = self.keeper.records[connection]
-        descriptors = [self._sockets[connection].fileno()]
+        sock = self._sockets.get(connection)
+        descriptors = [] if sock is None else [sock.fileno()]
         for data in list(record.frames()):
             if not channel.send(data, descriptors):
                 self._carry_out(self.keeper.undeliverable(connection))
@@ -325,9 +334,9 @@ class KeeperProcess:
         self._exit_if_left()
         self._ticked_at = self._loop.time()
         for number in list(self.keeper.waiting):
-            if _has_gone(self._sockets[number]):
+            if number in self._sockets and _has_gone(self._sockets[number]):
                 self.keeper.gone(number)
-                self._sockets.pop(number).close()
+                self._close(number)
         self._carry_out(self.keeper.ticked(self._loop.time()))
 
 

@@ -22,11 +22,11 @@ from multiworld.serve.keeper.frames import (
 )
 
 # The numbers and flags of a record, in the order of ``COUNTED``.
-COUNTERS = struct.Struct("<QQQQQQQQ????")
+COUNTERS = struct.Struct("<QQQQQQQQ?????")
 COUNTED = (
     *("written_before", "read_before", "output_at", "input_at", "began_ns"),
     *("answered", "events", "losses"),
-    *("is_admitted", "has_begun", "is_closing", "is_protected"),
+    *("is_admitted", "has_begun", "is_closing", "is_protected", "is_detached"),
 )
 
 # Bytes of output from which on the kernel is asked what it has: of an answer, and of a
@@ -84,6 +84,8 @@ class ConnectionRecord:
         is_closing: Whether the connection ends after ``output``.
         is_protected: Whether there was room for the record; without it, a request of
             the connection is lost with its gateway.
+        is_detached: There is no client any more, but a stream that is kept.
+        stream: Id by which the current answer can be read again; empty: it cannot.
     """
 
     number: int
@@ -103,6 +105,8 @@ class ConnectionRecord:
     output_at: int = 0
     is_closing: bool = False
     is_protected: bool = True
+    is_detached: bool = False
+    stream: bytes = b""
     item_bytes: int = 0
     state: State = State.IDLE
 
@@ -143,6 +147,8 @@ class ConnectionRecord:
                 if self.state is State.READING:
                     self.become(State.RECORDED)
                 self.request = said.payload
+            case Kind.KEPT:
+                self.stream = said.payload
             case Kind.ITEM:
                 self.losses = 0
                 if self.is_protected:
@@ -186,7 +192,7 @@ class ConnectionRecord:
             self.give_up()  # most of it belongs to answered requests
 
     def _end_answer(self) -> None:
-        self.request, self.events, self.losses = b"", 0, 0
+        self.request, self.stream, self.events, self.losses = b"", b"", 0, 0
         self.has_begun = self.is_admitted = False
         self.items.clear()
         self.item_bytes = 0
@@ -198,6 +204,17 @@ class ConnectionRecord:
         self.input.clear()
         self.items.clear()
         self.item_bytes = 0
+
+    def split(self, number: int) -> ConnectionRecord:
+        """Return the record of the current request alone, which needs no client."""
+        made = ConnectionRecord(number, is_detached=True)
+        made.input, made.items = bytearray(self.input), list(self.items)
+        for name in ("began_ns", "answered", "is_admitted", "request", "losses"):
+            setattr(made, name, getattr(self, name))
+        made.is_protected, made.item_bytes = self.is_protected, self.item_bytes
+        made.stream, self.stream = self.stream, b""
+        made.state = State.RECORDED
+        return made
 
     def trim(self, written: int) -> None:
         """Forget output that the kernel has; ``written`` is its count."""
@@ -214,12 +231,14 @@ class ConnectionRecord:
         return has_read and written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
-        """Yield the record, from ``CONNECTION``, which needs a descriptor."""
-        yield entry(Kind.CONNECTION, self.number, 0, self._counters())
+        """Yield the record; ``CONNECTION`` needs a descriptor if there is a client."""
+        yield entry(Kind.CONNECTION, self.number, self.is_detached, self._counters())
         for piece in _pieces(self.input):
             yield entry(Kind.INPUT, self.number, self.began_ns, piece)
         if self.request:
             yield entry(Kind.REQUEST, self.number, 0, self.request)
+        if self.stream:
+            yield entry(Kind.KEPT, self.number, 0, self.stream)
         for item in self.items:
             yield entry(Kind.ITEM, self.number, 0, item)
         for piece in _pieces(self.output):
@@ -269,6 +288,8 @@ def record_of(entries: list[Entry]) -> ConnectionRecord:
                 record.input += said.payload
             case Kind.REQUEST:
                 record.request = said.payload
+            case Kind.KEPT:
+                record.stream = said.payload
             case Kind.ITEM:
                 record.items.append(said.payload)
                 record.item_bytes += len(said.payload)

@@ -15,7 +15,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from multiworld.serve.keeper.frames import Entry, FrameError, Kind
+from multiworld.serve.keeper.frames import (
+    Entry,
+    FrameError,
+    FrameReader,
+    Kind,
+    Place,
+    frame,
+)
 from multiworld.serve.keeper.keeper import (
     MAX_LOSSES,
     PAUSE_S,
@@ -28,6 +35,7 @@ from multiworld.serve.keeper.keeper import (
     Keeper,
     Kill,
     Refuse,
+    Release,
     Say,
     Trim,
 )
@@ -189,6 +197,69 @@ def test_connections_that_no_service_takes_over_are_given_up() -> None:
     assert keeper.ticked(WAIT_S + 1.5) == [Close(7), Refuse(8)]
 
 
+def kept(keeper: Keeper, gateway: int = 1) -> None:
+    """Have a gateway keep the stream of connection 7, whose client leaves, as 9."""
+    keeper.accepted(7, NOTHING, 0.0)
+    item = Entry(Kind.ITEM, 7, 0, b"token")
+    said(keeper, gateway, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"), item)
+    split, closed = Entry(Kind.SPLIT, 7, 9), Entry(Kind.CLOSED, 7)
+    assert said(keeper, gateway, split, closed) == [Close(7)]
+
+
+def test_stream_without_a_client_goes_to_another_gateway() -> None:
+    keeper = ready(1)
+    kept(keeper)
+    ready(2, keeper)
+    said(keeper, 1, Entry(Kind.ITEM, 9, 0, b"more"))
+    assert keeper.lost(1, {9: NOTHING}, 0.0) == [Give(9, 2)]
+    record = keeper.records[9]
+    assert (record.items, record.stream) == ([b"token", b"more"], b"s")
+    assert bytes(record.input) == REQUEST[0].payload
+    said(keeper, 2, Entry(Kind.CLOSED, 9))
+    assert (keeper.size, keeper.streams) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("asks", "stream", "place"),
+    [
+        (1, b"s", Place.HERE),
+        (2, b"s", Place.ELSEWHERE),
+        (2, b"other", Place.NOWHERE),
+    ],
+)
+def test_kept_stream_is_found(asks: int, stream: bytes, place: Place) -> None:
+    keeper = ready(1)
+    kept(keeper)
+    ready(2, keeper)
+    if asks == 2:
+        for gateway in (1, 2):
+            said(keeper, 3 - gateway, Entry(Kind.BEAT))
+    keeper.gateways[3 - asks].busy += 10
+    assert keeper.accepted(8, NOTHING, 0.0) == [Give(8, asks)]
+    (answer,) = said(keeper, asks, Entry(Kind.FIND, 8, 0, stream))
+    assert isinstance(answer, Say)
+    ((found,),) = FrameReader().feed(frame([answer.entry]))
+    assert (found.connection, found.value) == (8, place)
+
+
+def test_connection_moves_to_the_gateway_of_a_stream() -> None:
+    keeper = ready(1)
+    kept(keeper)
+    ready(3, ready(2, keeper))
+    keeper.gateways[1].busy += 10
+    keeper.accepted(8, NOTHING, 0.0)
+    assert said(keeper, 2, Entry(Kind.RELEASED, 8, 0, b"s")) == [Release(8, b"s")]
+    assert keeper.released(8, NOTHING, 0.0, b"s") == [Give(8, 1)]
+
+
+def test_stream_that_is_answered_is_no_longer_found() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"))
+    said(keeper, 1, Entry(Kind.OUTPUT, 7, 1, b"x"), Entry(Kind.ANSWERED, 7))
+    assert keeper.streams == {}
+
+
 def test_spare_gateway_has_connections_only_once_another_one_is_lost() -> None:
     keeper = ready(2, ready(1, Keeper(SILENCE_S, MIB, active=1)))
     for number in (7, 8):
@@ -265,12 +336,12 @@ def test_gateway_decides_about_its_own_connections_only() -> None:
         st.integers(0, 2**40),
         st.booleans(),
         st.booleans(),
+        st.booleans(),
+        st.binary(max_size=9),
         state=st.sampled_from(State),
     )
 )
 def test_record_is_the_same_at_the_other_end(record: ConnectionRecord) -> None:
-    from multiworld.serve.keeper.frames import FrameReader, frame
-
     record.item_bytes = sum(map(len, record.items))
     (entries,) = FrameReader().feed(frame(record.entries()))
     found = record_of(entries)

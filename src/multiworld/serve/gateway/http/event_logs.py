@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -158,6 +159,12 @@ class EventLogs:
         self._max_bytes = max_bytes
         self._logs: dict[str, EventLog] = {}  # the oldest first
         self._sizes = Counter[str]()  # by tenant
+        self._begun = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all events."""
+        return self._sizes.total()
 
     def begin(
         self, name: str, tenant: str, keep_s: float, on_end: _Call = lambda: None
@@ -168,7 +175,17 @@ class EventLogs:
         """
         log = EventLog(self, name, tenant, keep_s, on_end)
         self._logs[name] = log
+        self._begun.set()
+        self._begun = asyncio.Event()
         return log
+
+    async def expect(self, name: str, tenant: str, limit_s: float) -> EventLog | None:
+        """Return a tenant's log, which begins within ``limit_s``; None: it does not."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while name not in self._logs:
+                    await self._begun.wait()
+        return self.find(name, tenant)
 
     def find(self, name: str, tenant: str) -> EventLog | None:
         """Return a tenant's log, if there is one of that name."""
@@ -184,13 +201,13 @@ class EventLogs:
         """Forget complete streams without readers; return whether it is not enough."""
         for other in list(self._logs.values()):
             over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
-            if not over_tenant and self._sizes.total() <= self._max_bytes:
+            if not over_tenant and self.size <= self._max_bytes:
                 return False
             is_idle = other.is_complete and not other.has_readers
             if is_idle and (not over_tenant or other.tenant == log.tenant):
                 other.end()
         over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
-        return over_tenant or self._sizes.total() > self._max_bytes
+        return over_tenant or self.size > self._max_bytes
 
     def remove(self, log: EventLog) -> bool:
         """Remove a log; return whether it was there."""

@@ -124,7 +124,7 @@ class EventStream(StreamingResponse):
         # Of the answer; events that it says the client has are not sent again.
         self.record = unrecorded()
         # Begins the log of a stream that its clients may read again.
-        self.begin_log: Callable[[], EventLog] | None = None
+        self.begin_log: Callable[[Callable[[], None]], EventLog] | None = None
         self._is_logged = False
         super().__init__(
             self._sent(events), headers=SSE_HEADERS, media_type="text/event-stream"
@@ -139,8 +139,11 @@ class EventStream(StreamingResponse):
         """Yield what the client lacks."""
         events = self._all(events)
         if self.begin_log is not None:
-            log, self._is_logged = self.begin_log(), True
+            log, self._is_logged = self.begin_log(self.record.log_ended), True
             log.fill(events, lambda: self.on_end(self._status))
+            self.record.log_begun(log)
+            if self.record.is_detached:
+                return
             events = log.read(0)
         async with aclosing(events):
             async for event in events:

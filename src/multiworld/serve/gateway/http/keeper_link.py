@@ -18,7 +18,7 @@ from typing import Protocol
 
 from multiworld.serve.gateway.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, is_same
-from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
+from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, Place, entry, frame
 from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
 logger = logging.getLogger("multiworld.serve")
@@ -26,10 +26,11 @@ logger = logging.getLogger("multiworld.serve")
 BEAT_S = 0.1  # between beats to the keeper
 # Of unanswered requests of a connection, kept here in case that the keeper is lost.
 MIRROR_BYTES = 1024 * 1024
+FIND_S = 2.0  # for the keeper to say where a stream is
 AGAIN_S = 0.02  # between attempts to reach a keeper
 
 Write = tuple["Recorded", Callable[[], None]]
-Serve = Callable[[socket.socket, ConnectionRecord], object]
+Serve = Callable[[socket.socket | None, ConnectionRecord], object]
 
 
 class Recorded(Protocol):
@@ -66,7 +67,8 @@ class KeeperLink:
         path: The keeper's Unix socket.
         name: Of this gateway.
         silence_s: Seconds after which a keeper that hangs is left.
-        serve: Gets each connection that is given to this gateway.
+        serve: Gets each connection that is given to this gateway; without a socket,
+            it is a stream that is kept, and has no client.
     """
 
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
@@ -92,6 +94,7 @@ class KeeperLink:
         # Numbers of the connections that another gateway cannot take; None: there is
         # no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
+        self._finding: dict[int, asyncio.Future[Place]] = {}  # by connection
 
     @property
     def is_protected(self) -> bool:
@@ -121,6 +124,40 @@ class KeeperLink:
             return
         self._soon()
         self._entries.append(entry(kind, record.number, value, payload))
+
+    def split(self, connection: Recorded, number: int) -> ConnectionRecord:
+        """Move the current request to a new record, which has no client."""
+        made = connection.record.split(number)
+        if self._channel is not None:
+            self._soon()
+            self._entries.append(entry(Kind.SPLIT, connection.record.number, number))
+        return made
+
+    async def find(self, connection: Recorded, stream: bytes) -> Place:
+        """Return where a stream is kept, by its id."""
+        if self._channel is None:
+            return Place.NOWHERE
+        number = connection.record.number
+        found: asyncio.Future[Place] = self._loop.create_future()
+        self._finding[number] = found
+        self._soon()
+        self._entries.append(entry(Kind.FIND, number, 0, stream))
+        try:
+            async with asyncio.timeout(FIND_S):
+                return await found
+        except TimeoutError:
+            return Place.NOWHERE
+        finally:
+            self._finding.pop(number, None)
+
+    async def move(self, connection: Recorded, stream: bytes) -> bool:
+        """Give a connection to the gateway of a stream; return whether it is done."""
+        if not await self._is_flushed():
+            return False
+        connection.abandon()
+        self._entries.append(entry(Kind.RELEASED, connection.record.number, 0, stream))
+        self._flush()
+        return True
 
     def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
         """Call ``take`` once the keeper has what was read; nothing is read until then.
@@ -210,9 +247,11 @@ class KeeperLink:
         for listener in self._listeners:
             channel.send(frame([entry(Kind.LISTENER)]), [listener.fileno()])
         for connection in self._connections.values():
-            number = connection.fileno()
-            descriptors = [number]
-            for data in list(connection.record.frames()) if number >= 0 else []:
+            number, record = connection.fileno(), connection.record
+            if number < 0 and not record.is_detached:
+                continue  # it is closed
+            descriptors = [number] if number >= 0 else []
+            for data in list(record.frames()):
                 if not channel.send(data, descriptors):
                     break  # no descriptors left; it is not protected
                 descriptors = []
@@ -241,14 +280,20 @@ class KeeperLink:
                 case Kind.HAND_OVER:
                     kept = struct.unpack(f"<{len(each.payload) // 8}Q", each.payload)
                     if self._may_hand_over and not self._may_hand_over.done():
-                        found = frozenset(kept) if each.value else None
-                        self._may_hand_over.set_result(found)
+                        numbers = frozenset(kept) if each.value else None
+                        self._may_hand_over.set_result(numbers)
                 case Kind.CONNECTION:
                     self._given[each.connection] = [each]
                 case Kind.COMPLETE:
-                    parts = self._given.pop(each.connection)
-                    sock = socket.socket(fileno=descriptors.popleft())
-                    self._serve(sock, record_of([*parts, each]))
+                    record = record_of([*self._given.pop(each.connection), each])
+                    sock = None
+                    if not record.is_detached:
+                        sock = socket.socket(fileno=descriptors.popleft())
+                    self._serve(sock, record)
+                case Kind.FIND:
+                    found = self._finding.get(each.connection)
+                    if found is not None and not found.done():
+                        found.set_result(Place(each.value))
                 case _:
                     self._given[each.connection].append(each)
 
@@ -293,14 +338,7 @@ class KeeperLink:
             return False
         if kept is None:
             return False
-        channel = self._channel
-        while channel is not None:
-            self._flush()
-            if not channel.is_blocked:
-                break
-            await asyncio.sleep(AGAIN_S)
-            channel = self._channel
-        if channel is None:
+        if not await self._is_flushed():
             return False
         for number, connection in list(self._connections.items()):
             if number not in kept:
@@ -309,14 +347,20 @@ class KeeperLink:
         self._flush()
         return True
 
+    async def _is_flushed(self) -> bool:
+        """Wait until the keeper has all that was said; return False if it is lost."""
+        while (channel := self._channel) is not None:
+            self._flush()
+            if not channel.is_blocked:
+                return True
+            await asyncio.sleep(AGAIN_S)
+        return False
+
     async def flush(self, limit_s: float) -> None:
         """Wait until the keeper has all that was said, for at most ``limit_s``."""
-        ends_at = self._loop.time() + limit_s
-        while self._channel is not None and self._loop.time() < ends_at:
-            self._flush()
-            if not self._channel.is_blocked:
-                return
-            await asyncio.sleep(AGAIN_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._is_flushed()
 
     def close(self) -> None:
         """Let go of the keeper and of the listening sockets."""

@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
+from multiworld.serve.gateway.http.event_logs import EventLog
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
 from multiworld.serve.keeper import counters
-from multiworld.serve.keeper.frames import Kind
+from multiworld.serve.keeper.frames import Kind, Place
 from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.wire.generation_messages import TokenItem
 
@@ -70,6 +71,9 @@ class AnswerRecord:
         self._say, self._clock = say, clock
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
+        self.is_detached = record.is_detached
+        self.log: EventLog | None = None  # if the answer can be read again
+        self._on_log_end: Callable[[], object] = partial(say, Kind.KEPT)
         self._events = 0  # of the answer so far
         self._before = record.events  # of them, that went out at another gateway
         self._items = list(record.items)
@@ -117,6 +121,20 @@ class AnswerRecord:
         self._events += 1
         return self._events > self._before
 
+    def log_begun(self, log: EventLog) -> None:
+        """Record that the answer can be read again, also without its client."""
+        self.log = log
+        self._say(Kind.KEPT, 0, log.name.encode())
+
+    def log_ended(self) -> None:
+        """Record that the answer can no longer be read again."""
+        self.log = None
+        self._on_log_end()
+
+    def move(self, say: Callable[..., None], on_log_end: Callable[[], object]) -> None:
+        """Say everything as part of another connection from now on."""
+        self._say, self._on_log_end = say, on_log_end
+
     @property
     def events(self) -> int:
         """Events that the client has, with those that go out now."""
@@ -158,6 +176,14 @@ class Unrecorded:
 
     def closed(self) -> None:
         """Record that the connection is closed."""
+
+    async def find(self, stream: str) -> Place:
+        """Return where a stream is kept, by its id."""
+        return Place.NOWHERE
+
+    async def move(self, stream: str) -> bool:
+        """Give the connection to the gateway of a stream; return whether it is done."""
+        return False
 
 
 class PeekedSocket(socket.socket):
@@ -234,19 +260,38 @@ class Recorder(Unrecorded):
         return self._answer
 
     def answered(self) -> None:
-        self._answer = None
+        self._detach()
         self.say(Kind.ANSWERED, time.monotonic_ns())
 
     def idle(self) -> None:
-        self._answer, self._is_resumed = None, False
+        self._detach()
+        self._is_resumed = False
         self.say(Kind.IDLE)
 
     def closed(self) -> None:
+        self._detach()
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
         self.record.give_up()  # the protocol may live on
         self.record.output.clear()
+
+    def _detach(self) -> None:
+        """Leave the current answer; it may be kept for clients to read again."""
+        answer, self._answer = self._answer, None
+        if answer is None or answer.log is None:
+            return
+        if self.is_abandoned:
+            answer.log.end()  # the next gateway has it
+            return
+        record = self._link.split(self, secrets.randbits(63))
+        DetachedRecorder(self._link, record).take(answer)
+
+    async def find(self, stream: str) -> Place:
+        return await self._link.find(self, stream.encode())
+
+    async def move(self, stream: str) -> bool:
+        return await self._link.move(self, stream.encode())
 
     def output(
         self, data: bytes, *, is_interim: bool, write: Callable[[], None]
@@ -300,6 +345,105 @@ class Recorder(Unrecorded):
         self.is_abandoned = True
         if self._transport is not None:
             self._transport.abandon()
+
+
+class DetachedRecorder(Unrecorded):
+    """Records a stream that is kept, and whose client has left or has read all of it.
+
+    Args:
+        link: To the keeper.
+        record: Of the stream; another gateway's if that one was lost with it.
+    """
+
+    def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
+        self._link, self.record = link, record
+        self.taken_over = record
+        self._answer: AnswerRecord | None = None
+        self._is_ended = False
+        link.add(self)
+
+    def take(self, answer: AnswerRecord) -> None:
+        """Record an answer from now on, until its log ends."""
+        self._answer = answer
+        answer.move(self._say, self._end)
+
+    def _say(self, kind: Kind, value: int = 0, payload: bytes = b"") -> None:
+        if not self._is_ended:
+            self._link.say(self, kind, value, payload)
+
+    def _end(self) -> None:
+        self._say(Kind.CLOSED)
+        self._is_ended = True
+        self._link.remove(self)
+
+    def answer(self) -> AnswerRecord:
+        answer = AnswerRecord(self.record, self._say, is_resumed=True)
+        self.take(answer)
+        return answer
+
+    def idle(self) -> None:
+        if self._answer is None or self._answer.log is None:
+            self._end()  # it could not be continued
+
+    def closed(self) -> None:
+        self.idle()
+
+    # For the link.
+
+    def fileno(self) -> int:
+        return -1
+
+    def hold(self) -> None:
+        """Do nothing: there is no output."""
+
+    resume = fail = pause_reading = resume_reading = hold
+
+    def abandon(self) -> None:
+        self._is_ended = True
+        if self._answer is not None and self._answer.log is not None:
+            self._answer.log.end()
+
+
+class NoTransport(asyncio.Transport):
+    """The transport of a connection without a client."""
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        super().__init__()
+        self._protocol = protocol
+        self._is_closing = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        """Do nothing."""
+
+    def write_eof(self) -> None:
+        """Do nothing."""
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def set_write_buffer_limits(
+        self, high: int | None = None, low: int | None = None
+    ) -> None:
+        """Do nothing: nothing is buffered."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        """Do nothing: nothing comes."""
+
+    resume_reading = pause_reading
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._protocol.connection_lost, None)
+
+    abort = close
 
 
 class RecordedTransport:

@@ -16,9 +16,11 @@ from multiworld.serve.gateway.http.http_responses import (
     json_response,
 )
 from multiworld.serve.gateway.http.recorder import Unrecorded
+from multiworld.serve.keeper.frames import Place
 
 LAST_EVENT = "last-event-id"  # header of a client that has events already
 AFTER = "starting_after"  # the same as a query parameter, as in OpenAI's API
+BEGIN_S = 10.0  # for a gateway to continue a stream of a lost one
 DIGITS = 12  # of an event's number, at most
 
 
@@ -33,8 +35,10 @@ async def read_stream(call: Call) -> Response:
     events behind it follow, and then those that come. Streams are kept for `detach_s`
     after their last reader has left.
     """
-    log = await _found(call)
     after = _after(call)
+    log = await _found(call)
+    if log is None:
+        return Response()  # the gateway that has it answers
     if not log.has_all(after):
         raise UnknownStreamError(
             f"the events behind {after} are no longer kept; see gateway.detached_mb"
@@ -42,20 +46,32 @@ async def read_stream(call: Call) -> Response:
     if call.request.scope["method"] == "HEAD":
         return Response(headers=SSE_HEADERS, media_type="text/event-stream")
     response = _Continued(log.read(after))
-    recorder: Unrecorded = call.request.scope.get(RECORDER) or Unrecorded()
-    response.record = recorder.answer()
+    response.record = _recorder(call).answer()
     return response
 
 
 async def cancel_stream(call: Call) -> Response:
     """End a stream, and forget it."""
-    (await _found(call)).end()
+    log = await _found(call)
+    if log is not None:
+        log.end()
     return json_response({"id": call.path["id"], "object": "stream", "cancelled": True})
 
 
-async def _found(call: Call) -> EventLog:
-    name = call.path["id"]
-    log = call.gateway.event_logs.find(name, call.tenant.name)
+def _recorder(call: Call) -> Unrecorded:
+    return call.request.scope.get(RECORDER) or Unrecorded()
+
+
+async def _found(call: Call) -> EventLog | None:
+    """Return a stream's log; None: the connection moves to the gateway that has it."""
+    name, logs, tenant = call.path["id"], call.gateway.event_logs, call.tenant.name
+    log = logs.find(name, tenant)
+    if log is None:
+        place = await _recorder(call).find(name)
+        if place is Place.ELSEWHERE and await _recorder(call).move(name):
+            return None
+        if place is Place.HERE:  # its last gateway was lost just now
+            log = await logs.expect(name, tenant, BEGIN_S)
     if log is None:
         raise UnknownStreamError(
             f"no stream {name!r} is kept; give detach_s with the request that begins it"

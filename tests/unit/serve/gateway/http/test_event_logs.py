@@ -168,4 +168,4 @@ async def test_size_is_zero_when_all_are_gone() -> None:
             async with asyncio.timeout(0.02):
                 await all_of(log)
         log.end()
-    assert logs._sizes.total() == 0
+    assert logs.size == 0
