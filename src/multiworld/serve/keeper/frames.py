@@ -43,24 +43,25 @@ class Kind(IntEnum):
     IDLE = 22  # every request that was read is answered
     CLOSED = 23  # the connection
     COMPLETE = 24  # both directions: the record is whole
-    ADMITTED = 27  # the current request is within its tenant's limits
-    SKIPPED = 28  # bytes read that are not kept; value: how many
-    # The gateway lets go of the connection. Payload: id of a stream, whose gateway gets
-    # it; empty: any gateway.
-    RELEASED = 29
     INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
     CLOSING = 26  # the connection ends after what was recorded for the client
-    # Streams that are kept without a client.
-    KEPT = 33  # the current answer is read again by this id (payload); empty: no more
+    ADMITTED = 27  # the current request is within its tenant's limits
+    SKIPPED = 28  # bytes read that are not kept; value: how many
+    KEPT = 29  # the current answer is read again by this id (payload); empty: no more
+    # About a connection's place.
+    # The gateway lets go of the connection. Payload: id of a stream, whose gateway gets
+    # it; empty: any gateway.
+    RELEASED = 64
     # The current request moves to a connection without a client; value: its number.
-    SPLIT = 34
+    SPLIT = 65
     # Payload: id of a stream. The keeper answers with a ``Place`` as value.
-    FIND = 35
+    FIND = 66
+    # About the service.
+    # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
+    LISTENER = 7  # with a descriptor
     # Supervisor → keeper: the service ends, and the next one takes its connections
     # over. value: ms for which they wait.
-    AWAIT = 31
-    # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
-    LISTENER = 32  # with a descriptor
+    AWAIT = 8
 
 
 class Place(IntEnum):

@@ -187,7 +187,8 @@ class Keeper:
 
     def _forget(self, record: ConnectionRecord) -> None:
         del self.records[record.number]
-        self._unname(record)
+        if self.streams.get(record.stream) == record.number:
+            del self.streams[record.stream]
         self.size -= record.size
         self.waiting.pop(record.number, None)
         owner = self._owner.pop(record.number, None)
@@ -196,12 +197,8 @@ class Keeper:
             owner.busy -= record.is_busy
 
     def _name(self, record: ConnectionRecord) -> None:
-        if record.stream:
+        if record.is_detached:
             self.streams[record.stream] = record.number
-
-    def _unname(self, record: ConnectionRecord) -> None:
-        if self.streams.get(record.stream) == record.number:
-            del self.streams[record.stream]
 
     def _owner_of(self, stream: bytes) -> Gateway | None:
         return self._owner.get(self.streams.get(stream, 0))
@@ -209,10 +206,10 @@ class Keeper:
     def _split(self, gateway: Gateway, record: ConnectionRecord, number: int) -> None:
         if number in self.records:
             raise FrameError(f"there is a connection {number}")
-        self._unname(record)
+        before = record.size
         made = record.split(number)
         self.records[number] = made
-        self.size += made.size
+        self.size += made.size + record.size - before
         self._name(made)
         self._own(gateway, made)
 
@@ -260,6 +257,9 @@ class Keeper:
         gateway.heard_at = now
         actions: list[Action] = []
         for each in entries:
+            if each.kind >= Kind.CONNECTION:
+                actions += self._recorded(gateway, each)
+                continue
             match each.kind:
                 case Kind.HELLO:
                     gateway.name = each.payload.decode(errors="replace")
@@ -270,8 +270,6 @@ class Keeper:
                     actions += self._place_waiting(now)
                 case Kind.LEAVING:
                     actions += self._leave(gateway)
-                case _:
-                    actions += self._recorded(gateway, each)
         return actions
 
     def _leave(self, gateway: Gateway) -> list[Action]:
@@ -292,29 +290,37 @@ class Keeper:
         record = self.records.get(number)
         if record is None or self._owner.get(number) is not gateway:
             return []  # it was closed meanwhile
-        if said.kind is Kind.RELEASED:
-            return [Release(number, said.payload)]
-        if said.kind is Kind.FIND:
-            return [Say(gateway.number, self._found(gateway, said))]
-        if said.kind is Kind.SPLIT:
-            self._split(gateway, record, said.value)
-            return []
+        kind = said.kind
+        if kind >= Kind.RELEASED:
+            return self._done(gateway, record, said)
         before, was_busy = record.size, record.is_busy
-        self._unname(record)
         record.apply(said)
-        self._name(record)
         gateway.busy += record.is_busy - was_busy
-        self.size += record.size - before
+        size = record.size
+        self.size += size - before
         if record.state is State.CLOSED:
             self._forget(record)
             return [Close(number)]
-        if self.size > self._max_bytes and record.is_protected and record.size > before:
-            before = record.size
+        if self.size > self._max_bytes and record.is_protected and size > before:
             record.give_up()
-            self.size += record.size - before
+            self.size += record.size - size
             self.unprotected += 1
-        limit = IDLE_BYTES if said.kind is Kind.IDLE else TRIM_BYTES
+        limit = IDLE_BYTES if kind is Kind.IDLE else TRIM_BYTES
         return [Trim(number)] if len(record.output) > limit else []
+
+    def _done(
+        self, gateway: Gateway, record: ConnectionRecord, said: Entry
+    ) -> list[Action]:
+        """Do what is said about the place of a connection."""
+        match said.kind:
+            case Kind.RELEASED:
+                return [Release(record.number, said.payload)]
+            case Kind.FIND:
+                return [Say(gateway.number, self._found(gateway, said))]
+            case Kind.SPLIT:
+                self._split(gateway, record, said.value)
+                return []
+        raise FrameError(f"{said.kind.name} is not about a connection")
 
     def _found(self, gateway: Gateway, said: Entry) -> bytes:
         owner = self._owner_of(said.payload)
@@ -347,8 +353,11 @@ class Keeper:
         """
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
-        for connection in sorted(gateway.connections):
-            record = self.records[connection]
+        # First the streams that are kept, of which others are readers.
+        records = [self.records[number] for number in gateway.connections]
+        records.sort(key=lambda each: (not each.is_detached, each.number))
+        for record in records:
+            connection = record.number
             record.losses += record.is_busy
             actions += self._orphaned(connection, counters[connection], now)
         return actions
@@ -365,14 +374,14 @@ class Keeper:
             return []
         owner.connections.discard(number)
         owner.busy -= self.records[number].is_busy
-        return self._orphaned(number, counters, now, self._owner_of(stream))
+        return self._orphaned(number, counters, now, stream)
 
     def _orphaned(
         self,
         number: int,
         counters: Counters,
         now: float,
-        preferred: Gateway | None = None,
+        stream: bytes = b"",
     ) -> list[Action]:
         record = self.records[number]
         del self._owner[number]
@@ -381,7 +390,7 @@ class Keeper:
         self.trimmed(number, counters.written)
         if is_whole and (record.is_protected or record.state is State.IDLE):
             self.handed_over += 1
-            return self._place(number, now, preferred)
+            return self._place(number, now, self._owner_of(stream or record.stream))
         return self._give_up(number)
 
     def undeliverable(self, number: int) -> list[Action]:

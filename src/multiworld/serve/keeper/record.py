@@ -8,7 +8,7 @@ of the connection's first ``written`` bytes, as the kernel counts them.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,6 +32,9 @@ COUNTED = (
 # Bytes of output from which on the kernel is asked what it has: of an answer, and of a
 # connection without a request.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
+
+# What is noted before it is recorded: entries, and their bytes.
+NOTED, NOTED_BYTES = 64, 16 * 1024
 
 # Of input with answered requests, which is kept whole until all are answered.
 ANSWERED_BYTES = 256 * 1024
@@ -84,8 +87,9 @@ class ConnectionRecord:
         is_closing: Whether the connection ends after ``output``.
         is_protected: Whether there was room for the record; without it, a request of
             the connection is lost with its gateway.
-        is_detached: There is no client any more, but a stream that is kept.
-        stream: Id by which the current answer can be read again; empty: it cannot.
+        is_detached: It is not a client's, but of a stream that is kept.
+        stream: Id of that stream, or of the one whose events the current answer has.
+        noted: What happened since, and is not in the other attributes yet.
     """
 
     number: int
@@ -107,6 +111,8 @@ class ConnectionRecord:
     is_protected: bool = True
     is_detached: bool = False
     stream: bytes = b""
+    noted: list[Entry] = field(default_factory=list)
+    noted_bytes: int = 0
     item_bytes: int = 0
     state: State = State.IDLE
 
@@ -132,56 +138,81 @@ class ConnectionRecord:
         Raises:
             FrameError: It is not possible in the connection's state.
         """
-        match said.kind:
-            case Kind.INPUT:
-                if self.state is State.IDLE:
-                    self.become(State.READING)
-                    self.began_ns = said.value
-                self._read(said.payload)
-            case Kind.SKIPPED:
-                self.give_up()
-                self.input_at += said.value
-            case Kind.ADMITTED:
-                self.is_admitted = True
-            case Kind.REQUEST:
-                if self.state is State.READING:
-                    self.become(State.RECORDED)
-                self.request = said.payload
-            case Kind.KEPT:
-                self.stream = said.payload
-            case Kind.ITEM:
-                self.losses = 0
-                if self.is_protected:
-                    self.items.append(said.payload)
-                    self.item_bytes += len(said.payload)
-            case Kind.OUTPUT:
-                self.losses = 0
-                if self.state is not State.IDLE:
-                    self.become(State.ANSWERING)
-                    self.has_begun = True
-                    self.events = said.value
-                self.output += said.payload
-            case Kind.INTERIM:
-                self.output += said.payload
-            case Kind.ANSWERED:
-                self.become(State.ANSWERING)
-                self.become(State.READING)
-                self.answered += 1
-                self.began_ns = said.value
-                self._end_answer()
-            case Kind.CLOSING:
-                self.is_closing = True
-            case Kind.IDLE:
-                self.become(State.IDLE)
-                self._end_answer()
-                self.input_at += len(self.input)
-                self.input.clear()
-                self.answered = 0
-                self.is_protected = True
-            case Kind.CLOSED:
-                self.become(State.CLOSED)
-            case _:
-                raise FrameError(f"{said.kind.name} is not about a connection")
+        apply = _APPLY.get(said.kind)
+        if apply is None:
+            raise FrameError(f"{said.kind.name} is not about a connection")
+        apply(self, said.value, said.payload)
+
+    def note(self, kind: Kind, value: int, payload: bytes) -> bool:
+        """Record something later, in ``settle``; return whether it should be now."""
+        self.noted.append(Entry(kind, self.number, value, payload))
+        self.noted_bytes += len(payload)
+        return self.noted_bytes > NOTED_BYTES or len(self.noted) > NOTED
+
+    def settle(self) -> None:
+        """Record all that was noted."""
+        noted, self.noted, self.noted_bytes = self.noted, [], 0
+        for said in noted:
+            self.apply(said)
+
+    def _input(self, began_ns: int, data: bytes) -> None:
+        if self.state is State.IDLE:
+            self.state = State.READING
+            self.began_ns = began_ns
+        self._read(data)
+
+    def _skipped(self, size: int, _: bytes) -> None:
+        self.give_up()
+        self.input_at += size
+
+    def _admitted(self, _: int, __: bytes) -> None:
+        self.is_admitted = True
+
+    def _request(self, _: int, drawn: bytes) -> None:
+        if self.state is State.READING:
+            self.state = State.RECORDED
+        self.request = drawn
+
+    def _kept(self, _: int, stream: bytes) -> None:
+        self.stream = stream
+
+    def _item(self, _: int, item: bytes) -> None:
+        self.losses = 0
+        if self.is_protected:
+            self.items.append(item)
+            self.item_bytes += len(item)
+
+    def _output(self, events: int, data: bytes) -> None:
+        self.losses = 0
+        if self.state is not State.IDLE:
+            self.become(State.ANSWERING)
+            self.has_begun = True
+            self.events = events
+        self.output += data
+
+    def _interim(self, _: int, data: bytes) -> None:
+        self.output += data
+
+    def _answered(self, began_ns: int, _: bytes) -> None:
+        self.become(State.ANSWERING)
+        self.become(State.READING)
+        self.answered += 1
+        self.began_ns = began_ns
+        self._end_answer()
+
+    def _closing(self, _: int, __: bytes) -> None:
+        self.is_closing = True
+
+    def _idle(self, _: int, __: bytes) -> None:
+        self.become(State.IDLE)
+        self._end_answer()
+        self.input_at += len(self.input)
+        self.input.clear()
+        self.answered = 0
+        self.is_protected = True
+
+    def _closed(self, _: int, __: bytes) -> None:
+        self.become(State.CLOSED)
 
     def _read(self, data: bytes) -> None:
         if not self.is_protected:
@@ -200,20 +231,26 @@ class ConnectionRecord:
     def give_up(self) -> None:
         """Keep no more of the current requests."""
         self.is_protected = False
+        self.settle()
         self.input_at += len(self.input)
         self.input.clear()
         self.items.clear()
         self.item_bytes = 0
 
     def split(self, number: int) -> ConnectionRecord:
-        """Return the record of the current request alone, which needs no client."""
+        """Return the record of the current stream alone, which needs no client.
+
+        This one is a reader's of it from now on.
+        """
+        self.settle()
         made = ConnectionRecord(number, is_detached=True)
         made.input, made.items = bytearray(self.input), list(self.items)
         for name in ("began_ns", "answered", "is_admitted", "request", "losses"):
             setattr(made, name, getattr(self, name))
         made.is_protected, made.item_bytes = self.is_protected, self.item_bytes
-        made.stream, self.stream = self.stream, b""
-        made.state = State.RECORDED
+        made.stream, made.state = self.stream, State.RECORDED
+        self.items.clear()
+        self.item_bytes = 0
         return made
 
     def trim(self, written: int) -> None:
@@ -260,6 +297,22 @@ class ConnectionRecord:
 
     def _counters(self) -> bytes:
         return COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
+
+
+_APPLY: dict[Kind, Callable[[ConnectionRecord, int, bytes], None]] = {
+    Kind.INPUT: ConnectionRecord._input,
+    Kind.SKIPPED: ConnectionRecord._skipped,
+    Kind.ADMITTED: ConnectionRecord._admitted,
+    Kind.REQUEST: ConnectionRecord._request,
+    Kind.KEPT: ConnectionRecord._kept,
+    Kind.ITEM: ConnectionRecord._item,
+    Kind.OUTPUT: ConnectionRecord._output,
+    Kind.INTERIM: ConnectionRecord._interim,
+    Kind.ANSWERED: ConnectionRecord._answered,
+    Kind.CLOSING: ConnectionRecord._closing,
+    Kind.IDLE: ConnectionRecord._idle,
+    Kind.CLOSED: ConnectionRecord._closed,
+}
 
 
 def _pieces(data: bytearray) -> Iterator[bytes]:

@@ -200,10 +200,9 @@ def test_connections_that_no_service_takes_over_are_given_up() -> None:
 def kept(keeper: Keeper, gateway: int = 1) -> None:
     """Have a gateway keep the stream of connection 7, whose client leaves, as 9."""
     keeper.accepted(7, NOTHING, 0.0)
-    item = Entry(Kind.ITEM, 7, 0, b"token")
-    said(keeper, gateway, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"), item)
-    split, closed = Entry(Kind.SPLIT, 7, 9), Entry(Kind.CLOSED, 7)
-    assert said(keeper, gateway, split, closed) == [Close(7)]
+    said(keeper, gateway, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"))
+    item, closed = Entry(Kind.ITEM, 9, 0, b"token"), Entry(Kind.CLOSED, 7)
+    assert said(keeper, gateway, Entry(Kind.SPLIT, 7, 9), item, closed) == [Close(7)]
 
 
 def test_stream_without_a_client_goes_to_another_gateway() -> None:
@@ -252,12 +251,17 @@ def test_connection_moves_to_the_gateway_of_a_stream() -> None:
     assert keeper.released(8, NOTHING, 0.0, b"s") == [Give(8, 1)]
 
 
-def test_stream_that_is_answered_is_no_longer_found() -> None:
+def test_client_of_a_kept_stream_goes_where_the_stream_goes() -> None:
+    """It was begun here, and is a reader of the stream from then on."""
     keeper = ready(1)
     keeper.accepted(7, NOTHING, 0.0)
-    said(keeper, 1, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"))
-    said(keeper, 1, Entry(Kind.OUTPUT, 7, 1, b"x"), Entry(Kind.ANSWERED, 7))
-    assert keeper.streams == {}
+    said(keeper, 1, *REQUEST, Entry(Kind.KEPT, 7, 0, b"s"), Entry(Kind.SPLIT, 7, 9))
+    ready(3, ready(2, keeper))
+    lost = keeper.lost(1, {7: Counters(0, READ), 9: NOTHING}, 0.0)
+    assert lost == [Give(9, 2), Give(7, 2)]
+    assert keeper.records[7].stream == b"s"
+    said(keeper, 2, Entry(Kind.OUTPUT, 7, 1, b"x"), Entry(Kind.IDLE, 7))
+    assert (keeper.records[7].stream, keeper.streams) == (b"", {b"s": 9})
 
 
 def test_spare_gateway_has_connections_only_once_another_one_is_lost() -> None:

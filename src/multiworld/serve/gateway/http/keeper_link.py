@@ -41,6 +41,9 @@ class Recorded(Protocol):
     def fileno(self) -> int:
         """Return the descriptor of its socket; negative if it is closed."""
 
+    def settle(self) -> None:
+        """Bring the record up to date."""
+
     def hold(self) -> None:
         """Ask for no more output: the keeper does not take it."""
 
@@ -116,17 +119,19 @@ class KeeperLink:
     ) -> None:
         """Record something of a connection, here and at the keeper."""
         record = connection.record
-        size = len(record.input) + len(payload)
-        if kind is Kind.INPUT and size > MIRROR_BYTES and record.is_protected:
-            record.give_up()
-        record.apply(Entry(kind, record.number, value, payload))
+        if record.note(kind, value, payload):
+            connection.settle()
+            if len(record.input) > MIRROR_BYTES:
+                record.give_up()
         if self._channel is None:
             return
-        self._soon()
+        if not self._entries and not self._writes:
+            self._loop.call_soon(self._flush)
         self._entries.append(entry(kind, record.number, value, payload))
 
     def split(self, connection: Recorded, number: int) -> ConnectionRecord:
         """Move the current request to a new record, which has no client."""
+        connection.settle()
         made = connection.record.split(number)
         if self._channel is not None:
             self._soon()
@@ -250,6 +255,7 @@ class KeeperLink:
             number, record = connection.fileno(), connection.record
             if number < 0 and not record.is_detached:
                 continue  # it is closed
+            connection.settle()
             descriptors = [number] if number >= 0 else []
             for data in list(record.frames()):
                 if not channel.send(data, descriptors):
@@ -340,7 +346,9 @@ class KeeperLink:
             return False
         if not await self._is_flushed():
             return False
-        for number, connection in list(self._connections.items()):
+        # First the streams that are kept, of which others are readers.
+        found = sorted(self._connections.items(), key=lambda each: each[1].fileno())
+        for number, connection in found:
             if number not in kept:
                 connection.abandon()
                 self._entries.append(entry(Kind.RELEASED, number))

@@ -54,6 +54,7 @@ class AnswerRecord:
         record: Of its connection.
         say: Records something of the connection.
         is_resumed: Another gateway has had the request.
+        on_log: Called once the answer is kept for clients to read again.
         clock: Monotonic.
 
     Attributes:
@@ -66,14 +67,18 @@ class AnswerRecord:
         say: Callable[..., None],
         *,
         is_resumed: bool = False,
+        on_log: Callable[[AnswerRecord], object] = lambda answer: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say, self._clock = say, clock
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
         self.is_detached = record.is_detached
-        self.log: EventLog | None = None  # if the answer can be read again
-        self._on_log_end: Callable[[], object] = partial(say, Kind.KEPT)
+        # Id of the stream that the answer reads from, if it was begun as one that is
+        # kept, and its log in this gateway.
+        self.stream = "" if record.is_detached else record.stream.decode()
+        self.log: EventLog | None = None
+        self._on_log, self._on_log_end = on_log, _nothing
         self._events = 0  # of the answer so far
         self._before = record.events  # of them, that went out at another gateway
         self._items = list(record.items)
@@ -125,13 +130,14 @@ class AnswerRecord:
         """Record that the answer can be read again, also without its client."""
         self.log = log
         self._say(Kind.KEPT, 0, log.name.encode())
+        self._on_log(self)
 
     def log_ended(self) -> None:
         """Record that the answer can no longer be read again."""
         self.log = None
         self._on_log_end()
 
-    def move(self, say: Callable[..., None], on_log_end: Callable[[], object]) -> None:
+    def move(self, say: Callable[..., None], on_log_end: Callable[[], None]) -> None:
         """Say everything as part of another connection from now on."""
         self._say, self._on_log_end = say, on_log_end
 
@@ -139,6 +145,10 @@ class AnswerRecord:
     def events(self) -> int:
         """Events that the client has, with those that go out now."""
         return max(self._events, self._before)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def unrecorded() -> AnswerRecord:
@@ -225,6 +235,7 @@ class Recorder(Unrecorded):
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
         self._is_resumed = record.is_admitted  # the next request is
+        self._continues = not is_new  # an answer, or begins with the next request
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
@@ -255,37 +266,32 @@ class Recorder(Unrecorded):
         self.say(Kind.CLOSING)
 
     def answer(self) -> AnswerRecord:
-        self._answer = AnswerRecord(self.record, self.say, is_resumed=self._is_resumed)
-        self._is_resumed = False
+        record = self.record if self._continues else ConnectionRecord(0)
+        self._answer = AnswerRecord(
+            record, self.say, is_resumed=self._is_resumed, on_log=self._split
+        )
+        self._is_resumed = self._continues = False
         return self._answer
 
+    def _split(self, answer: AnswerRecord) -> None:
+        """Record a stream that is kept by itself: its client may leave."""
+        record = self._link.split(self, secrets.randbits(63))
+        DetachedRecorder(self._link, record).take(answer)
+
     def answered(self) -> None:
-        self._detach()
+        self._answer = None
         self.say(Kind.ANSWERED, time.monotonic_ns())
 
     def idle(self) -> None:
-        self._detach()
-        self._is_resumed = False
+        self._answer, self._is_resumed = None, False
         self.say(Kind.IDLE)
 
     def closed(self) -> None:
-        self._detach()
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
         self.record.give_up()  # the protocol may live on
         self.record.output.clear()
-
-    def _detach(self) -> None:
-        """Leave the current answer; it may be kept for clients to read again."""
-        answer, self._answer = self._answer, None
-        if answer is None or answer.log is None:
-            return
-        if self.is_abandoned:
-            answer.log.end()  # the next gateway has it
-            return
-        record = self._link.split(self, secrets.randbits(63))
-        DetachedRecorder(self._link, record).take(answer)
 
     async def find(self, stream: str) -> Place:
         return await self._link.find(self, stream.encode())
@@ -308,11 +314,14 @@ class Recorder(Unrecorded):
         """Call something after all that was recorded has gone out."""
         self._link.then(self, call)
 
-    def taken(self, waiting: int) -> None:
-        """Forget output that the kernel has; ``waiting`` bytes it has not."""
+    def settle(self) -> None:
         record = self.record
-        record.output_at += max(0, len(record.output) - waiting)
-        del record.output[: max(0, len(record.output) - waiting)]
+        record.settle()
+        waiting = self._transport.get_write_buffer_size() if self._transport else 0
+        done = len(record.output) - waiting
+        if done > 0:
+            record.output_at += done
+            del record.output[:done]
 
     # For the link.
 
@@ -348,7 +357,7 @@ class Recorder(Unrecorded):
 
 
 class DetachedRecorder(Unrecorded):
-    """Records a stream that is kept, and whose client has left or has read all of it.
+    """Records a stream that is kept, whether or not there is a client.
 
     Args:
         link: To the keeper.
@@ -397,6 +406,9 @@ class DetachedRecorder(Unrecorded):
         """Do nothing: there is no output."""
 
     resume = fail = pause_reading = resume_reading = hold
+
+    def settle(self) -> None:
+        self.record.settle()
 
     def abandon(self) -> None:
         self._is_ended = True
@@ -478,15 +490,13 @@ class RecordedTransport:
         if not data or self._is_closing:
             return
         self._waiting += len(data)
-
-        def write() -> None:
-            self._waiting -= len(data)
-            if not self._transport.is_closing():
-                self._transport.write(data)
-                waiting = self._transport.get_write_buffer_size() + self._waiting
-                self._recorder.taken(waiting)
-
+        write = partial(self._write_now, data)
         self._recorder.output(data, is_interim=is_interim, write=write)
+
+    def _write_now(self, data: bytes) -> None:
+        self._waiting -= len(data)
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def write_unrecorded(self, data: bytes) -> None:
         """Write what another gateway has recorded."""

@@ -16,6 +16,7 @@ from multiworld.serve.gateway.http.http_responses import json_response
 from multiworld.serve.gateway.http.request_body import Body
 from multiworld.serve.gateway.openai.chat_messages import for_template
 from multiworld.serve.gateway.openai.completion_answers import OPENAI
+from multiworld.serve.gateway.openai.kept_streams import events_behind
 from multiworld.serve.gateway.openai.preparation import (
     CHAT,
     TEXT,
@@ -47,6 +48,8 @@ async def completions(call: AdmittedCall) -> Response:
 
 
 async def _completed(call: AdmittedCall, kind: Kind) -> Response:
+    if call.record.stream:  # another gateway had begun it, and it is kept
+        return await events_behind(call, call.record.stream, 0)
     parse = partial(kind.parse, is_strict=call.gateway.is_strict)
     asked, wanted = await call.parsed(parse)
     ready = await prepared(call, kind, asked, wanted)

@@ -35,8 +35,15 @@ async def read_stream(call: Call) -> Response:
     events behind it follow, and then those that come. Streams are kept for `detach_s`
     after their last reader has left.
     """
-    after = _after(call)
-    log = await _found(call)
+    response = await events_behind(call, call.path["id"], _after(call))
+    if isinstance(response, EventStream):
+        response.record = _recorder(call).answer()
+    return response
+
+
+async def events_behind(call: Call, name: str, after: int) -> Response:
+    """Answer with the events of a stream behind number ``after``."""
+    log = await _found(call, name)
     if log is None:
         return Response()  # the gateway that has it answers
     if not log.has_all(after):
@@ -45,26 +52,25 @@ async def read_stream(call: Call) -> Response:
         )
     if call.request.scope["method"] == "HEAD":
         return Response(headers=SSE_HEADERS, media_type="text/event-stream")
-    response = _Continued(log.read(after))
-    response.record = _recorder(call).answer()
-    return response
+    return _Continued(log.read(after))
 
 
 async def cancel_stream(call: Call) -> Response:
     """End a stream, and forget it."""
-    log = await _found(call)
+    name = call.path["id"]
+    log = await _found(call, name)
     if log is not None:
         log.end()
-    return json_response({"id": call.path["id"], "object": "stream", "cancelled": True})
+    return json_response({"id": name, "object": "stream", "cancelled": True})
 
 
 def _recorder(call: Call) -> Unrecorded:
     return call.request.scope.get(RECORDER) or Unrecorded()
 
 
-async def _found(call: Call) -> EventLog | None:
+async def _found(call: Call, name: str) -> EventLog | None:
     """Return a stream's log; None: the connection moves to the gateway that has it."""
-    name, logs, tenant = call.path["id"], call.gateway.event_logs, call.tenant.name
+    logs, tenant = call.gateway.event_logs, call.tenant.name
     log = logs.find(name, tenant)
     if log is None:
         place = await _recorder(call).find(name)

@@ -31,6 +31,9 @@ class Kept:
     def fileno(self) -> int:
         return -1
 
+    def settle(self) -> None:
+        self.record.settle()
+
     def hold(self) -> None:
         self.done.append("hold")
 
