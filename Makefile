@@ -13,7 +13,7 @@ SEED ?= 1
 LANES ?= 3
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: setup demo demo-cluster test check test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean
+.PHONY: setup demo demo-cluster test check test-all test-operate coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,11 @@ coverage: $(STAMP)
 
 test-all: $(STAMP) lint types
 	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new $(ARGS)
+
+# What operators use, in a real browser, which is installed from Debian's packages.
+test-operate: $(STAMP)
+	command -v chromium > /dev/null || apt-get install -y --no-install-recommends chromium
+	$(BIN)/python -m pytest tests/operate $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

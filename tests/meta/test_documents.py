@@ -120,7 +120,7 @@ def test_every_metric_is_documented() -> None:
     gateways = {"gateway/1": GatewayReport()}
     shown = render({}, gateways, FleetReport(), RoutingTable()).decode()
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    metrics = re.findall(r"^# TYPE (\w+) (\w+)$", shown, re.MULTILINE)
+    metrics = re.findall(r"^# TYPE ([\w:]+) (\w+)$", shown, re.MULTILINE)
     assert len(metrics) > 20
     for name, kind in metrics:
         if not name.endswith("_created"):

@@ -12,6 +12,7 @@ from multiworld.cli.options import of_service
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 
 # Explanation of a process that sent no report.
@@ -130,10 +131,13 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
     )
     params = {"last": last, "snapshots": snapshots}
     decided = service.ask("GET", "/decisions", answers.DecisionsAnswer, params=params)
+    facts = service.ask("GET", "/facts", Facts)
     processes = {p.name: _explained(p, found) for p in found.processes}
+    slow = {name: each.slow for name, each in facts.replicas.items() if each.slow}
     if as_json:
         out = {
             "processes": processes,
+            "slow": slow,
             "decisions": answers.plain(decided.decisions),
             "thoughts": answers.plain(decided.thoughts),
             "events": answers.plain(found.operations),
@@ -142,6 +146,8 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
         return
     for name, line in processes.items():
         click.echo(f"{name}: {line}")
+    for name, why in slow.items():
+        click.echo(f"{name} is slow: {why}")
     for failing in found.failing:
         click.echo(
             f"{failing.model}, stage {failing.stage}: has no replica; failed "

@@ -30,6 +30,7 @@ GROUPS = {
     },
     "Inspect": {
         "status": "Show the processes of a service and its last events.",
+        "dashboard": "Show a service as a page.",
         "explain": "Show which process waits for which, and the last decisions.",
         "logs": "Print the end of the logs of processes.",
         "nodes": "Show the machines of a service, or this machine if none runs.",

@@ -68,10 +68,12 @@ def output(
             "explain",
             {
                 STATUS: examples.WITH_REPORTS,
+                "/facts": examples.FACTS,
                 "/decisions?last=10&snapshots=false": DECIDED,
             },
             {
                 "processes": PROCESSES,
+                "slow": {"m/0/1": "a step takes 3 ms"},
                 **DECIDED,
                 "events": examples.WITH_REPORTS["operations"],
             },
@@ -155,10 +157,12 @@ def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> 
             "explain",
             {
                 STATUS: examples.WITH_REPORTS,
+                "/facts": examples.FACTS,
                 "/decisions?last=10&snapshots=false": DECIDED,
             },
             [
                 *PROCESSES.values(),
+                "m/0/1 is slow: a step takes 3 ms",
                 "m, stage 1: has no replica; failed 2 times, the last: exit code 3",
                 "scale: m: from 1 to 2",
                 "scaling of m (",

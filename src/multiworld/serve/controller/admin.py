@@ -107,6 +107,14 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
             found = with_reports(found, await controller.reports())
         return respond(found)
 
+    @app.get("/facts")
+    async def facts() -> Response:
+        return respond(controller.facts())
+
+    @app.get("/series")
+    async def series() -> Response:
+        return respond(controller.observer.series)
+
     @app.get("/nodes")
     async def nodes() -> Response:
         return respond(nodes_of(controller.bookings.ledger))

@@ -48,6 +48,8 @@ from multiworld.serve.controller.fleet.start_order import starts_at_once
 from multiworld.serve.controller.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.controller.fleet_metrics import FleetMetrics
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
+from multiworld.serve.controller.observe.facts import Facts
+from multiworld.serve.controller.observe.observer import Observer
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import Specs, asks_of
@@ -77,7 +79,7 @@ rare_log = RareLog(logger)
 
 TICK_S = 0.25  # seconds between checks of deadlines and of memory
 FACTS_S = 10.0  # maximum wait for a cluster's machines to report their bfloat16 speed
-COLLECT_TICKS = 20  # ticks between collections of the counts of all processes
+COLLECT_TICKS = 8  # ticks between collections of the counts of all processes
 RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
 LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
 END_S = 10.0  # maximum seconds for workers to exit on shutdown
@@ -158,10 +160,12 @@ class Controller:
         self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
         )
+        self.observer = Observer(self.history, self.journal, clock)
         self._metrics = FleetMetrics(
             partial(self._links.reports, has_counts=True),
             self.fleet.processes,
             self.history,
+            lambda: self.observer.paces,
         )
         self._launching: set[asyncio.Task[None]] = set()
         # Processes that this controller killed and whose exit is not reported yet.
@@ -371,8 +375,19 @@ class Controller:
 
     async def _collect(self) -> None:
         """Collect the counts of all processes, so that few are lost with a process."""
-        await self._metrics.collect()
+        reports = await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
+        posts = {
+            p.name: (p.model, p.version, p.stage)
+            for p in self.fleet.processes.values()
+            if p.phase is ProcessPhase.READY
+        }
+        self.observer.seen(reports, self._metrics.sums(), posts)
+
+    def facts(self) -> Facts:
+        """Return what is known of the service, for people to look at."""
+        nodes = status.nodes_of(self.bookings.ledger)
+        return self.observer.facts(self.status(), nodes, self.history.handed_over)
 
     async def _report_fleet(self, name: str, number: int) -> None:
         self._links.send(name, await self._metrics.report(name, number))

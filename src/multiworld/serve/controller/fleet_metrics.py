@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
+from multiworld.serve.controller.observe.paces import Paces
 from multiworld.serve.wire import control_messages as messages
 
 ASK_S = 1.0  # seconds to wait for a process's report; then its previous one is used
@@ -61,8 +62,10 @@ class FleetMetrics:
         ask: Callable[[float], Awaitable[messages.Reports]],
         processes: Mapping[str, Process],
         history: History,
+        paces: Callable[[], Paces] = Paces,
     ) -> None:
         self._ask, self._processes, self._history = ask, processes, history
+        self._paces = paces
         self._totals = Totals()
         self._stages: dict[str, tuple[str, str, str]] = {}
 
@@ -91,7 +94,13 @@ class FleetMetrics:
             reports.workers,
             gateways,
             (*self._totals.sums(without=name), *events),
+            self._paces().slow,
+            self._paces().steps_s,
         )
+
+    def sums(self) -> tuple[messages.Counted, ...]:
+        """Return the counts of all processes since the service started."""
+        return self._totals.sums()
 
     def heard(self, name: str, report: messages.Report) -> None:
         """Store the counts of a process; the last ones may arrive after its exit."""

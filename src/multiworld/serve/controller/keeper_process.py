@@ -143,6 +143,7 @@ class KeeperSupervisor:
     def _report(self, counts: Counts) -> None:
         """Record in the history what has happened to connections."""
         before, self._counts = self._counts, counts
+        self._history.handed_over += counts.handed_over - before.handed_over
         for name, text in WORDS.items():
             if (more := getattr(counts, name) - getattr(before, name)) > 0:
                 self._history.say("connections", text.format(more))

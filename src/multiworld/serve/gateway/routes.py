@@ -31,6 +31,7 @@ ROUTES = (
     Route("GET", "/health", health.health, NOTHING, HEALTH),
     Route("GET", "/v2/health/live", health.live, NOTHING, HEALTH),
     Route("GET", "/v2/health/ready", health.ready, NOTHING, HEALTH),
+    Route("GET", "/load", health.load, NOTHING, HEALTH),
     Route("GET", "/version", health.version, NOTHING, HEALTH),
     Route("GET", "/metrics", health.metrics, OPERATOR, HEALTH, METRICS),
     # OpenAI.

@@ -196,3 +196,30 @@ AUDIT: dict[str, Any] = {
     "what": {"model": "m", "replicas": 2},
     "outcome": "done",
 }
+
+FACTS: dict[str, Any] = {
+    "app": "under-test",
+    "url": "http://127.0.0.1:8000",
+    "at": 1.0,
+    "is_ready": True,
+    "controller": 1,
+    "trouble": "",
+    "models": {},
+    "replicas": {
+        "m/0/1": {
+            "model": "m",
+            "version": "1",
+            "stage": 0,
+            "phase": "ready",
+            "since_s": 12.0,
+            "pid": 5,
+            "node": "here",
+            "slow": "a step takes 3 ms",
+        }
+    },
+    "gateways": {},
+    "tenants": {},
+    "nodes": {},
+    "events": [],
+    "thoughts": [],
+}

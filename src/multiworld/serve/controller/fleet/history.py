@@ -28,10 +28,19 @@ OPERATIONS = (
     "node lost",
     "quarantined",
     "adopted",
+    "slow",
 )
 
 # Kinds of events logged as warnings.
-BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
+BAD = (
+    "lost",
+    "probe failed",
+    "rolled back",
+    "unplaced",
+    "outgrown",
+    "launcher",
+    "slow",
+)
 
 
 class History:
@@ -41,6 +50,7 @@ class History:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.handed_over = 0  # connections that another gateway has continued
         self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
 
     def say(self, kind: str, text: str, name: str = "") -> None:

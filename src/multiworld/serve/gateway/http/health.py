@@ -54,6 +54,11 @@ async def version(call: Call) -> Response:
     return json_response({"version": multiworld.__version__})
 
 
+async def load(call: Call) -> Response:
+    """Return the number of requests in flight, as vLLM does."""
+    return json_response({"server_load": call.gateway.report().in_flight})
+
+
 async def metrics(call: Call) -> Response:
     """Return the Prometheus metrics; needs an operator's key if keys are on."""
     text = await call.gateway.metrics()

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 import multiworld
 from multiworld.serve.gateway.http.request_counts import ENDS
+from multiworld.serve.gateway.http.vllm_metrics import vllm_families
 from multiworld.serve.gateway.streams.stream_counts import ENDS as STREAM_ENDS
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.routing_table import RoutingTable
@@ -127,6 +128,9 @@ def _families(
     yield from _latencies(sums)
     yield from _gateways(gateways, table)
     yield from _replicas(fleet.replicas, table)
+    yield from _paces(fleet, table)
+    ends = {what: ENDS if what == "request" else STREAM_ENDS for what in HISTOGRAMS}
+    yield from vllm_families(sums, gateways, fleet.replicas, table, ends)
     cpu = CounterMetricFamily(
         "multiworld_process_cpu_seconds", "CPU time of a process.", labels=["process"]
     )
@@ -229,6 +233,18 @@ def _replicas(
         times.add_metric(labels, seconds, report.computed_s)
     yield sizes
     yield times
+
+
+def _paces(fleet: messages.FleetReport, table: RoutingTable) -> Iterator[Metric]:
+    text = "Seconds for a step of a replica, in the last ten seconds."
+    steps = _gauge("replica_step_seconds", text, *OF_REPLICA)
+    text = "1 while a replica is slower than its peers and than before."
+    slow = _gauge("replica_slow", text, *OF_REPLICA)
+    for name, seconds in fleet.steps_s.items():
+        steps.add_metric(_labels(name, table), seconds)
+    for name in fleet.replicas:
+        slow.add_metric(_labels(name, table), float(name in fleet.slow))
+    yield from (steps, slow)
 
 
 def _labels(name: str, table: RoutingTable) -> list[str]:

@@ -18,6 +18,7 @@ class StreamCounts:
 
     def __init__(self) -> None:
         self._sums: Counter[tuple[str, str]] = Counter()
+        self._finished: Counter[tuple[str, str]] = Counter()
         self._buckets: dict[tuple[str, str], list[int]] = {}
 
     def first(self, model: str, took_s: float) -> None:
@@ -32,6 +33,10 @@ class StreamCounts:
         if made > 1:
             self._time("output_token", model, took_s / (made - 1))
 
+    def finished(self, model: str, reason: str) -> None:
+        """Count a stream that has come to its end, by its ``finish_reason``."""
+        self._finished[model, reason] += 1
+
     def of(self, kind: str) -> dict[str, int]:
         """Return completions, prompt_tokens or generation_tokens, by model."""
         return {model: n for (name, model), n in self._sums.items() if name == kind}
@@ -44,6 +49,8 @@ class StreamCounts:
     def counted(self) -> Iterator[Counted]:
         for (kind, model), value in self._sums.items():
             yield kind, (model,), value
+        for labels, count in self._finished.items():
+            yield "finished", labels, count
         for (what, model), buckets in self._buckets.items():
             for end, count in zip(ENDS, buckets, strict=True):
                 yield f"{what}_buckets", (model, end), count

@@ -169,6 +169,8 @@ class StreamRouter:
             self.without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
         if error is not None:
+            is_cut = stream.first_at is not None and not isinstance(error, act.Cut)
+            self.counts["cut"] += is_cut
             self._actions.append(act.Deliver(stream.number, error))
 
     def _clear(self, stream: Stream) -> None:
@@ -344,6 +346,8 @@ class StreamRouter:
         self.counts["tokens"] += 1
         self._actions.append(act.Deliver(stream.number, item))
         if item.finish:
+            if not stream.via:
+                self.timed.finished(stream.model, item.finish)
             self._end(stream)
 
     def _failed(

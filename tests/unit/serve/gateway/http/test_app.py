@@ -64,6 +64,7 @@ GETS = [
     "/v2/models/m/versions/1/config",
     "/v1/models",
     "/v1/models/m",
+    "/load",
     "/openapi.json",
     "/docs",
 ]

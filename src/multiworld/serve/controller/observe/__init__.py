@@ -1,0 +1,1 @@
+"""What a service's operators see: facts, rates and diagnoses, from one place."""

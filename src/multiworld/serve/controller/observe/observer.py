@@ -1,0 +1,293 @@
+"""Looks at a service: takes what its processes report, and says what stands out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.fleet.decision_log import DecisionLog
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.observe.facts import (
+    Facts,
+    GatewayFacts,
+    ModelFacts,
+    Point,
+    ReplicaFacts,
+    Series,
+    Spread,
+    StageFacts,
+    TenantFacts,
+)
+from multiworld.serve.controller.observe.paces import Paces, Work
+from multiworld.serve.controller.observe.rates import Label, Window
+from multiworld.serve.wire.control_messages import (
+    Counted,
+    GatewayReport,
+    Reports,
+    WorkerReport,
+)
+
+EVENTS = 200  # of the last ones, among the facts
+POINTS = 300  # of a model's load, two seconds apart
+SHARES = 0.5, 0.99
+GOOD = "200"  # status of an answer without an error
+
+
+class Observer:
+    """Keeps the last reports of all processes, and what follows from them.
+
+    Args:
+        history: Of the service; gets an event when a replica becomes slow.
+        journal: Its decisions.
+        clock: Monotonic.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        journal: DecisionLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._history, self._journal, self._clock = history, journal, clock
+        self.paces, self._window = Paces(), Window()
+        self._reports = Reports()
+        self._counts: Mapping[Label, float] = {}
+        self._cpu: dict[str, tuple[float, float]] = {}  # seconds used, and when
+        self._cores: dict[str, float] = {}
+        self._series: dict[str, deque[Point]] = {}
+
+    def seen(
+        self,
+        reports: Reports,
+        counted: tuple[Counted, ...],
+        posts: Mapping[str, tuple[str, str, int]],
+    ) -> None:
+        """Take the reports of all processes.
+
+        Args:
+            reports: Of those that answered.
+            counted: Sums over all processes since the service started.
+            posts: Model, version and stage of each replica.
+        """
+        now = self._clock()
+        self._reports = reports
+        self._counts = {(kind, labels): value for kind, labels, value in counted}
+        self._window.seen(self._counts, now)
+        self._use(now)
+        before = self.paces.slow
+        work = {
+            name: _work_of(report, posts[name])
+            for name, report in reports.workers.items()
+            if name in posts
+        }
+        self.paces.seen(work, now)
+        self._tell(before)
+        self._draw({model for model, _, _ in posts.values()})
+
+    @property
+    def series(self) -> Series:
+        """The load of each model in the last ten minutes."""
+        return Series({name: tuple(each) for name, each in self._series.items()})
+
+    def _draw(self, models: Iterable[str]) -> None:
+        for name in self._series.keys() - set(models):
+            del self._series[name]
+        answered = self._window.rates("requests")
+        tokens = self._window.rates("stage_tokens")
+        for name in models:
+            answers_s = self._spread("request_buckets", name)
+            first_s = self._spread("first_token_buckets", name)
+            point = Point(
+                time.time(),
+                sum(rate for of, rate in answered.items() if of[0] == name),
+                sum(rate for of, rate in tokens.items() if of[0] == name),
+                sum(g.in_flight for g in self._reports.gateways.values()),
+                answers_s.p99 if answers_s else 0.0,
+                first_s.p99 if first_s else 0.0,
+            )
+            self._series.setdefault(name, deque(maxlen=POINTS)).append(point)
+
+    def _use(self, now: float) -> None:
+        used = {name: each.cpu_s for name, each in self._reports.workers.items()}
+        used |= {name: each.cpu_s for name, each in self._reports.gateways.items()}
+        for name in self._cpu.keys() - used.keys():
+            del self._cpu[name]
+            self._cores.pop(name, None)
+        for name, cpu_s in used.items():
+            before_s, at = self._cpu.get(name, (cpu_s, now))
+            if now > at:
+                self._cores[name] = max(0.0, cpu_s - before_s) / (now - at)
+            self._cpu[name] = cpu_s, now
+
+    def _tell(self, before: Mapping[str, str]) -> None:
+        slow = self.paces.slow
+        for name in slow.keys() - before.keys():
+            self._history.say("slow", f"{name} is slow: {slow[name]}", name)
+        for name in before.keys() - slow.keys():
+            self._history.say("slow", f"{name} is no longer slow", name)
+
+    # The facts.
+
+    def facts(
+        self,
+        status: answers.StatusAnswer,
+        nodes: list[answers.NodeShown],
+        handed_over: int,
+    ) -> Facts:
+        """Return all facts, as of the last reports."""
+        gateways = self._reports.gateways
+        totals: Counter[str] = Counter()
+        for (kind, labels), value in self._counts.items():
+            if kind in ("stream_events", "router_events"):
+                totals[f"{kind} {labels[0]}"] += int(value)
+        streams, requests = "stream_events", "router_events"
+        return Facts(
+            app=status.app,
+            url=status.url,
+            at=time.time(),
+            is_ready=status.is_ready,
+            controller=status.controller,
+            trouble=status.trouble,
+            models=dict(self._models(status, gateways)),
+            replicas=dict(self._replicas(status, gateways)),
+            gateways=dict(self._gateways(status, gateways)),
+            tenants=self._tenants(),
+            nodes={node.name: node for node in nodes},
+            events=tuple(self._history.since(self._history.last_number - EVENTS)),
+            thoughts=tuple(self._journal.reasons()),
+            tokens=totals[f"{streams} tokens"],
+            replayed=totals[f"{streams} replayed"] + totals[f"{requests} replayed"],
+            moved=totals[f"{streams} moved"],
+            cut=totals[f"{streams} cut"],
+            handed_over=handed_over,
+            unplaced=status.unplaced,
+            failing={
+                f"{each.model}, stage {each.stage}": each.cause
+                for each in status.failing
+            },
+        )
+
+    def _models(
+        self, status: answers.StatusAnswer, gateways: Mapping[str, GatewayReport]
+    ) -> Iterator[tuple[str, ModelFacts]]:
+        answered = self._window.rates("requests")
+        tokens = self._window.rates("stage_tokens")
+        for name, wanted in status.wanted.models.items():
+            version = status.active.get(name, wanted.version)
+            posts = [p for p in status.processes if p.model == name]
+            rates = {
+                labels[1]: r for labels, r in answered.items() if labels[0] == name
+            }
+            stages = [
+                StageFacts(
+                    next((p.stage_name for p in posts if p.stage == k), str(k)),
+                    count,
+                    tuple(p.name for p in posts if p.stage == k),
+                )
+                for k, count in enumerate(wanted.replicas)
+            ]
+            loads = [
+                g.load.get(r, 0) for g in gateways.values() for r in stages[0].replicas
+            ]
+            yield (
+                name,
+                ModelFacts(
+                    version=version,
+                    stages=tuple(stages),
+                    requests_s=rates.get(GOOD, 0.0),
+                    failures_s=sum(r for s, r in rates.items() if s != GOOD),
+                    tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
+                    in_flight=sum(loads),
+                    waiting=sum(g.waiting.get(name, 0) for g in gateways.values()),
+                    answers=self._spread("request_buckets", name),
+                    first_tokens=self._spread("first_token_buckets", name),
+                    between_tokens=self._spread("output_token_buckets", name),
+                ),
+            )
+
+    def _spread(self, kind: str, model: str) -> Spread | None:
+        found = self._window.quantiles(kind, model, SHARES)
+        return Spread(*found) if found else None
+
+    def _replicas(
+        self, status: answers.StatusAnswer, gateways: Mapping[str, GatewayReport]
+    ) -> Iterator[tuple[str, ReplicaFacts]]:
+        slow, steps_s = self.paces.slow, self.paces.steps_s
+        silent = {name for g in gateways.values() for name in g.silent}
+        for process in status.processes:
+            if process.is_gateway:
+                continue
+            name = process.name
+            report = self._reports.workers.get(name, WorkerReport())
+            yield (
+                name,
+                ReplicaFacts(
+                    model=process.model,
+                    version=process.version,
+                    stage=process.stage,
+                    phase=process.phase.value,
+                    since_s=round(process.since_s),
+                    pid=process.pid,
+                    node=process.node,
+                    load=sum(g.load.get(name, 0) for g in gateways.values()),
+                    queued=report.queued,
+                    computing=report.computing,
+                    kv_usage=report.kv_usage,
+                    memory_bytes=report.memory_bytes,
+                    booked_memory_bytes=process.booked_memory_bytes,
+                    cores=round(self._cores.get(name, 0.0), 2),
+                    step_s=steps_s.get(name),
+                    slow=slow.get(name, ""),
+                    is_silent=name in silent,
+                    next=report.downstream,
+                    note=report.phase,
+                    log=process.log,
+                ),
+            )
+
+    def _gateways(
+        self, status: answers.StatusAnswer, reports: Mapping[str, GatewayReport]
+    ) -> Iterator[tuple[str, GatewayFacts]]:
+        for process in status.processes:
+            if process.is_gateway:
+                report = reports.get(process.name, GatewayReport())
+                yield (
+                    process.name,
+                    GatewayFacts(
+                        phase=process.phase.value,
+                        since_s=round(process.since_s),
+                        pid=process.pid,
+                        in_flight=report.in_flight,
+                        waiting=sum(report.waiting.values()),
+                        cores=round(self._cores.get(process.name, 0.0), 2),
+                        log=process.log,
+                    ),
+                )
+
+    def _tenants(self) -> dict[str, TenantFacts]:
+        asked: Counter[str] = Counter()
+        for labels, rate in self._window.rates("tenant_requests").items():
+            asked[labels[0]] += rate  # type: ignore[assignment]
+        refused_s: dict[str, dict[str, float]] = {}
+        for (tenant, why), rate in self._window.rates("refused").items():
+            refused_s.setdefault(tenant, {})[why] = rate
+        refused: dict[str, dict[str, float]] = {}
+        for (kind, labels), value in self._counts.items():
+            if kind == "refused":
+                refused.setdefault(labels[0], {})[labels[1]] = value
+        return {
+            name: TenantFacts(
+                requests_s=asked[name],
+                refused_s=refused_s.get(name, {}),
+                refused=refused.get(name, {}),
+            )
+            for name in sorted(asked.keys() | refused.keys())
+        }
+
+
+def _work_of(report: WorkerReport, post: tuple[str, str, int]) -> Work:
+    steps = report.counts.get("steps", 0) or report.counts.get("batches", 0)
+    rows = report.counts.get("rows", 0)
+    return Work(post, steps, rows, report.computed_s, report.cpu_s, report.computing_s)

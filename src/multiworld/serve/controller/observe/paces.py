@@ -1,0 +1,164 @@
+"""Replicas that have become slow, beside their peers and their own past. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+WINDOW_S = 10.0  # over which a pace is measured
+MIN_STEPS = 8  # in it; a pace of fewer is chance
+PAST = 60  # windows that make a replica's own past
+SLOW = 1.8  # times the pace of its peers, and of its past
+SLOW_ALONE = 2.5  # times its past, if it has no peers
+FAST = 1.4  # times the same, below which it is no longer slow
+LONG_S = 1.0  # a step that has taken so long, and many times its peers', counts
+LONG = 5.0
+STARVED = 0.6  # of the processor time per computed second that peers get
+NO_COMPARISON = 1.0
+
+
+class Work(NamedTuple):
+    """What a replica has done since its start."""
+
+    stage: tuple[str, str, int]  # model, version, stage
+    steps: int
+    rows: int
+    computed_s: float
+    cpu_s: float
+    computing_s: float  # of the step that it computes now
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace of a replica within the last window.
+
+    Attributes:
+        step_s: Seconds for a step.
+        rows: For a step.
+        cpu: Processor seconds for a second of computing.
+    """
+
+    stage: tuple[str, str, int]
+    step_s: float
+    rows: float
+    cpu: float
+
+
+@dataclass(slots=True)
+class _Replica:
+    samples: deque[tuple[float, Work]] = field(default_factory=deque)
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
+    past_at: float = 0.0
+    why: str = ""  # it is slow; empty: it is not
+
+
+class Paces:
+    """Compares the paces of replicas of the same stage."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self.paces: dict[str, Pace] = {}
+
+    @property
+    def slow(self) -> dict[str, str]:
+        """Why each replica that is slow is said to be."""
+        return {name: each.why for name, each in self._replicas.items() if each.why}
+
+    @property
+    def steps_s(self) -> dict[str, float]:
+        """Seconds for a step of each replica that computes."""
+        return {name: pace.step_s for name, pace in self.paces.items()}
+
+    def seen(self, found: Mapping[str, Work], now: float) -> None:
+        """Compare all replicas, by what each has done so far."""
+        for name in self._replicas.keys() - found.keys():
+            del self._replicas[name]
+        for name, work in found.items():
+            samples = self._replicas.setdefault(name, _Replica()).samples
+            if samples and samples[-1][1].steps > work.steps:
+                samples.clear()
+            samples.append((now, work))
+            while len(samples) > 2 and samples[1][0] <= now - WINDOW_S:
+                samples.popleft()
+        self.paces = {
+            name: pace
+            for name, each in self._replicas.items()
+            if (pace := _pace(each.samples)) is not None
+        }
+        for name, each in self._replicas.items():
+            each.why = self._judged(name, each, now)
+
+    def _judged(self, name: str, replica: _Replica, now: float) -> str:
+        work = replica.samples[-1][1]
+        peers = [
+            pace
+            for other, pace in self.paces.items()
+            if other != name and pace.stage == work.stage
+        ]
+        pace = self.paces.get(name)
+        typical_s = median(p.step_s for p in peers) if peers else 0.0
+        if work.computing_s > max(LONG_S, LONG * typical_s) and (peers or pace):
+            return f"its step has taken {work.computing_s:.1f} s so far"
+        if pace is None:
+            return ""
+        limit = FAST if replica.why else SLOW
+        beside_peers = _times(pace, peers)
+        past_s = median(replica.past) if replica.past else 0.0
+        beside_past = pace.step_s / past_s if past_s else 0.0
+        if peers:
+            is_like_before = past_s and beside_past <= FAST
+            is_slow = beside_peers > limit and (bool(replica.why) or not is_like_before)
+        else:
+            is_slow = beside_past > (FAST if replica.why else SLOW_ALONE)
+        if not is_slow:
+            if now - replica.past_at >= WINDOW_S:
+                replica.past.append(pace.step_s)
+                replica.past_at = now
+            return ""
+        return _words(pace, peers, beside_peers, beside_past)
+
+
+def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
+    first, last = samples[0][1], samples[-1][1]
+    steps, computed_s = last.steps - first.steps, last.computed_s - first.computed_s
+    if steps < MIN_STEPS or computed_s <= 0:
+        return None
+    rows, cpu_s = last.rows - first.rows, last.cpu_s - first.cpu_s
+    return Pace(last.stage, computed_s / steps, rows / steps, cpu_s / computed_s)
+
+
+def _times(pace: Pace, peers: list[Pace]) -> float:
+    """Return how many times slower a replica is than its peers.
+
+    A step of more rows may take longer: the smaller of two comparisons counts, by step
+    and by row.
+    """
+    if not peers:
+        return NO_COMPARISON
+    by_step = pace.step_s / median(p.step_s for p in peers)
+    if not pace.rows or not all(p.rows for p in peers):
+        return by_step
+    by_row = (pace.step_s / pace.rows) / median(p.step_s / p.rows for p in peers)
+    return min(by_step, by_row)
+
+
+def _words(
+    pace: Pace, peers: list[Pace], beside_peers: float, beside_past: float
+) -> str:
+    parts = [f"a step takes {1000 * pace.step_s:.3g} ms"]
+    if peers:
+        parts.append(f"{beside_peers:.1f} times that of its peers")
+    if beside_past:
+        parts.append(f"{beside_past:.1f} times its own before")
+    text = ", ".join(parts)
+    usual = median(p.cpu for p in peers) if peers else 1.0
+    if pace.cpu < STARVED * usual:
+        return (
+            f"{text}; it is starved: it gets {pace.cpu:.2f} s of processor time for a "
+            f"second of computing, its peers {usual:.2f} s: something else runs on its "
+            "cores, or it is throttled"
+        )
+    return f"{text}; it has its processor time: what it computes has become slower"

@@ -1,0 +1,155 @@
+// The page: what is chosen on it, what is asked, and its parts.
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { ask, bytes, follow, seconds } from "./facts.js";
+import { Alerts, Events, Gateways, Machines, Model, Numbers, stateOf, Tenants, Thoughts } from "./parts.js";
+
+const POINTS = 300;
+const POINT_S = 2;
+
+function Page() {
+  const [facts, setFacts] = useState(null);
+  const [isCut, setCut] = useState(false);
+  const [series, setSeries] = useState({});
+  const [opened, open] = useState("");
+  const [asked, setAsked] = useState(null);
+  const [kind, choose] = useState("");
+
+  useEffect(() => {
+    fetch("/series").then((a) => a.json()).then((s) => setSeries(s.models)).catch(() => {});
+    follow((found, isLost) => {
+      setCut(Boolean(isLost));
+      if (!found.app) return;
+      setFacts(found);
+      setSeries((before) => extended(before, found));
+    });
+  }, []);
+
+  if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Looking at the service …"}</p>`;
+  const act = (text, operation, body) => setAsked({ text, operation, body });
+  const process = facts.replicas[opened] || facts.gateways[opened];
+  return html`<main>
+    <header><h1>${facts.app}</h1>
+      <strong class=${facts.is_ready ? "good" : "bad"}>${facts.is_ready ? "✓ ready" : "✕ not ready"}</strong>
+      <a href=${facts.url}>${facts.url}</a></header>
+    <section><${Numbers} facts=${facts} /></section>
+    <${Alerts} facts=${facts} isCut=${isCut} />
+    ${Object.entries(facts.models).map(([name, model]) => html`<${Model} key=${name} name=${name} model=${model}
+      facts=${facts} series=${series[name]} open=${open} act=${act} />`)}
+    <${Events} facts=${facts} kind=${kind} choose=${choose} />
+    <div class="two"><${Gateways} facts=${facts} open=${open} act=${act} /><${Tenants} facts=${facts} />
+      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /></div>
+    ${process && html`<${Details} name=${opened} process=${process} facts=${facts} act=${act} close=${() => open("")} />`}
+    ${asked && html`<${Confirm} asked=${asked} close=${() => setAsked(null)} />`}
+  </main>`;
+}
+
+/** Add the present load to the series, if the last point is old enough. */
+function extended(series, facts) {
+  const found = { ...series };
+  for (const [name, model] of Object.entries(facts.models)) {
+    const points = found[name] || [];
+    if (points.length && facts.at - points[points.length - 1][0] < POINT_S) continue;
+    const point = [facts.at, model.requests_s + model.failures_s, model.tokens_s, model.in_flight,
+      model.answers ? model.answers.p99 : 0, model.first_tokens ? model.first_tokens.p99 : 0];
+    found[name] = [...points, point].slice(-POINTS);
+  }
+  return found;
+}
+
+/** A dialog that has the keyboard's focus, and closes with Escape. */
+function Dialog({ close, children, label }) {
+  const place = useRef(null);
+  useEffect(() => { place.current.showModal(); }, []);
+  return html`<dialog ref=${place} aria-label=${label} onClose=${close}>${children}</dialog>`;
+}
+
+function Confirm({ asked, close }) {
+  const [said, say] = useState("");
+  const go = async () => {
+    try {
+      await ask(asked.operation, asked.body);
+      close();
+    } catch (error) {
+      say(error.message);
+    }
+  };
+  return html`<${Dialog} close=${close} label="confirm"><p>${asked.text}</p>
+    ${said && html`<p class="bad" role="alert">${said}</p>`}
+    <div class="row"><button class="act danger" onClick=${go}>Do it</button><button class="act" onClick=${close}>Leave it</button></div></${Dialog}>`;
+}
+
+function Details({ name, process, facts, act, close }) {
+  const [log, setLog] = useState("");
+  const show = () => fetch(`/logs/${name}`).then((a) => a.text()).then(setLog);
+  useEffect(() => { show(); }, [name]);
+  const model = facts.models[process.model];
+  const stage = model && model.stages[process.stage].name;
+  const lines = [["phase", process.phase], ["process", process.pid]];
+  if (model) {
+    const [, , words] = stateOf(process);
+    lines.splice(0, 1, ["state", words]);
+    if (process.slow) lines.push(["slow", process.slow]);
+    lines.push(["machine", process.node], ["in work", `${process.load}, ${process.queued} queued, ${process.computing} computing`],
+      ["step", seconds(process.step_s)], ["KV memory", `${Math.round(100 * process.kv_usage)} %`],
+      ["memory", `${bytes(process.memory_bytes)} of ${bytes(process.booked_memory_bytes)} booked`], ["next", process.next.join(", ") || "–"]);
+  }
+  lines.push(["cores", process.cores.toFixed(2)], ["log", process.log]);
+  const chaos = (action) => act(`${action} a replica of ${process.model}/${stage}? Its streams continue elsewhere.`, "chaos",
+    { action, model: process.model, stage });
+  return html`<${Dialog} close=${close} label=${name}><h2>${name}</h2>
+    <dl class="facts">${lines.map(([what, value]) => html`<dt>${what}</dt><dd>${value}</dd>`)}</dl>
+    <pre tabindex="0">${log || "its log is empty"}</pre>
+    <div class="row"><button class="act" onClick=${show}>Read the log again</button>
+      <button class="act" onClick=${() => act(`Replace ${name}? It ends when its replacement is ready.`, "drain", { name })}>Drain</button>
+      ${model && html`<button class="act danger" onClick=${() => chaos("kill")}>Kill one of its stage</button>
+        <button class="act danger" onClick=${() => chaos("stop")}>Stop one of its stage</button>`}
+      <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
+}
+
+function Chat({ facts }) {
+  const names = Object.entries(facts.models).filter(([, m]) => m.tokens_s || m.first_tokens || m.generates).map(([n]) => n);
+  const all = names.length ? names : Object.keys(facts.models);
+  const [said, say] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const form = useRef(null);
+  const send = async (event) => {
+    event.preventDefault();
+    const given = new FormData(form.current);
+    const headers = { "content-type": "application/json" };
+    if (given.get("key")) headers.authorization = `Bearer ${given.get("key")}`;
+    const body = { model: given.get("model"), stream: true, messages: [{ role: "user", content: given.get("text") }] };
+    setBusy(true);
+    let text = "";
+    try {
+      const answer = await fetch("/chat", { method: "POST", headers, body: JSON.stringify(body) });
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      let rest = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        rest += part.value;
+        if (!answer.ok) continue;
+        const events = rest.split("\n\n");
+        rest = events.pop();
+        for (const each of events) {
+          const data = each.replace(/^data: /, "");
+          if (!data.startsWith("{")) continue;
+          const chunk = JSON.parse(data);
+          if (chunk.error) throw new Error(chunk.error.message);
+          text += (chunk.choices[0] && chunk.choices[0].delta.content) || "";
+          say(text);
+        }
+      }
+      if (!answer.ok) throw new Error(JSON.parse(rest).error.message);
+    } catch (error) {
+      say(`${text}\n[${error.message}]`);
+    } finally {
+      setBusy(false);
+    }
+  };
+  return html`<section><h2>Chat</h2><form class="form" ref=${form} onSubmit=${send}>
+    <select name="model" aria-label="model">${all.map((n) => html`<option value=${n}>${n}</option>`)}</select>
+    <textarea name="text" rows="2" aria-label="message" required>Name the three primary colors.</textarea>
+    <input name="key" type="password" placeholder="API key, if the gateways want one" aria-label="API key" autocomplete="off" />
+    <button disabled=${isBusy}>${isBusy ? "…" : "Send"}</button></form><p class="said" aria-live="polite">${said}</p></section>`;
+}
+
+render(html`<${Page} />`, document.getElementById("page"));

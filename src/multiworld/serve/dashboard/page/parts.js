@@ -1,0 +1,164 @@
+// The parts of the page that show facts; they hold no state.
+import { html } from "./vendor/htm-preact.js";
+import { bytes, clock, rate, seconds } from "./facts.js";
+
+const MANY = 24; // replicas of a stage, from which on each is a small square
+
+/** Class, mark and words for the state of a replica; the mark does without colour. */
+export function stateOf(replica) {
+  if (replica.is_silent) return ["lost", "✕", "silent"];
+  if (replica.slow) return ["slow", "!", "slow"];
+  if (replica.phase === "ready") return ["ready", "✓", "ready"];
+  if (replica.phase === "spare") return ["spare", "○", "spare"];
+  return ["starting", "…", replica.note ? `${replica.phase}: ${replica.note}` : replica.phase];
+}
+
+export function Numbers({ facts }) {
+  const models = Object.values(facts.models);
+  const sum = (name) => models.reduce((total, model) => total + (model[name] || 0), 0);
+  const one = (title, value, kind = "", hint = "") =>
+    html`<div title=${hint}><dt>${title}</dt><dd class=${kind}>${value}</dd></div>`;
+  return html`<dl class="numbers">
+    ${one("requests/s", rate(sum("requests_s")))}
+    ${one("tokens/s", rate(sum("tokens_s")))}
+    ${one("in flight", sum("in_flight"))}
+    ${one("waiting", sum("waiting"), sum("waiting") ? "warn" : "")}
+    ${one("errors/s", rate(sum("failures_s")), sum("failures_s") ? "bad" : "")}
+    ${one("saved", facts.replayed + facts.handed_over, "good",
+      `${facts.replayed} streams and requests went on after the loss of a replica, ` +
+      `${facts.handed_over} connections after that of a gateway`)}
+    ${one("streams cut", facts.cut, facts.cut ? "bad" : "good", "ended with an error after their first token")}
+    ${one("tokens", facts.tokens.toLocaleString("en"), "", "delivered since the service started")}
+  </dl>`;
+}
+
+export function Alerts({ facts, isCut }) {
+  const found = [];
+  if (isCut) found.push("the page is cut off from its server; it connects again by itself");
+  if (facts.trouble) found.push(facts.trouble);
+  for (const [name, replica] of Object.entries(facts.replicas)) {
+    if (replica.slow) found.push(`${name} is slow: ${replica.slow}`);
+    if (replica.is_silent) found.push(`${name} is silent: it hangs, or its network is cut`);
+  }
+  for (const [name, cause] of Object.entries(facts.failing)) found.push(`${name} keeps failing: ${cause}`);
+  for (const [name, why] of Object.entries(facts.unplaced)) found.push(`${name} cannot be placed: ${why}`);
+  for (const [name, tenant] of Object.entries(facts.tenants))
+    for (const [why, each] of Object.entries(tenant.refused_s))
+      found.push(`${name ? `tenant ${name}` : "somebody without a valid key"} is refused ${rate(each)} times a second: ${why}`);
+  if (!found.length) return null;
+  return html`<section class="alert" role="status"><h2 class="bad">Look at this</h2>
+    <ul>${found.map((each) => html`<li>${each}</li>`)}</ul></section>`;
+}
+
+function Replica({ name, replica, most, open }) {
+  const [kind, mark, words] = stateOf(replica);
+  const short = name.split("/").pop();
+  const share = most ? Math.min(100, (100 * replica.load) / most) : 0;
+  return html`<button class="replica ${kind}" title="${name}: ${words}" onClick=${() => open(name)}>
+    <span class="mark" aria-hidden="true">${mark}</span> <b>${short}</b> <span>${words}</span>
+    <small>${replica.load} in work${replica.queued ? `, ${replica.queued} queued` : ""}, ${replica.cores.toFixed(1)} cores${
+      replica.step_s ? `, ${seconds(replica.step_s)} a step` : ""}${
+      replica.kv_usage ? `, KV ${Math.round(100 * replica.kv_usage)} %` : ""}</small>
+    <div class="bar"><i style=${{ width: `${share}%` }}></i></div>
+  </button>`;
+}
+
+export function Model({ name, model, facts, series, open, act }) {
+  const generates = model.first_tokens || model.tokens_s;
+  return html`<section><h2>${name} <span class="quiet">${model.version}</span></h2>
+    <div class="chain">${model.stages.map((stage, k) => {
+      const mine = Object.entries(facts.replicas).filter(([, r]) => r.model === name && r.stage === k);
+      const most = Math.max(1, ...mine.map(([, r]) => r.load));
+      const isMany = mine.length > MANY;
+      const flows = mine.some(([, r]) => r.load || r.computing);
+      return html`<div class="stage ${flows ? "flows" : ""} ${isMany ? "many" : ""}">
+        <h3>${stage.name} <span class="quiet">${mine.filter(([, r]) => r.phase === "ready").length} of ${stage.wanted}</span>
+          <button class="act" aria-label="one replica fewer of ${stage.name}" disabled=${stage.wanted < 1}
+            onClick=${() => act(`Run ${stage.wanted - 1} replicas of ${name}/${stage.name}?`, "scale",
+              { model: name, stage: stage.name, replicas: stage.wanted - 1, is_confirmed: true })}>−</button>
+          <button class="act" aria-label="one replica more of ${stage.name}"
+            onClick=${() => act(`Run ${stage.wanted + 1} replicas of ${name}/${stage.name}?`, "scale",
+              { model: name, stage: stage.name, replicas: stage.wanted + 1, is_confirmed: true })}>+</button>
+        </h3>
+        ${mine.map(([each, replica]) => html`<${Replica} key=${each} name=${each} replica=${replica} most=${most} open=${open} />`)}
+      </div>`;
+    })}</div>
+    <div class="charts">
+      <${Chart} title=${generates ? "tokens/s" : "requests/s"} points=${series} at=${generates ? 2 : 1} shown=${rate} events=${facts.events} />
+      <${Chart} title="in flight" points=${series} at=${3} shown=${String} events=${facts.events} />
+      <${Chart} title=${generates ? "first token, p99" : "answer, p99"} points=${series} at=${generates ? 5 : 4} shown=${seconds} events=${facts.events} />
+    </div>
+    <p class="quiet">${model.answers ? html`answers ${seconds(model.answers.p50)} (p99 ${seconds(model.answers.p99)}) ` : ""}
+      ${model.first_tokens ? html`· first token ${seconds(model.first_tokens.p50)} (p99 ${seconds(model.first_tokens.p99)}) ` : ""}
+      ${model.between_tokens ? html`· between tokens ${seconds(model.between_tokens.p50)} (p99 ${seconds(model.between_tokens.p99)})` : ""}</p>
+  </section>`;
+}
+
+const LOSSES = ["lost", "outgrown", "node lost", "connections"];
+
+/** A line over the last ten minutes; losses are thin marks. */
+function Chart({ title, points, at, shown, events }) {
+  if (!points || points.length < 2) return html`<figure><figcaption>${title}</figcaption><svg class="chart"></svg></figure>`;
+  const last = points[points.length - 1];
+  const from = Math.max(points[0][0], last[0] - 600), took = Math.max(1, last[0] - from);
+  const within = points.filter((p) => p[0] >= from);
+  const most = Math.max(...within.map((p) => p[at]), 1e-9);
+  const x = (time) => (300 * (time - from)) / took;
+  const line = within.map((p, n) => `${n ? "L" : "M"}${x(p[0]).toFixed(1)} ${(58 - (52 * p[at]) / most).toFixed(1)}`).join("");
+  const marks = Object.values(events || {}).filter((e) => LOSSES.includes(e.kind) && e.at >= from && e.at <= last[0]);
+  return html`<figure><figcaption><span>${title}</span><span>${shown(last[at])} now, at most ${shown(most)}</span></figcaption>
+    <svg class="chart" viewBox="0 0 300 64" preserveAspectRatio="none" role="img" aria-label="${title}: ${shown(last[at])} now">
+      <path class="area" d="${line}L${x(last[0])} 62L0 62Z" /><path d=${line} />
+      ${marks.map((e) => html`<line x1=${x(e.at)} x2=${x(e.at)} y1="2" y2="62"><title>${e.text}</title></line>`)}
+    </svg></figure>`;
+}
+
+export function Gateways({ facts, open, act }) {
+  return html`<section><h2>Gateways <button class="act danger"
+      onClick=${() => act("Kill a gateway? Its clients notice a pause.", "chaos", { action: "kill", model: "gateway" })}>kill one</button></h2>
+    <table><thead><tr><th>gateway</th><th>phase</th><th class="number">in flight</th><th class="number">waiting</th><th class="number">cores</th></tr></thead>
+    <tbody>${Object.entries(facts.gateways).map(([name, each]) => html`<tr key=${name}>
+      <td><button class="act" onClick=${() => open(name)}>${name}</button></td><td>${each.phase}</td>
+      <td class="number">${each.in_flight}</td><td class="number">${each.waiting}</td><td class="number">${each.cores.toFixed(1)}</td></tr>`)}
+    </tbody></table></section>`;
+}
+
+const KINDS = { lost: "bad", "rolled back": "bad", unplaced: "bad", outgrown: "bad", "node lost": "bad", "probe failed": "bad",
+  slow: "warn", quarantined: "warn", chaos: "warn", ready: "good", updated: "good", up: "good" };
+
+export function Events({ facts, kind, choose }) {
+  const all = Object.values(facts.events || {}).sort((a, b) => b.number - a.number);
+  const kinds = [...new Set(all.map((e) => e.kind))].sort();
+  const shown = all.filter((e) => !kind || e.kind === kind);
+  return html`<section><h2>Events <select aria-label="kind of events" value=${kind} onChange=${(e) => choose(e.target.value)}>
+      <option value="">all</option>${kinds.map((k) => html`<option value=${k}>${k}</option>`)}</select></h2>
+    <div class="scroll" tabindex="0"><table class="events"><tbody>
+      ${shown.map((e) => html`<tr key=${e.number} class=${KINDS[e.kind] || ""}><td>${clock(e.at)}</td><td>${e.kind}</td><td>${e.text}</td></tr>`)}
+    </tbody></table></div></section>`;
+}
+
+export function Tenants({ facts }) {
+  const found = Object.entries(facts.tenants);
+  if (!found.length) return null;
+  const words = (refused) => Object.entries(refused).map(([why, n]) => `${why}: ${Math.round(n)}`).join(", ");
+  return html`<section><h2>Tenants</h2><div class="scroll" tabindex="0"><table>
+    <thead><tr><th>tenant</th><th class="number">requests/s</th><th>refused so far</th></tr></thead>
+    <tbody>${found.map(([name, each]) => html`<tr key=${name} class=${Object.keys(each.refused_s).length ? "bad" : ""}>
+      <td>${name || "(no valid key)"}</td><td class="number">${rate(each.requests_s)}</td><td>${words(each.refused) || "–"}</td></tr>`)}
+    </tbody></table></div></section>`;
+}
+
+export function Machines({ facts }) {
+  return html`<section><h2>Machines</h2><table>
+    <thead><tr><th>machine</th><th class="number">free CPUs</th><th class="number">free memory</th><th class="number">replicas</th></tr></thead>
+    <tbody>${Object.entries(facts.nodes).map(([name, node]) => html`<tr key=${name}><td>${name}</td>
+      <td class="number">${node.free_cpus.toFixed(1)} of ${node.cpus}</td>
+      <td class="number">${bytes(node.free_memory_bytes)} of ${bytes(node.memory_bytes)}</td>
+      <td class="number">${node.replicas.length}</td></tr>`)}</tbody></table></section>`;
+}
+
+export function Thoughts({ facts }) {
+  if (!facts.thoughts.length) return null;
+  return html`<section><h2>Why it is as it is</h2><ul class="thoughts">${facts.thoughts.map((each) =>
+    html`<li><b>${each.kind}${each.about ? ` of ${each.about}` : ""}</b>: ${each.what} <span class="quiet">${clock(each.at)}</span></li>`)}</ul></section>`;
+}

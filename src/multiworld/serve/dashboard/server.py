@@ -1,0 +1,303 @@
+"""Server of the dashboard: one page, the facts as events, and operations.
+
+It asks the controller over its Unix socket, as every command does, and so may do what
+the user may who has started it. Whoever reaches its address may do the same: it
+listens on loopback, or wants a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
+
+from multiworld.errors import ServeError
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.observe.facts import Facts, Series
+from multiworld.serve.dashboard.patches import patch_of
+
+PAGE = Path(__file__).with_name("page")
+LOOK_S = 1.0  # between two looks at the service, while somebody looks at the page
+QUIET_S = 10.0  # without a change, after which readers get a comment
+READERS = 64  # pages at the same time
+LOG_BYTES = 64 * 1024  # of the end of a log
+BODY_BYTES = 1024 * 1024  # of a chat
+COOKIE = "multiworld_key"
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+# Nothing comes from elsewhere, and no other page may show this one.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+        "form-action 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+# What the page may ask the controller to do, with the type of its answer.
+OPERATIONS: dict[str, type] = {
+    "scale": answers.Scaled,
+    "drain": answers.Drained,
+    "chaos": answers.FaultInjected,
+    "update": answers.Updated,
+}
+
+
+class Watch:
+    """The facts of a service, looked at while somebody reads them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.facts: dict[str, Any] = {}
+        self._readers: set[asyncio.Queue[bytes]] = set()
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._readers) >= READERS
+
+    async def url(self) -> str:
+        """Return the address of the gateways."""
+        found = self.facts or plain(
+            await asyncio.to_thread(self._service.ask, "GET", "/facts", Facts)
+        )
+        return str(found["url"])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield all facts, then what changes of them."""
+        patches: asyncio.Queue[bytes] = asyncio.Queue(maxsize=16)
+        self._readers.add(patches)
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look())
+        elif self.facts:
+            patches.put_nowait(_event("facts", self.facts))
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(QUIET_S):
+                        yield await patches.get()
+                except TimeoutError:
+                    yield b": nothing has changed\n\n"
+        finally:
+            self._readers.discard(patches)
+            if not self._readers and self._looking is not None:
+                self._looking.cancel()
+                self._looking, self.facts = None, {}
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            began_at = clock()
+            try:
+                found = await asyncio.to_thread(
+                    self._service.ask, "GET", "/facts", Facts
+                )
+                # ``trouble`` is what the page shows on top.
+                self._tell(plain(found))
+            except ServeError as error:
+                self._tell({**self.facts, "trouble": str(error), "is_ready": False})
+            took_s = clock() - began_at
+            await asyncio.sleep(max(LOOK_S - took_s, LOOK_S / 2))
+
+    def _tell(self, found: dict[str, Any]) -> None:
+        # Events have numbers, and so are patched one by one.
+        if isinstance(found.get("events"), list):
+            found["events"] = {str(each["number"]): each for each in found["events"]}
+        before, self.facts = self.facts, found
+        whole = _event("facts", found)
+        event = whole if not before else _event("patch", patch_of(before, found))
+        for reader in self._readers:
+            if reader.full():  # it reads slowly: what it lacks is told as a whole
+                while not reader.empty():
+                    reader.get_nowait()
+                event = whole
+            reader.put_nowait(event)
+
+
+def plain(facts: Facts) -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads(answers.encode(facts))
+    return found
+
+
+def _event(kind: str, content: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(content))
+
+
+def make_dashboard(service: Service, key: str = "") -> Any:
+    """Return the ASGI application; ``key``: that visitors need, or empty."""
+    watch = Watch(service)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession() as app.state.http:
+            yield
+
+    async def index(request: Request) -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    async def facts(request: Request) -> Response:
+        if watch.is_full:
+            return JSONResponse({"error": "too many pages look at this service"}, 503)
+        return StreamingResponse(watch.events(), media_type="text/event-stream")
+
+    async def series(request: Request) -> Response:
+        found = await asyncio.to_thread(service.ask, "GET", "/series", Series)
+        return Response(answers.encode(found), media_type="application/json")
+
+    async def do(request: Request) -> Response:
+        name = request.path_params["operation"]
+        kind = OPERATIONS.get(name)
+        if kind is None:
+            return JSONResponse({"error": f"no operation {name!r}"}, 404)
+        body = orjson.loads(await _body(request))
+        done: Any = await asyncio.to_thread(
+            service.ask, "POST", f"/{name}", kind, json=body
+        )
+        return Response(answers.encode(done), media_type="application/json")
+
+    async def log(request: Request) -> Response:
+        name = request.path_params["name"]
+        found = watch.facts.get("replicas", {}) | watch.facts.get("gateways", {})
+        if name not in found:
+            return JSONResponse({"error": f"there is no process {name!r}"}, 404)
+        text = await asyncio.to_thread(end_of, Path(found[name]["log"]))
+        return Response(text, media_type="text/plain; charset=utf-8")
+
+    async def chat(request: Request) -> Response:
+        body = await _body(request)
+        headers = {"content-type": "application/json"}
+        if given := request.headers.get("authorization"):
+            headers["authorization"] = given
+        url = f"{await watch.url()}/v1/chat/completions"
+        http: aiohttp.ClientSession = request.app.state.http
+        answer = await http.post(url, data=body, headers=headers, ssl=False)
+
+        async def parts() -> AsyncIterator[bytes]:
+            async with answer:
+                async for part in answer.content.iter_any():
+                    yield part
+
+        kind = answer.headers.get("content-type", "application/json")
+        return StreamingResponse(parts(), answer.status, media_type=kind)
+
+    app = Starlette(
+        routes=[
+            Route("/", index),
+            Route("/facts", facts),
+            Route("/series", series),
+            Route("/do/{operation}", do, methods=["POST"]),
+            Route("/logs/{name:path}", log),
+            Route("/chat", chat, methods=["POST"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={ServeError: _refused, ValueError: _invalid},
+    )
+    app.mount("/page", StaticFiles(directory=PAGE))
+    return Guard(app, key)
+
+
+async def _body(request: Request) -> bytes:
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > BODY_BYTES:
+            raise ValueError(f"the body has more than {BODY_BYTES} bytes")
+    return bytes(found)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status = error.__dict__.get("status", 502)
+    return JSONResponse({"error": str(error)}, status)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+def end_of(path: Path) -> bytes:
+    """Return the end of a log."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            return file.read(LOG_BYTES)
+    except OSError as error:
+        return f"{path} cannot be read here: {error.strerror}".encode()
+
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Guard:
+    """Lets visitors in who may see the page, and only to this page.
+
+    Without a key, requests have to name this machine as their host, so that a page of
+    elsewhere whose name leads here cannot ask. Requests that change something have to
+    come from the page itself.
+    """
+
+    def __init__(self, app: Asgi, key: str) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        answer = self._refusal(request)
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                found = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message["headers"] = [*message.get("headers", []), *found]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        if not self._key:
+            if host.rpartition(":")[0] not in LOCAL and host not in LOCAL:
+                return JSONResponse({"error": f"{host!r} is not this machine"}, 403)
+        elif not self._has_key(request):
+            given = request.query_params.get("key", "")
+            if request.url.path == "/" and self._is_key(given):
+                found = RedirectResponse("/", 303)
+                found.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+                return found
+            return JSONResponse({"error": "open the page with its ?key=…"}, 401)
+        if request.method not in ("GET", "HEAD"):
+            origin = request.headers.get("origin", "")
+            if origin.partition("://")[2] != host:
+                return JSONResponse({"error": f"not from {origin or 'nowhere'}"}, 403)
+        return None
+
+    def _has_key(self, request: Request) -> bool:
+        return self._is_key(request.cookies.get(COOKIE, ""))
+
+    def _is_key(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._key.encode())

@@ -1,0 +1,109 @@
+"""Metrics with vLLM's names, for boards and schedulers that know those. Pure.
+
+Their meaning is vLLM's (docs/design/metrics.md there, v1 engine), for a whole model in
+place of one engine. Those whose meaning cannot be had are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
+from multiworld.serve.wire.routing_table import RoutingTable
+
+Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
+
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # a model is one engine to its clients
+
+# By vLLM's name: kind of counts here, and help text.
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of ended requests."),
+    "generation_tokens": ("generation_tokens", "Tokens generated in ended requests."),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (
+        "first_token",
+        "Seconds from the acceptance of a request to its first token.",
+    ),
+    "request_time_per_output_token_seconds": (
+        "output_token",
+        "Mean seconds between two tokens of a request.",
+    ),
+    "e2e_request_latency_seconds": (
+        "request",
+        "Seconds from a request's headers to the end of its answer.",
+    ),
+}
+
+
+def vllm_families(
+    sums: Sums,
+    gateways: Mapping[str, GatewayReport],
+    replicas: Mapping[str, WorkerReport],
+    table: RoutingTable,
+    ends: Mapping[str, Sequence[str]],
+) -> Iterator[Metric]:
+    """Yield the metrics of models that generate text.
+
+    Args:
+        sums: Counts of all gateways.
+        gateways: Reports of all gateways, by name.
+        replicas: Reports of all replicas, by name.
+        table: Where the replicas are.
+        ends: Bounds of the buckets, by kind of histogram.
+    """
+    models = sorted({labels[0] for kind, labels in sums if kind == "completions"})
+    first = {
+        model: [
+            report
+            for name, report in replicas.items()
+            if (r := table.replicas.get(name)) and (r.model, r.stage) == (model, 0)
+        ]
+        for model in models
+    }
+    running = _gauge("num_requests_running", "Requests that are computed.")
+    waiting = _gauge("num_requests_waiting", "Requests that wait to be computed.")
+    usage = _gauge("kv_cache_usage_perc", "Used part of the KV memory; 1: all of it.")
+    for model, reports in first.items():
+        label = model, ENGINE
+        running.add_metric(label, sum(each.computing for each in reports))
+        queued = sum(each.queued for each in reports)
+        held = sum(each.waiting.get(model, 0) for each in gateways.values())
+        waiting.add_metric(label, queued + held)
+        used = [each.kv_usage for each in reports]
+        usage.add_metric(label, sum(used) / len(used) if used else 0.0)
+    yield from (running, waiting, usage)
+    for name, (kind, text) in COUNTERS.items():
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for model in models:
+            counter.add_metric((model, ENGINE), sums.get((kind, (model,)), 0))
+        yield counter
+    text = "Requests that have come to their end, by why they ended."
+    ended = CounterMetricFamily(
+        "vllm:request_success", text, labels=(*LABELS, "finished_reason")
+    )
+    for (kind, labels), count in sums.items():
+        if kind == "finished":
+            ended.add_metric((labels[0], ENGINE, labels[1]), count)
+    yield ended
+    for name, (kind, text) in HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for model in models:
+            counts = [sums.get((f"{kind}_buckets", (model, e)), 0) for e in ends[kind]]
+            buckets = list(zip(ends[kind], itertools.accumulate(counts), strict=True))
+            seconds = sums.get((f"{kind}_seconds", (model,)), 0.0)
+            histogram.add_metric((model, ENGINE), buckets, seconds)
+        yield histogram
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)

@@ -1,0 +1,1 @@
+"""What an operator uses, in real programs: ``make test-operate``."""

@@ -1,0 +1,165 @@
+"""The dashboard in a real browser, beside a service under load and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.operate.browser import CHROMIUM, Tab, opened
+from tests.serve.harness import ROOT, WAIT_S, Served, served
+from tests.serve.texts import Stream, client, spec_of
+from tests.tiny_decoder import save_decoder
+
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"),
+]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    spec = spec_of(save_decoder(tmp_path_factory.mktemp("decoder")))
+    spec["gateway"]["replicas"] = 2
+    with served(tmp_path_factory.mktemp("shown"), spec) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def shown(service: Served) -> Iterator[str]:
+    """Start ``multiworld dashboard``; yield the page's address."""
+    words = ["dashboard", "--port", "0", "--state", str(service.state)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "multiworld.cli.main", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def page(service: Served) -> Iterator[str]:
+    with shown(service) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def loaded(service: Served) -> AsyncIterator[None]:
+    """Keep some streams running; none of them may be cut."""
+    ended = asyncio.Event()
+
+    async def ask() -> None:
+        async with client(service) as api:
+            while not ended.is_set():
+                await Stream(api).end()
+
+    asking = [asyncio.ensure_future(ask()) for _ in range(4)]
+    try:
+        yield
+    finally:
+        ended.set()
+        await asyncio.gather(*asking)
+
+
+async def test_page_shows_kills_and_how_they_heal(service: Served, page: str) -> None:
+    async with loaded(service), opened(page) as tab:
+        await tab.until_text("✓ ready")
+        await tab.until("document.querySelectorAll('.replica.ready').length === 4")
+        await tab.until("document.querySelectorAll('svg.chart path').length > 0")
+        service.break_replica("kill", "middle")
+        await tab.until_text("it ended with SIGKILL")
+        await tab.click("kill one")
+        await tab.click("Do it", "dialog")
+        await tab.until_text("are continued by another")
+        await tab.until("document.querySelectorAll('.replica.ready').length === 4")
+        await tab.until_text("✓ ready")
+        assert await numbers(tab, "streams cut") == "0"
+        assert int(await numbers(tab, "saved")) > 0
+        assert tab.errors == []
+
+
+async def numbers(tab: Tab, title: str) -> str:
+    """Return a headline number."""
+    found = "[...document.querySelectorAll('.numbers div')]"
+    one = f"{found}.find(d => d.firstChild.innerText === {title!r})"
+    return str(await tab.value(f"{one}.lastChild.innerText"))
+
+
+async def test_stage_is_scaled_from_the_page(service: Served, page: str) -> None:
+    async with opened(page) as tab:
+        await tab.until("document.querySelectorAll('.replica.ready').length === 4")
+        await tab.value(
+            "document.querySelector('[aria-label^=\"one replica more\"]').click()"
+        )
+        await tab.until_text("Run 2 replicas of m/front?")
+        await tab.click("Do it", "dialog")
+        await tab.until("document.querySelectorAll('.replica.ready').length === 5")
+        service.scale("front", 1)
+        await tab.until("document.querySelectorAll('.replica.ready').length === 4")
+        assert tab.errors == []
+
+
+async def test_replica_is_looked_at_by_keyboard(service: Served, page: str) -> None:
+    async with opened(page) as tab:
+        await tab.until("document.querySelectorAll('.replica.ready').length === 4")
+        await tab.value("document.querySelector('.replica').focus()")
+        for kind in ("keyDown", "keyUp"):
+            key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+            more = {"text": "\r"} if kind == "keyDown" else {}
+            await tab.ask("Input.dispatchKeyEvent", type=kind, **key, **more)
+        await tab.until("Boolean(document.querySelector('dialog[open] dl.facts'))")
+        await tab.until("document.querySelector('dialog pre').innerText.length > 0")
+        for kind in ("keyDown", "keyUp"):
+            key = {"key": "Escape", "code": "Escape", "windowsVirtualKeyCode": 27}
+            await tab.ask("Input.dispatchKeyEvent", type=kind, **key)
+        await tab.until("!document.querySelector('dialog')")
+        assert tab.errors == []
+
+
+async def test_chat_answers(service: Served, page: str) -> None:
+    async with opened(page) as tab:
+        await tab.until_text("Chat")
+        await tab.click("Send")
+        await tab.until("document.querySelector('.said').innerText.length > 20")
+        await tab.until("document.querySelector('.form button').innerText === 'Send'")
+        said = await tab.value("document.querySelector('.said').innerText")
+        assert tab.errors == [], said
+        await tab.value(
+            "[...document.querySelectorAll('.events td')].length > 3 && "
+            "(s => { s.value = 'ready'; s.dispatchEvent(new Event('change', "
+            "{bubbles: true})) })(document.querySelector('section h2 select'))"
+        )
+        kinds = "[...document.querySelectorAll('.events td:nth-child(2)')]"
+        await tab.until(f"{kinds}.every(d => d.innerText === 'ready')")
+
+
+@pytest.mark.parametrize("width", [380, 1280])
+async def test_page_fits(page: str, width: int) -> None:
+    async with opened(page) as tab:
+        await tab.until_text("✓ ready")
+        assert len(await tab.picture(width, 1400)) > 10_000
+        assert await tab.value("document.documentElement.scrollWidth") <= width
+
+
+async def test_end_of_the_service_is_said(tmp_path: Path) -> None:
+    """The page stays, and says that nobody answers."""
+    spec = spec_of(save_decoder(tmp_path / "decoder"))
+    with served(tmp_path, spec) as service, shown(service) as address:
+        async with opened(address) as tab:
+            await tab.until_text("✓ ready")
+            await asyncio.to_thread(service.end)
+            await tab.until_text("no controller answers")
+            await tab.until_text("not ready")

@@ -1,0 +1,154 @@
+"""Which replica is said to be slow, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from multiworld.serve.controller.observe.paces import (
+    LONG_S,
+    MIN_STEPS,
+    WINDOW_S,
+    Paces,
+    Work,
+)
+
+TICK_S = 2.0
+
+
+@dataclass
+class Replica:
+    """A replica that is busy all the time."""
+
+    step_s: float = 0.01
+    cpu: float = 1.0  # processor seconds for a second
+    rows: int = 4  # for a step
+    is_idle: bool = False
+    stage: int = 0
+    steps: float = 0.0
+    done: float = 0.0  # rows
+    computed_s: float = 0.0
+    cpu_s: float = 0.0
+    computing_s: float = 0.0
+
+    def work(self, seconds: float) -> Work:
+        if not self.is_idle:
+            self.steps += seconds / self.step_s
+            self.done += self.rows * seconds / self.step_s
+            self.computed_s += seconds
+            self.cpu_s += self.cpu * seconds
+        return Work(
+            ("m", "1", self.stage),
+            int(self.steps),
+            int(self.done),
+            self.computed_s,
+            self.cpu_s,
+            self.computing_s,
+        )
+
+
+class Stage:
+    def __init__(self, *replicas: Replica) -> None:
+        self.paces = Paces()
+        self.replicas = {f"m/0/{n}": each for n, each in enumerate(replicas)}
+        self.now = 0.0
+
+    def run(self, seconds: float) -> dict[str, str]:
+        for _ in range(int(seconds / TICK_S)):
+            self.now += TICK_S
+            found = {name: each.work(TICK_S) for name, each in self.replicas.items()}
+            self.paces.seen(found, self.now)
+        return self.paces.slow
+
+
+def test_equal_replicas_are_not_slow() -> None:
+    assert Stage(Replica(), Replica(0.012), Replica(0.009)).run(60.0) == {}
+
+
+def test_replica_that_becomes_slow_is_named_within_a_window() -> None:
+    stage = Stage(Replica(), Replica(), Replica())
+    stage.run(30.0)
+    stage.replicas["m/0/1"].step_s = 0.03
+    (found,) = stage.run(WINDOW_S + TICK_S).items()
+    name, why = found
+    assert name == "m/0/1"
+    assert "30 ms, 3.0 times that of its peers, 3.0 times its own before" in why
+    assert "it has its processor time" in why
+
+
+def test_starved_replica_is_said_to_be() -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(30.0)
+    slow = stage.replicas["m/0/0"]
+    slow.step_s, slow.cpu = 0.03, 0.33
+    why = stage.run(WINDOW_S + TICK_S)["m/0/0"]
+    assert "starved" in why
+
+
+def test_replica_that_recovers_is_no_longer_slow() -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(30.0)
+    stage.replicas["m/0/0"].step_s = 0.03
+    assert stage.run(60.0)
+    stage.replicas["m/0/0"].step_s = 0.01
+    assert stage.run(WINDOW_S + TICK_S) == {}
+
+
+def test_replica_alone_is_compared_with_its_past() -> None:
+    stage = Stage(Replica())
+    stage.run(60.0)
+    stage.replicas["m/0/0"].step_s = 0.04
+    why = stage.run(2 * WINDOW_S)["m/0/0"]
+    assert "4.0 times its own before" in why
+
+
+def test_all_slower_at_once_is_more_work_not_one_slow_replica() -> None:
+    stage = Stage(Replica(), Replica(), Replica())
+    stage.run(30.0)
+    for replica in stage.replicas.values():
+        replica.step_s = 0.05
+    assert stage.run(30.0) == {}
+
+
+def test_larger_batches_are_not_slowness() -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(30.0)
+    busy = stage.replicas["m/0/0"]
+    busy.step_s, busy.rows = 0.04, 16
+    assert stage.run(30.0) == {}
+
+
+def test_replica_that_was_always_slower_is_named_beside_its_peers() -> None:
+    stage = Stage(Replica(0.05), Replica(), Replica())
+    assert list(stage.run(WINDOW_S + TICK_S)) == ["m/0/0"]
+
+
+@pytest.mark.parametrize(("computing_s", "is_slow"), [(0.5, False), (3.0, True)])
+def test_step_that_does_not_end_is_slow(computing_s: float, is_slow: bool) -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(30.0)
+    hung = stage.replicas["m/0/0"]
+    hung.is_idle, hung.computing_s = True, computing_s
+    assert computing_s > LONG_S or not is_slow
+    assert ("m/0/0" in stage.run(TICK_S)) == is_slow
+
+
+def test_idle_replica_is_not_judged() -> None:
+    stage = Stage(Replica(), Replica(is_idle=True))
+    assert stage.run(60.0) == {}
+    assert list(stage.paces.steps_s) == ["m/0/0"]
+
+
+def test_few_steps_are_no_pace() -> None:
+    stage = Stage(Replica(WINDOW_S / (MIN_STEPS - 2)), Replica())
+    assert stage.run(WINDOW_S) == {}
+
+
+def test_replica_that_is_gone_is_forgotten() -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(30.0)
+    stage.replicas["m/0/0"].step_s = 0.03
+    assert stage.run(30.0)
+    del stage.replicas["m/0/0"]
+    assert stage.run(TICK_S) == {}

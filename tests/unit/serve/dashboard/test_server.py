@@ -1,0 +1,239 @@
+"""The dashboard's server: who gets in, what is asked, and readers that are slow."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import orjson
+import pytest
+
+from multiworld.errors import ServeError
+from multiworld.serve.controller import answers
+from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.observe.facts import Facts, GatewayFacts, Series
+from multiworld.serve.dashboard import server
+from multiworld.serve.dashboard.server import PAGE, Watch, make_dashboard
+from tests.meta import vendored
+
+HANG_S = 20.0
+HERE = "http://127.0.0.1:8265"
+ORIGIN = {"origin": HERE}
+
+
+def facts(**changes: Any) -> Facts:
+    return Facts(
+        **{
+            "app": "a",
+            "url": "http://127.0.0.1:1",
+            "at": 1.0,
+            "is_ready": True,
+            "controller": 1,
+            "trouble": "",
+            "models": {},
+            "replicas": {},
+            "gateways": {},
+            "tenants": {},
+            "nodes": {},
+            "events": (),
+            "thoughts": (),
+            **changes,
+        }
+    )
+
+
+class Controller:
+    """Answers in place of a service's controller."""
+
+    def __init__(self) -> None:
+        self.facts = facts()
+        self.asked: list[tuple[str, Any]] = []
+        self.error = ""
+
+    def ask(self, method: str, path: str, kind: type, **more: Any) -> Any:
+        if self.error:
+            raise ServeError(self.error)
+        self.asked.append((path, more.get("json")))
+        return {
+            "/facts": self.facts,
+            "/series": Series({}),
+            "/scale": answers.Scaled(1, 2),
+        }[path]
+
+
+def visitor(
+    controller: Controller, key: str = "", base: str = HERE
+) -> httpx.AsyncClient:
+    app = make_dashboard(cast("Service", controller), key)
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(transport=transport, base_url=base)
+
+
+async def test_page_comes_with_nothing_from_elsewhere() -> None:
+    async with visitor(Controller()) as http:
+        page = await http.get("/")
+        assert page.status_code == 200
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        for name in ("main.js", "parts.js", "facts.js", "style.css", "icon.svg"):
+            part = await http.get(f"/page/{name}")
+            assert part.status_code == 200
+            assert "http" not in part.text.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8265", ""])
+async def test_other_host_is_refused_without_a_key(host: str) -> None:
+    """A page of elsewhere may have its name lead to this machine."""
+    async with visitor(Controller()) as http:
+        answer = await http.get("/", headers={"host": host})
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("headers", [{}, {"origin": "http://evil.example"}])
+async def test_operation_from_another_page_is_refused(headers: dict[str, str]) -> None:
+    controller = Controller()
+    async with visitor(controller) as http:
+        answer = await http.post("/do/scale", json={}, headers=headers)
+    assert answer.status_code == 403
+    assert controller.asked == []
+
+
+async def test_operation_is_asked_of_the_controller() -> None:
+    controller = Controller()
+    what = {"model": "m", "stage": "back", "replicas": 2}
+    async with visitor(controller) as http:
+        answer = await http.post("/do/scale", json=what, headers=ORIGIN)
+    assert (answer.status_code, answer.json()) == (200, {"before": 1, "replicas": 2})
+    assert controller.asked == [("/scale", what)]
+
+
+async def test_refusal_of_the_controller_is_shown() -> None:
+    controller = Controller()
+    controller.error = "no such stage"
+    async with visitor(controller) as http:
+        answer = await http.post("/do/scale", json={}, headers=ORIGIN)
+    assert (answer.status_code, answer.json()) == (502, {"error": "no such stage"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/do/shutdown", b"{}", 404),
+        ("/do/scale", b"{", 400),
+        ("/do/scale", b" " * (server.BODY_BYTES + 1), 400),
+    ],
+)
+async def test_wrong_operation_is_refused(path: str, body: bytes, status: int) -> None:
+    async with visitor(Controller()) as http:
+        answer = await http.post(path, content=body, headers=ORIGIN)
+    assert answer.status_code == status
+
+
+async def test_key_is_wanted_and_kept_as_a_cookie() -> None:
+    async with visitor(Controller(), "secret", "http://machine.example:8265") as http:
+        assert (await http.get("/")).status_code == 401
+        assert (await http.get("/?key=wrong")).status_code == 401
+        assert (await http.get("/facts?key=secret")).status_code == 401
+        answer = await http.get("/?key=secret")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert "HttpOnly" in answer.headers["set-cookie"]
+        assert (await http.get("/")).status_code == 200
+
+
+async def test_logs_are_those_of_the_service(tmp_path: Path) -> None:
+    log = tmp_path / "gateway-1.log"
+    log.write_bytes(b"x" * server.LOG_BYTES + b"the end")
+    controller = Controller()
+    controller.facts = facts(
+        gateways={
+            "gateway/1": GatewayFacts(phase="ready", since_s=1, pid=1, log=str(log))
+        }
+    )
+    service = cast("Service", controller)
+    async with visitor(controller) as http:
+        assert (await http.get("/logs/gateway/1")).status_code == 404, "not looked yet"
+    watch = Watch(service)
+    async for _ in limited(watch.events(), 1):
+        assert watch.facts["gateways"]["gateway/1"]["log"] == str(log)
+    assert server.end_of(log).endswith(b"the end")
+    assert len(server.end_of(log)) == server.LOG_BYTES
+    assert b"cannot be read" in server.end_of(tmp_path / "none")
+
+
+async def limited(events: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
+    async with asyncio.timeout(HANG_S):
+        async for event in events:
+            yield event
+            count -= 1
+            if not count:
+                break
+    await cast("Any", events).aclose()
+
+
+def told(event: bytes) -> tuple[str, Any]:
+    kind, _, data = event.decode().partition("\n")
+    return kind.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))
+
+
+async def test_reader_gets_all_facts_and_then_what_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.01)
+    controller = Controller()
+    found: list[tuple[str, Any]] = []
+    async for event in limited(Watch(cast("Service", controller)).events(), 2):
+        found.append(told(event))
+        controller.facts = facts(tokens=7)
+    assert [kind for kind, _ in found] == ["facts", "patch"]
+    assert found[0][1]["app"] == "a"
+    assert found[1][1] == {"tokens": 7}
+
+
+async def test_service_that_does_not_answer_is_said_to_be_in_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.01)
+    controller = Controller()
+    found: list[tuple[str, Any]] = []
+    async for event in limited(Watch(cast("Service", controller)).events(), 2):
+        found.append(told(event))
+        controller.error = "no controller answers"
+    assert found[1][1] == {"trouble": "no controller answers", "is_ready": False}
+
+
+async def test_slow_reader_gets_the_whole_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.001)
+    controller = Controller()
+    events = Watch(cast("Service", controller)).events()
+    async with asyncio.timeout(HANG_S):
+        await anext(events)
+        for number in range(400):
+            controller.facts = facts(tokens=number)
+            await asyncio.sleep(0.001)
+        kinds = [told(await anext(events))[0] for _ in range(3)]
+    await cast("Any", events).aclose()
+    assert "facts" in kinds
+
+
+async def test_nobody_looks_when_nobody_reads() -> None:
+    controller = Controller()
+    watch = Watch(cast("Service", controller))
+    async for _ in limited(watch.events(), 1):
+        pass
+    asked = len(controller.asked)
+    await asyncio.sleep(0.05)
+    assert len(controller.asked) == asked
+    assert watch.facts == {}
+
+
+def test_vendored_libraries_are_those_that_were_published() -> None:
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (PAGE / "vendor").iterdir()
+    }
+    assert found == vendored.DIGESTS, "run: python -m tests.meta.vendored"
