@@ -21,6 +21,7 @@ PROCESSORS = {
 }
 FILES = (
     "tests/unit/serve/engine/models/test_packed_linear.py",
+    "tests/unit/serve/engine/models/test_bfloat16_products.py",
     "tests/unit/serve/engine/models/test_integer_linear.py",
     "tests/unit/serve/engine/compute/test_batch_invariance.py",
     "tests/unit/serve/engine/compute/test_compiled_attention.py",
@@ -29,7 +30,8 @@ FILES = (
     "tests/unit/serve/controller/test_dtypes.py",
 )
 SELECTED = (
-    "test_packed_linear or test_integer_linear or test_compiled or "
+    "test_packed_linear or test_bfloat16_products or test_integer_linear or "
+    "test_compiled or "
     "test_dtypes or numbers or "
     "(test_decoder and llama) or (widths and 4864) or (neighbours and llama and True)"
 )

@@ -20,6 +20,7 @@ from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.engine.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.engine.compute.layer_code import DIGEST, can_run
 from multiworld.serve.engine.external.whole_model import maker_of, settings_of
+from multiworld.serve.engine.models.bfloat16_products import instructions
 from multiworld.serve.engine.models.factory import (
     build_model,
     changed_since,
@@ -151,6 +152,8 @@ def _generation_of(
         has_own = is_fixed and device == "cpu" and facts.dtype in ("", "float32")
         # Different code may compute different bits, so the fingerprint names it.
         more = [f"layers {DIGEST}"] if has_own and can_run() else []
+        if is_fixed and device == "cpu" and facts.dtype == "bfloat16":
+            more.append(f"products {instructions()}")
         kind = [fingerprint(limits.threads, device, *more)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
         return messages.StageLoaded(", ".join(kind), facts.weights())

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
+from multiworld.serve.engine.models.bfloat16_products import Bfloat16Linear
 from multiworld.serve.engine.models.packed_linear import PackedLinear
 
 # Candidate numbers of rows. Fewer than 4 rows are computed by separate kernels.
@@ -197,9 +198,14 @@ def make_linears_invariant(module: nn.Module) -> None:
         weight = getattr(found, "weight", None)
         if not is_product or not isinstance(weight, Tensor):
             continue
-        packed = found.forward if isinstance(found.forward, PackedLinear) else None
-        if packed is not None:
-            width, shape = packed.inputs, f"({packed.outputs}, {packed.inputs}) packed"
+        packed: Any = found.forward
+        if isinstance(packed, Bfloat16Linear) and packed.is_invariant:
+            continue
+        if isinstance(packed, PackedLinear | Bfloat16Linear):
+            width, shape = (
+                packed.inputs,
+                f"({packed.outputs}, {packed.inputs}) {type(packed).__name__}",
+            )
         else:
             width = weight.shape[1 if isinstance(found, nn.Linear) else 0]
             shape = str(tuple(weight.shape))

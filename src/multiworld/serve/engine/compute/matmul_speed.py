@@ -1,6 +1,9 @@
-"""Speed of bfloat16 matmuls on this machine. oneDNN has fast kernels only for some
-processors (AVX512, or dedicated instructions); on others it emulates them, several
-times slower than float32."""
+"""Speed of bfloat16 matmuls on this machine, beside float32.
+
+oneDNN has fast kernels only for some processors (AVX512, or dedicated instructions); on
+others it emulates them, several times slower than float32, unless compiled code of our
+own does it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ import time
 import torch
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
-from multiworld.serve.engine.models.packed_linear import PackedLinear
+from multiworld.serve.engine.models.bfloat16_products import instructions
+from multiworld.serve.engine.models.packed_linear import packed_product
 
 SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
 EMULATED = 100.0  # result if oneDNN cannot even pack the weights
 # Environment variables that restrict the instructions in use.
-VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+VARIABLES = (
+    "MULTIWORLD_COMPILE",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 
 
 def bfloat16_cost() -> float:
@@ -23,7 +32,7 @@ def bfloat16_cost() -> float:
     # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(
-        f"bfloat16 beside float32 in percent, {played}",
+        f"bfloat16 beside float32 in percent, products {instructions()}, {played}",
         1,
         lambda: [round(100 * _measured())],
     )
@@ -43,7 +52,7 @@ def _measured() -> float:
 
 def _best_s(dtype: torch.dtype) -> float:
     with torch.inference_mode():
-        product = PackedLinear(torch.ones(SIZE, SIZE, dtype=dtype), None)
+        product = packed_product(torch.ones(SIZE, SIZE, dtype=dtype))
         given = torch.ones(ROWS, SIZE, dtype=dtype)
         found = []
         for _ in range(RUNS):
