@@ -109,6 +109,7 @@ class Gateway:
     is_killed: bool = False
     connections: set[int] = field(default_factory=set)
     busy: int = 0  # connections with a request
+    given: int = 0  # connections so far
 
     @property
     def takes_connections(self) -> bool:
@@ -160,7 +161,9 @@ class Keeper:
                 return self._give_up(number)  # the service shuts down
             return []
         self.waiting.pop(number, None)
-        chosen = min(able, key=lambda each: (each.busy, len(each.connections)))
+        # Equals take turns.
+        chosen = min(able, key=lambda g: (g.busy, len(g.connections), g.given))
+        chosen.given += 1
         self._own(chosen, self.records[number])
         return [Give(number, chosen.number)]
 

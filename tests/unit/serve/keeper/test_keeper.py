@@ -94,6 +94,13 @@ def test_busy_gateway_gets_less() -> None:
     assert keeper.accepted(9, NOTHING, 0.0) == [Give(9, 2)]
 
 
+def test_equal_gateways_take_turns() -> None:
+    keeper = ready(2, ready(1))
+    for number, gateway in ((7, 1), (8, 2), (9, 1), (10, 2)):
+        assert keeper.accepted(number, NOTHING, 0.0) == [Give(number, gateway)]
+        said(keeper, gateway, Entry(Kind.CLOSED, number))
+
+
 def test_closed_connections_do_not_count_as_load() -> None:
     keeper = ready(1)
     for number, entries in ((7, ()), (8, (Entry(Kind.INPUT, 8, 0, b"?"),))):

@@ -17,6 +17,7 @@ import torch
 from multiworld.serve.text.grammar import grammar_of_regex
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 from tests.unit.serve.engine.external.test_vllm_sampling import imported_copy, letters
+from tests.until import until
 
 END = 0
 SLOTS, LONGEST = 4, 64
@@ -268,7 +269,7 @@ def test_tokens_that_a_structure_forbids_are_reported(plugin: Plugin) -> None:
     assert plugin.failures["wrong"].startswith("structured output failed")
 
 
-def test_ended_sequences_cost_the_others_nothing(
+async def test_ended_sequences_cost_the_others_nothing(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM does not say which sequences have ended, and a paused one must continue."""
@@ -291,6 +292,7 @@ def test_ended_sequences_cost_the_others_nothing(
     for _ in range(5):  # no structured row: the others have ended, and it pauses
         runner.add(3, [9], 1, None)
         runner.step(3)
+    await until(lambda: len(asked) == 3)  # by the first of these steps, in a thread
     asked.clear()
     for _ in range(6):
         runner.step(3)
