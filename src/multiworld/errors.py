@@ -29,6 +29,7 @@
     │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
     │ ├ InvalidRequestError        400   the request is malformed
     │ ├ UnknownModelError          404
+    │ ├ UnknownStreamError         404
     │ ├ UnauthorizedError          401   no API key, or an unknown one
     │ ├ OverloadedError            429   .retry_after_s
     │ ├ QuarantinedError           429   a tenant's requests killed replicas
@@ -80,6 +81,7 @@ __all__ = [
     "TorchVersionError",
     "UnauthorizedError",
     "UnknownModelError",
+    "UnknownStreamError",
     "UnknownWorldError",
     "UnsupportedOperationError",
     "UsedAfterForkError",

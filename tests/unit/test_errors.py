@@ -34,6 +34,7 @@ MADE = [
     errors.SpecError("two", problems=("line 1: a", "line 2: b")),
     errors.InvalidRequestError("bad"),
     errors.UnknownModelError("none"),
+    errors.UnknownStreamError("none"),
     errors.OverloadedError("full", retry_after_s=2.0),
     errors.UnauthorizedError("no key"),
     errors.QuarantinedError("poison", retry_after_s=30.0),
