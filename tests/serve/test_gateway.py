@@ -21,7 +21,7 @@ from tritonclient import http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.serve.harness import WAIT_S, Served, body, served, spec_with
-from tests.serve.models import expected
+from tests.serve.models import FINE, SLEEP, expected
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -94,11 +94,12 @@ def client(service: Served) -> Iterator[triton.InferenceServerClient]:
     made.close()
 
 
-def tensors(binary: bool, *values: float) -> list[triton.InferInput]:
+def tensors(binary: bool, *values: float, kind: int = FINE) -> list[triton.InferInput]:
     x = triton.InferInput("x", [len(values)], "FP32")
     x.set_data_from_numpy(np.array(values, dtype=np.float32), binary_data=binary)
     code = triton.InferInput("code", [len(values)], "INT64")
-    code.set_data_from_numpy(np.zeros(len(values), dtype=np.int64), binary_data=binary)
+    codes = np.full(len(values), kind, dtype=np.int64)
+    code.set_data_from_numpy(codes, binary_data=binary)
     return [x, code]
 
 
@@ -138,7 +139,7 @@ def test_triton_understands_errors(client: triton.InferenceServerClient) -> None
     ):
         client.infer("m", tensors(True, 1.0), model_version="9")
     with pytest.raises(InferenceServerException, match="deadline"):
-        client.infer("m", tensors(True, 1.0), timeout=1)  # a microsecond
+        client.infer("m", tensors(True, 1.0, kind=SLEEP), timeout=1)  # a microsecond
 
 
 # OpenAI's client
