@@ -9,7 +9,7 @@ def patch_of(before: Any, after: Any) -> Any:
     """Return the merge patch that makes ``after`` of ``before``; None of it is null.
 
     Null removes a key, so a value that is null cannot be told apart from one that is
-    absent; readers of the facts treat both alike.
+    absent; readers of the facts treat both the same.
     """
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return after

@@ -128,7 +128,7 @@ class Watch:
         whole = _event("facts", found)
         event = whole if not before else _event("patch", patch_of(before, found))
         for reader in self._readers:
-            if reader.full():  # it reads slowly: what it lacks is told as a whole
+            if reader.full():  # it reads slowly, and gets all facts again
                 while not reader.empty():
                     reader.get_nowait()
                 event = whole

@@ -356,7 +356,7 @@ class Keeper:
         """
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
-        # First the streams that are kept, of which others are readers.
+        # Streams that are kept come first; other connections may read them.
         records = [self.records[number] for number in gateway.connections]
         records.sort(key=lambda each: (not each.is_detached, each.number))
         for record in records:

@@ -689,7 +689,7 @@ class GatewaySpec(_Strict):
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish when the service shuts down."""
     detach_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
-    """Seconds for which a stream goes on, and can be read again at
+    """Seconds for which a stream continues, and can be read again at
     `/v1/streams/{id}`, after its client has vanished. Requests may set their own
     `detach_s`. 0: it ends with its client."""
     max_detach_s: Annotated[float, Field(ge=0, le=86400)] = 600.0

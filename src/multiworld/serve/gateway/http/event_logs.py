@@ -200,14 +200,16 @@ class EventLogs:
     def is_full(self, log: EventLog) -> bool:
         """Forget complete streams without readers; return whether it is not enough."""
         for other in list(self._logs.values()):
-            over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
-            if not over_tenant and self.size <= self._max_bytes:
+            has_too_much = self._has_too_much(log.tenant)
+            if not has_too_much and self.size <= self._max_bytes:
                 return False
             is_idle = other.is_complete and not other.has_readers
-            if is_idle and (not over_tenant or other.tenant == log.tenant):
+            if is_idle and (not has_too_much or other.tenant == log.tenant):
                 other.end()
-        over_tenant = self._sizes[log.tenant] > self._max_bytes // 2
-        return over_tenant or self.size > self._max_bytes
+        return self._has_too_much(log.tenant) or self.size > self._max_bytes
+
+    def _has_too_much(self, tenant: str) -> bool:
+        return self._sizes[tenant] > self._max_bytes // 2
 
     def remove(self, log: EventLog) -> bool:
         """Remove a log; return whether it was there."""

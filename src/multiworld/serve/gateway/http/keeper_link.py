@@ -93,7 +93,7 @@ class KeeperLink:
         # taken what it was sent.
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
-        self._reading: set[Recorded] = set()  # of which something was read in this turn
+        self._reading: set[Recorded] = set()  # that were read from in this turn
         # Numbers of the connections that another gateway cannot take; None: there is
         # no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
@@ -125,8 +125,7 @@ class KeeperLink:
                 record.give_up()
         if self._channel is None:
             return
-        if not self._entries and not self._writes:
-            self._loop.call_soon(self._flush)
+        self._soon()
         self._entries.append(entry(kind, record.number, value, payload))
 
     def split(self, connection: Recorded, number: int) -> ConnectionRecord:
@@ -346,7 +345,7 @@ class KeeperLink:
             return False
         if not await self._is_flushed():
             return False
-        # First the streams that are kept, of which others are readers.
+        # Streams that are kept come first; other connections may read them.
         found = sorted(self._connections.items(), key=lambda each: each[1].fileno())
         for number, connection in found:
             if number not in kept:
