@@ -150,6 +150,7 @@ def bench(
     watching     cost of failure detection: measured on and off
     hosts        TCP between two network namespaces (as root)
     serving      requests a second and latency, empty stages and MiniLM
+    keeper       cost of the stream keeper: with and without one
     generate     tokens a second and time to the first one, SmolLM2
     capacity     time until a killed replica is replaced, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2

@@ -96,6 +96,11 @@ SUITES = {
         run=_optional("serving"),
         beside={"ray": RAY},
     ),
+    "keeper": Suite(
+        "what the stream keeper costs: requests, streams of SmolLM2, idle connections",
+        "without",
+        run=_optional("keeper"),
+    ),
     "generate": Suite(
         "tokens a second and time to the first one, SmolLM2",
         "one stage",

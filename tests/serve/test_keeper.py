@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from multiworld.serve.controller.answers import Drained
 from tests.serve.harness import WAIT_S, Served, served
@@ -387,6 +388,27 @@ async def test_client_without_chunks_gets_every_byte(service: Served) -> None:
     await ready_again(service)
 
 
+async def test_connection_that_its_gateway_closes_ends_without_the_keeper(
+    service: Served,
+) -> None:
+    """The keeper's duplicate does not hold the connection open."""
+    connection = await Connection(service).open()
+    await connection.ask("/v1/completions", wanted(2))
+    await connection.answer()
+    keeper = service.keeper()
+    kill(keeper, signal.SIGSTOP)
+    try:
+        await connection.ask("/v1/completions", wanted(2), "Connection: close\r\n")
+        async with asyncio.timeout(WAIT_S):
+            await connection.answer()
+            assert await connection.reader.read() == b""
+        assert psutil.Process(keeper).status() == psutil.STATUS_STOPPED
+    finally:
+        kill(keeper, signal.SIGCONT)
+    connection.close()
+    await ready_again(service)
+
+
 async def test_large_body_that_is_half_read_is_read_on(service: Served) -> None:
     """What the dead gateway had read of it is recorded."""
     body = wanted(3)
@@ -416,6 +438,20 @@ async def test_drained_gateway_hands_its_streams_over(service: Served) -> None:
         while pids.keys() & (await asyncio.to_thread(gateways, service)).keys():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert any("continued by another" in e.text for e in service.events("connections"))
+
+
+async def test_update_of_the_gateways_hands_all_streams_over(service: Served) -> None:
+    before = (await asyncio.to_thread(gateways, service)).keys()
+    spec = {**service.spec, "gateway": {**service.spec["gateway"], "access_log": True}}
+    async with Streams(service) as streams:
+        await streams.have(3)
+        text = yaml.safe_dump(spec, sort_keys=False)
+        await asyncio.to_thread(service.update, text)
+        async with asyncio.timeout(WAIT_S):
+            while before & (await asyncio.to_thread(gateways, service)).keys():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    logs = service.state.rglob("gateway-*.log")
+    assert any("POST /v1/" in log.read_text() for log in logs)
 
 
 async def test_openais_client_notices_nothing(service: Served) -> None:

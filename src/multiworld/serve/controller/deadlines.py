@@ -17,4 +17,4 @@ PROBE_GRACE_S = 5.0  # beyond a probe's limit; then it counts as lost and is rep
 STORE_ANSWER_S, STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS = 1.5, 1.0, 3
 
 KEEPER_START_S = 10.0  # for a stream keeper to start
-KEEPER_BEAT_S = 0.2  # between beats to it
+KEEPER_BEAT_S = 0.25  # between beats to it

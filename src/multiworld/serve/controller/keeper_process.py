@@ -22,7 +22,7 @@ from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts
 from multiworld.serve.keeper.process import COUNTS, READY, SUPERVISOR
-from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
@@ -45,35 +45,32 @@ class KeeperSupervisor:
 
     Args:
         folder: Of the service.
-        app: The service.
         listener: Bound socket of the gateways' address; stays open until the service
             ends, so that no client is refused while there is no keeper.
         history: Of the service.
-        active: Returns the number of gateways that are to have connections.
+        app: Returns the service's spec, which an update changes.
     """
 
     def __init__(
         self,
         folder: StateFolder,
-        app: AppSpec,
         listener: socket.socket,
         history: History,
-        active: Callable[[], int],
+        app: Callable[[], AppSpec],
     ) -> None:
-        self._active = active
+        self._app = app
         self._history = history
         self._counts = Counts()
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
-        self._silence_s = app.silence_s
-        self._memory_mb = app.gateway.keeper_memory_mb
-        self._handover_s = app.gateway.handover_s
+        self._silence_s = app().silence_s  # which no update changes
         self._channel: Channel | None = None
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._others: list[socket.socket] = []  # that the keeper listens on
         self._lost = asyncio.Event()
         self._heard_at = 0.0
+        self._has_answered = False
         self.pid = 0  # of the keeper; 0: there is none
 
     async def run(self) -> None:
@@ -96,6 +93,12 @@ class KeeperSupervisor:
                 await self._watch(channel)
             finally:
                 channel.close()
+            if not self._has_answered:
+                text = "the stream keeper does not answer, and is replaced"
+                self._history.say("keeper", text)
+                _signal(self.pid, signal.SIGKILL)  # it is of another release
+                await asyncio.sleep(AGAIN_S)
+            self.pid = 0
 
     def _reach(self) -> Channel | None:
         """Return a channel to the keeper; None if there is none."""
@@ -105,11 +108,10 @@ class KeeperSupervisor:
         except OSError:
             sock.close()
             return None
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self._counts = Counts()
-        self.pid, _, _ = struct.unpack("3i", credentials)
+        self.pid = _pid_of(sock)
         self._lost.clear()
-        self._heard_at = self._loop.time()
+        self._heard_at, self._has_answered = self._loop.time(), False
         channel = Channel(sock, self._framed, self._lost.set)
         channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
         # The keeper of an earlier controller does not have it.
@@ -119,7 +121,11 @@ class KeeperSupervisor:
         return channel
 
     def _beat(self) -> bytes:
-        return entry(Kind.BEAT, 0, self._active())
+        return entry(Kind.BEAT, 0, self._gateway.replicas)
+
+    @property
+    def _gateway(self) -> GatewaySpec:
+        return self._app().gateway
 
     async def _watch(self, channel: Channel) -> None:
         while not self._lost.is_set():
@@ -130,10 +136,9 @@ class KeeperSupervisor:
             if self._loop.time() - self._heard_at > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
                 _signal(self.pid, signal.SIGKILL)
-        self.pid = 0
 
     def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:
-        self._heard_at = self._loop.time()
+        self._heard_at, self._has_answered = self._loop.time(), True
         for each in entries:
             if each.kind is Kind.LISTENER:
                 self._keep(socket.socket(fileno=descriptors.popleft()))
@@ -161,7 +166,8 @@ class KeeperSupervisor:
         command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
         command += ["--socket", str(self._path), "--alive", str(self._alive)]
         command += ["--silence", str(self._silence_s)]
-        command += ["--memory", str(self._memory_mb), "--active", str(self._active())]
+        command += ["--memory", str(self._gateway.keeper_memory_mb)]
+        command += ["--active", str(self._gateway.replicas)]
         for number in listeners:
             command += ["--listener", str(number)]
         with open(self._log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
@@ -184,13 +190,13 @@ class KeeperSupervisor:
 
         To be called before the gateways end.
         """
-        if self._handover_s and self._channel is not None:
-            wait_ms = int(1000 * self._handover_s)
+        if self._gateway.handover_s and self._channel is not None:
+            wait_ms = int(1000 * self._gateway.handover_s)
             self._channel.send(frame([entry(Kind.AWAIT, 0, wait_ms)]))
 
     async def end(self) -> None:
         """End the keeper of a service that has ended, unless it waits for the next."""
-        if self.pid and not self._handover_s:
+        if self.pid and not self._gateway.handover_s:
             _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
@@ -204,10 +210,17 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def _pid_of(sock: socket.socket) -> int:
+    """Return the process at the other end of a connected Unix socket."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid: int = struct.unpack("3i", found)[0]
+    return pid
+
+
 def port_of_keeper(path: Path) -> int:
     """Return the port that a running keeper listens on; 0 if none runs.
 
-    One that hangs is killed.
+    One that hangs, or speaks another protocol, is killed.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(KEEPER_START_S)
@@ -217,12 +230,11 @@ def port_of_keeper(path: Path) -> int:
             answer = len(frame([entry(Kind.LISTENER)]))
             _, found, _, _ = socket.recv_fds(sock, answer, 1)
         except TimeoutError:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            _signal(struct.unpack("3i", credentials)[0], signal.SIGKILL)
-            return 0
+            found = []
         except OSError:
             return 0
-    if not found:
-        return 0
+        if not found:
+            _signal(_pid_of(sock), signal.SIGKILL)
+            return 0
     with socket.socket(fileno=found[0]) as listener:
         return int(listener.getsockname()[1])

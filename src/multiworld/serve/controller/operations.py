@@ -23,6 +23,7 @@ from multiworld.serve.controller.status import models_order
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.engine.models.factory import check_policies
+from multiworld.serve.gateway.http.tls_handshake import check_certificate
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.wire.control_messages import (
     InjectHang,
@@ -147,6 +148,7 @@ class Operations:
         app = resolved.app
         desired_state.check_update(owner.app, app, self._versions.specs)
         check_policies(app)
+        check_certificate(app.gateway)
         self._check_sources(app)  # including modules just imported for the policies
         desired = self._fleet.desired
         sizes = {

@@ -98,6 +98,7 @@ class Processes:
                     ProcessPhase(record.phase),
                     now,
                     is_drain_requested=record.is_drain_requested,
+                    options=record.options,
                     fingerprint=record.fingerprint,
                     weights=record.weights,
                     noise=record.noise,

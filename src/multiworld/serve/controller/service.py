@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,6 +49,7 @@ from multiworld.serve.engine.models.factory import (
     modules_of,
 )
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.http.tls_handshake import check_certificate
 from multiworld.serve.gateway.process import allowed_connections, listen
 from multiworld.serve.machines.amounts import Node
 from multiworld.serve.machines.inventory import this_node
@@ -135,7 +135,7 @@ async def _run(
     if old is not None and not _may_live(old):
         old, ended = None, old
     allowed_connections(app.gateway.max_connections)
-    _check_tls(app)
+    check_certificate(app.gateway)
     if app.host == "auto":
         app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
@@ -278,11 +278,7 @@ async def _control(
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
         keeper = KeeperSupervisor(
-            folder,
-            app,
-            reserved,
-            controller.history,
-            lambda: controller.app.gateway.replicas,
+            folder, reserved, controller.history, lambda: controller.app
         )
         keeping: asyncio.Task[None] | None = None
         if app.gateway.is_kept:
@@ -431,22 +427,6 @@ def _preload(app: AppSpec) -> list[str]:
             raise SpecError(f"models.{name}: {error}") from error
         modules += [m for m in modules_of(spec, model) if m not in modules]
     return modules
-
-
-def _check_tls(app: AppSpec) -> None:
-    """Load the certificate once, so that a mistake does not fail every gateway."""
-    gateway = app.gateway
-    if gateway.tls_certificate is None:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(gateway.tls_certificate, gateway.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ServeError(
-            f"gateway.tls_certificate {gateway.tls_certificate!r} with gateway.tls_key "
-            f"{gateway.tls_key!r} cannot be used: {error}; give PEM files, with paths "
-            "relative to the folder in which the service is started"
-        ) from error
 
 
 def _has_gateway(old: Record) -> bool:

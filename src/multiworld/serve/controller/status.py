@@ -37,12 +37,15 @@ LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
 
 def is_ready(fleet: Reconciler) -> bool:
     ready = [p for p in fleet.processes.values() if p.phase is ProcessPhase.READY]
-    if sum(p.is_gateway for p in ready) < fleet.desired.gateways:
+    desired = fleet.desired
+    gateways = [p for p in ready if p.is_gateway]
+    current = sum(p.options == desired.gateway_options for p in gateways)
+    if current < desired.gateways:
         return False
     return all(
         sum((p.model, p.version, p.stage) == (name, model.version, k) for p in ready)
         >= count
-        for name, model in fleet.desired.models.items()
+        for name, model in desired.models.items()
         for k, count in enumerate(model.replicas)
     )
 
@@ -227,6 +230,7 @@ def _recorded(
         fingerprint=process.fingerprint,
         weights=process.weights,
         noise=process.noise,
+        options=process.options,
     )
 
 

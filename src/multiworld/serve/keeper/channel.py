@@ -53,6 +53,7 @@ class Channel:
         self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
         self._queue = deque()
         self._is_open = True
+        self._is_resting = False  # until it is read again
         self._is_waiting = False  # for the peer to take what is queued
         sock.setblocking(False)
         with contextlib.suppress(OSError):
@@ -125,6 +126,11 @@ class Channel:
             self._is_waiting = False
             self._loop.remove_writer(self._sock)
 
+    def read_now(self) -> None:
+        """Read what is there, also while nothing is read otherwise."""
+        if self._is_open:
+            self._readable()
+
     def _readable(self) -> None:
         try:
             size, more, _, _ = self._sock.recvmsg_into(
@@ -141,7 +147,8 @@ class Channel:
         if not size:
             self.lose()
             return
-        if self._rest_s and size < READ_BYTES // 4:
+        if self._rest_s and size < READ_BYTES // 4 and not self._is_resting:
+            self._is_resting = True
             self._loop.remove_reader(self._sock)
             self._loop.call_later(self._rest_s, self._read_on)
         try:
@@ -152,6 +159,7 @@ class Channel:
             self.lose()
 
     def _read_on(self) -> None:
+        self._is_resting = False
         if self._is_open:
             self._loop.add_reader(self._sock, self._readable)
 

@@ -21,8 +21,8 @@ from multiworld.serve.keeper.record import (
 
 WAIT_S = 30.0  # for a gateway, while there is none; then 503
 MAX_LOSSES = 4  # of gateways with a request; it may be the cause, and is refused
-TICK_S = 0.1  # between checks of gateways and of waiting connections
-PAUSE_S = 5 * TICK_S  # between two ticks: the keeper itself was stopped meanwhile
+TICK_S = 0.2  # between checks of gateways and of waiting connections
+PAUSE_S = 0.5  # between two ticks: the keeper itself was stopped meanwhile
 
 
 @dataclass(frozen=True, slots=True)

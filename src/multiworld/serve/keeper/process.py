@@ -54,7 +54,7 @@ ACCEPTS = 64  # in one turn of the loop
 OTHER_FILES = 256  # besides clients' connections
 FULL_S = 0.1  # until the next accept when there are no descriptors left
 END_S = 1.0  # for a killed gateway's end; in a driver it may take longer
-REST_S = 0.004  # between two reads of what gateways say
+REST_S = 0.03  # between two reads of what gateways say; see ``Channel``
 LOCK_S = 1.0  # between checks whether the service has ended
 LINGER_S = 0.5  # for a refused client to read its refusal
 
@@ -188,6 +188,14 @@ class KeeperProcess:
         own = self._without_records(number, entries, descriptors, now)
         self._carry_out(self.keeper.said(number, own, now))
 
+    def _find(self, number: int, asked: Entry) -> None:
+        """Answer where a stream is, after reading what all gateways have said."""
+        for channel in list(self._channels.values()):
+            channel.read_now()
+        if number in self.keeper.gateways:
+            now = self._loop.time()
+            self._carry_out(self.keeper.said(number, [asked], now))
+
     def _supervised(
         self, number: int, entries: list[Entry], descriptors: deque[int]
     ) -> None:
@@ -214,6 +222,8 @@ class KeeperProcess:
                 if not each.value:  # it has a client
                     sock = socket.socket(fileno=descriptors.popleft())
                     self._sockets[each.connection] = sock
+            elif each.kind is Kind.FIND:
+                self._loop.call_soon(self._find, number, each)
             elif number in self._restoring:
                 self._restoring[number].append(each)
                 if each.kind is Kind.COMPLETE:

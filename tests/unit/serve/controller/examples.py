@@ -115,6 +115,7 @@ STATUS: dict[str, Any] = {
             }
         },
         "gateways": 1,
+        "gateway_options": "0123456789abcdef",
     },
     "active": {"m": "1"},
     "table": 4,

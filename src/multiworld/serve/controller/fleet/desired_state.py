@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import multiworld
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
-from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 
 MAX_REPLICAS = 4096  # maximum number of replicas of a stage
 
@@ -57,7 +59,14 @@ def desired_state_of(
             has_deadline=model.generation is None or model.deadline_s is not None,
             spares=tuple(stage.spares for stage in model.stages),
         )
-    return DesiredState(models, app.gateways)
+    return DesiredState(models, app.gateways, _options_of(app.gateway))
+
+
+def _options_of(gateway: GatewaySpec) -> str:
+    """Return a digest of what a gateway process is started with."""
+    options = gateway.model_dump_json(exclude=CONTROLLER_FIELDS)
+    text = f"{multiworld.__version__} {options}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _fixed(model: ModelSpec, stage: int) -> int | None:
@@ -151,12 +160,13 @@ def check_update(
                 f"{name} cannot be changed while the service runs; shut the service "
                 "down, and serve the new spec"
             )
-    kept = {"replicas": old.gateway.replicas, "spare": old.gateway.spare}
-    if new.gateway.model_copy(update=kept) != old.gateway:
-        raise ServeError(
-            "only `replicas` and `spare` of the gateway can be changed while the "
-            "service runs; shut the service down, and serve the new spec"
-        )
+    for name in ("host", "port", "keeper", "keeper_memory_mb", "is_kept"):
+        if getattr(new.gateway, name) != getattr(old.gateway, name):
+            field = "tls_certificate" if name == "is_kept" else name
+            raise ServeError(
+                f"gateway.{field} cannot be changed while the service runs; shut the "
+                "service down, and serve the new spec"
+            )
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)
         if known is not None and version_fields(known) != version_fields(model):
@@ -174,6 +184,9 @@ def version_fields(spec: ModelSpec) -> Any:
         del found["generation"][name]
     return found, stages
 
+
+# Fields of `gateway` that a gateway process does not use.
+CONTROLLER_FIELDS = {"replicas", "spare", "keeper_memory_mb", "handover_s"}
 
 # Fields of a model that affect scaling and placement but not results.
 SCALING_FIELDS = {

@@ -172,6 +172,7 @@ class Reconciler:
 
     def _set_desired(self, desired: DesiredState, now: float) -> Iterator[Action]:
         self.desired = desired
+        yield from self._replace_gateways()
         for name in self.active.keys() - desired.models.keys():
             del self.active[name]
             self._updates.pop(name, None)
@@ -186,6 +187,20 @@ class Reconciler:
                     self.backoff.forget((name, model.version, stage))
                 text = f"{name}: from version {active} to {model.version}"
                 yield LogEvent("update", text)
+
+    def _replace_gateways(self) -> Iterator[Action]:
+        """Replace the gateways with other options than the desired ones."""
+        wanted = self.desired.gateway_options
+        old = [
+            each
+            for each in self._gateways()
+            if each.options != wanted and not each.is_drain_requested
+        ]
+        for each in old:
+            each.is_drain_requested = True
+        if old:
+            names = ", ".join(each.name for each in old)
+            yield LogEvent("update", f"gateways with other options replace {names}")
 
     def _probed(self, name: str, error: str | None, now: float) -> Iterator[Action]:
         process = self.processes.get(name)
@@ -476,7 +491,10 @@ class Reconciler:
         name = f"{prefix}/{self.next_number}"
         self.next_number += 1
         self._lost[key] = max(0, self._lost.get(key, 0) - 1)
-        self.processes[name] = Process(name, model, version, stage, since=now)
+        process = Process(name, model, version, stage, since=now)
+        if process.is_gateway:
+            process.options = self.desired.gateway_options
+        self.processes[name] = process
         return Launch(name, model, version, stage)
 
     def _drain(self, process: Process, now: float) -> Iterator[Action]:

@@ -45,6 +45,7 @@ class ProcessRecord(BaseModel):
     fingerprint: str = ""
     weights: str = ""
     noise: str = ""
+    options: str = ""  # of a gateway
 
 
 class StoreRecord(BaseModel):

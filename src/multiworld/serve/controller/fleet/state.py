@@ -35,6 +35,8 @@ class DesiredState:
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
+    # Digest of the options that a gateway is started with; others are replaced.
+    gateway_options: str = ""
 
 
 class ProcessPhase(enum.StrEnum):
@@ -92,6 +94,7 @@ class Process:
     drain_number: int = 0
     is_joined: bool = False  # its control world is ready
     is_drain_requested: bool = False
+    options: str = ""  # of a gateway: digest of those that it was started with
     probe: ProbeState = field(default_factory=lambda: ProbeState())
     # Hardware fingerprint on which its results depend; empty if unknown.
     fingerprint: str = ""

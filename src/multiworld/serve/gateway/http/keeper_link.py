@@ -23,7 +23,8 @@ from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
 logger = logging.getLogger("multiworld.serve")
 
-BEAT_S = 0.1  # between beats to the keeper
+BEATS = 8  # to the keeper in ``silence_s``
+MAX_BEAT_S = 0.25  # between two of them
 # Of unanswered requests of a connection, kept here in case that the keeper is lost.
 MIRROR_BYTES = 1024 * 1024
 FIND_S = 2.0  # for the keeper to say where a stream is
@@ -77,6 +78,7 @@ class KeeperLink:
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
         self._path, self._name = path, name
         self._silence_s, self._serve = silence_s, serve
+        self._beat_s = min(MAX_BEAT_S, silence_s / BEATS)
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
         self._lost = asyncio.Event()
@@ -268,7 +270,7 @@ class KeeperLink:
         while not self._lost.is_set():
             channel.send(frame([entry(Kind.BEAT)]))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(self._beat_s):
                     await self._lost.wait()
             if self._loop.time() - self._heard_at > self._silence_s + KEEPER_S:
                 logger.error("the stream keeper hangs; streams continue without it")

@@ -203,9 +203,17 @@ class PeekedSocket(socket.socket):
     """
 
     _taken = memoryview(bytearray(256 * 1024))  # never looked at
+    is_abandoned = False
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         return super().recv(size, flags | socket.MSG_PEEK)
+
+    def close(self) -> None:
+        """Close the connection; the keeper's duplicate would hold it open for longer."""
+        if not self.is_abandoned:
+            with contextlib.suppress(OSError):
+                self.shutdown(socket.SHUT_WR)
+        super().close()
 
     def take(self, size: int) -> None:
         """Take what was read out of the kernel."""
@@ -351,7 +359,7 @@ class Recorder(Unrecorded):
             self._transport.resume_reading("keeper")
 
     def abandon(self) -> None:
-        self.is_abandoned = True
+        self.is_abandoned = self._sock.is_abandoned = True
         if self._transport is not None:
             self._transport.abandon()
 

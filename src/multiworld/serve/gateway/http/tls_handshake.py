@@ -16,8 +16,10 @@ from typing import Any, cast
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from multiworld.errors import ServeError
 from multiworld.net.file_version import version_of
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits
+from multiworld.serve.spec.schema import GatewaySpec
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -48,6 +50,24 @@ class Certificate:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(*self._files)
         return context
+
+
+def check_certificate(spec: GatewaySpec) -> None:
+    """Load the certificate once, so that a mistake does not fail every gateway.
+
+    Raises:
+        ServeError: It cannot be used.
+    """
+    if spec.tls_certificate is None or spec.tls_key is None:
+        return
+    try:
+        Certificate(spec.tls_certificate, spec.tls_key)
+    except OSError as error:  # or ssl.SSLError
+        raise ServeError(
+            f"gateway.tls_certificate {spec.tls_certificate!r} with gateway.tls_key "
+            f"{spec.tls_key!r} cannot be used: {error}; give PEM files, with paths "
+            "relative to the folder in which the service is started"
+        ) from error
 
 
 class Handshake(asyncio.Protocol):
