@@ -35,6 +35,9 @@ WORDS = {
     "unprotected": "requests are not protected, beyond gateway.keeper_memory_mb: {}",
 }
 
+# So that large answers, once forgotten, are given back to the kernel (mallopt(3)).
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
 END_S = 2.0  # for its exit after SIGTERM
 
 
@@ -177,6 +180,7 @@ class KeeperSupervisor:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 pass_fds=listeners,
+                env={**os.environ, **MALLOC},
                 start_new_session=True,
             )
         assert process.stdout is not None

@@ -53,6 +53,7 @@ class Channel:
         self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
         self._queue = deque()
         self._is_open = True
+        self._has_failed = False  # to send
         self._is_resting = False  # until it is read again
         self._is_waiting = False  # for the peer to take what is queued
         sock.setblocking(False)
@@ -76,7 +77,7 @@ class Channel:
         Descriptors that have to wait are duplicated. Nothing is called if the channel
         is lost before. Return False if there are no descriptors left for that.
         """
-        if not self._is_open:
+        if not self._is_open or self._has_failed:
             return True
         rest = memoryview(data)
         if descriptors and not self._queue:
@@ -86,7 +87,7 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError:
-                self.lose()
+                self._fail()
                 return True
         try:
             copies = tuple(os.dup(number) for number in descriptors)
@@ -98,7 +99,7 @@ class Channel:
         return True
 
     def _write(self) -> None:
-        while self._queue and self._is_open:
+        while self._queue and self._is_open and not self._has_failed:
             data, descriptors, on_sent = self._queue[0]
             try:
                 if not data:
@@ -113,7 +114,7 @@ class Channel:
                     self._loop.add_writer(self._sock, self._write)
                 return
             except OSError:
-                self.lose()
+                self._fail()
                 return
             for number in descriptors:
                 os.close(number)
@@ -126,27 +127,39 @@ class Channel:
             self._is_waiting = False
             self._loop.remove_writer(self._sock)
 
+    def _fail(self) -> None:
+        """Send nothing more: the peer is gone; what it has said is read first."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._loop.call_soon(self._read_rest)
+
+    def _read_rest(self) -> None:
+        while self._is_open and self._readable():
+            pass
+        self.lose()
+
     def read_now(self) -> None:
         """Read what is there, also while nothing is read otherwise."""
         if self._is_open:
             self._readable()
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Read once; return whether there may be more."""
         try:
-            size, more, _, _ = self._sock.recvmsg_into(
+            size, more, flags, _ = self._sock.recvmsg_into(
                 [self._read], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return
+            return False
         except OSError:
-            size, more = 0, []
+            size, more, flags = 0, [], 0
         for _, _, found in more:
             numbers = array("i")
             numbers.frombytes(found[: len(found) - len(found) % numbers.itemsize])
             self._descriptors.extend(numbers)
-        if not size:
+        if not size or flags & socket.MSG_CTRUNC:  # there was no room for descriptors
             self.lose()
-            return
+            return False
         if self._rest_s and size < READ_BYTES // 4 and not self._is_resting:
             self._is_resting = True
             self._loop.remove_reader(self._sock)
@@ -157,6 +170,7 @@ class Channel:
                     self._on_frame(entries, self._descriptors)
         except FrameError:
             self.lose()
+        return True
 
     def _read_on(self) -> None:
         self._is_resting = False

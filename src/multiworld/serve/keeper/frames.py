@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-PROTOCOL = 1  # version; both ends name theirs in ``HELLO``
+PROTOCOL = 2  # version; both ends name theirs in ``HELLO``
 
 _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
 
 MAX_FRAME = 256 * 2**20  # bytes; a longer one is not from a gateway
+MAX_ENTRY = MAX_FRAME // 2  # bytes of an answer that are recorded at once
 PIECE_BYTES = 1024 * 1024  # maximum payload of an entry of a record
 
 
@@ -48,6 +49,7 @@ class Kind(IntEnum):
     ADMITTED = 27  # the current request is within its tenant's limits
     SKIPPED = 28  # bytes read that are not kept; value: how many
     KEPT = 29  # the current answer is read again by this id (payload); empty: no more
+    WRITTEN = 30  # bytes of the answer that are not kept; value: how many
     # About a connection's place.
     # The gateway lets go of the connection. Payload: id of a stream, whose gateway gets
     # it; empty: any gateway.
@@ -96,6 +98,22 @@ def frame(entries: Iterable[bytes]) -> bytes:
     """Return a frame of packed entries."""
     body = b"".join(entries)
     return _LENGTH.pack(len(body)) + body
+
+
+def frames(entries: list[bytes]) -> list[bytes]:
+    """Return entries as frames that are not longer than the peer allows; at least one.
+
+    Each entry has to be shorter than ``MAX_ENTRY``.
+    """
+    found: list[list[bytes]] = [[]]
+    size = 0
+    for each in entries:
+        if size + len(each) > MAX_FRAME:
+            found.append([])
+            size = 0
+        found[-1].append(each)
+        size += len(each)
+    return [frame(each) for each in found]
 
 
 class FrameReader:

@@ -19,9 +19,10 @@ from multiworld.serve.keeper.record import (
     State,
 )
 
-WAIT_S = 30.0  # for a gateway, while there is none; then 503
+WAIT_S = 60.0  # for a gateway, while there is none; then 503
 MAX_LOSSES = 4  # of gateways with a request; it may be the cause, and is refused
 TICK_S = 0.2  # between checks of gateways and of waiting connections
+SLOW_S = 1.0  # between looks at what slow clients have taken
 PAUSE_S = 0.5  # between two ticks: the keeper itself was stopped meanwhile
 
 
@@ -138,6 +139,9 @@ class Keeper:
         self._owner: dict[int, Gateway] = {}
         self.streams: dict[bytes, int] = {}  # that are kept: their connections
         self._ticked_at: float | None = None
+        # Connections whose clients had not taken all output at the last look.
+        self._slow: set[int] = set()
+        self._looked_at = 0.0
         self.handed_over = self.unprotected = self.refused = self.closed = 0
 
     # Connections.
@@ -190,6 +194,7 @@ class Keeper:
 
     def _forget(self, record: ConnectionRecord) -> None:
         del self.records[record.number]
+        self._slow.discard(record.number)
         if self.streams.get(record.stream) == record.number:
             del self.streams[record.stream]
         self.size -= record.size
@@ -227,6 +232,8 @@ class Keeper:
             before = record.size
             record.trim(written)
             self.size += record.size - before
+            has_rest = len(record.output) > IDLE_BYTES
+            (self._slow.add if has_rest else self._slow.discard)(number)
 
     # Services.
 
@@ -304,12 +311,18 @@ class Keeper:
         if record.state is State.CLOSED:
             self._forget(record)
             return [Close(number)]
-        if self.size > self._max_bytes and record.is_protected and size > before:
-            record.give_up()
-            self.size += record.size - size
-            self.unprotected += 1
+        if self.size > self._max_bytes and size > before:
+            self._give_up_record(record)
         limit = IDLE_BYTES if kind is Kind.IDLE else TRIM_BYTES
         return [Trim(number)] if len(record.output) > limit else []
+
+    def _give_up_record(self, record: ConnectionRecord) -> None:
+        """Keep nothing more of a connection, as there is no memory for it."""
+        before = record.size
+        self.unprotected += record.is_protected
+        record.give_up()
+        record.drop_output()
+        self.size += record.size - before
 
     def _done(
         self, gateway: Gateway, record: ConnectionRecord, said: Entry
@@ -337,10 +350,9 @@ class Keeper:
         gateway = self.gateways[number]
         gateway.heard_at = now
         self.records[record.number] = record
-        if self.size + record.size > self._max_bytes:
-            record.give_up()
-            self.unprotected += 1
         self.size += record.size
+        if self.size > self._max_bytes:
+            self._give_up_record(record)
         self._name(record)
         self._own(gateway, record)
 
@@ -420,6 +432,9 @@ class Keeper:
             for gateway in self.gateways.values():
                 gateway.heard_at = now  # what they sent meanwhile is not read yet
         actions: list[Action] = []
+        if now - self._looked_at > SLOW_S:
+            self._looked_at = now
+            actions += [Trim(number) for number in self._slow]
         for gateway in self.gateways.values():
             is_hung = now - gateway.heard_at > self._silence_s
             if gateway.is_ready and is_hung and not gateway.is_killed:

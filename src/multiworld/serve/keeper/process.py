@@ -95,6 +95,7 @@ class KeeperProcess:
         self._processes: dict[int, int] = {}  # descriptors: an id may be used again
         self._restoring: dict[int, list[Entry]] = {}
         self._supervisors: set[int] = set()
+        self._discarded = memoryview(bytearray(64 * 1024))
         self._silence_s = silence_s
         self._ticked_at = self._loop.time()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -317,7 +318,23 @@ class KeeperProcess:
             sock.send(REFUSED)
             sock.shutdown(socket.SHUT_WR)
         # Closed with unread bytes, it would be reset before the client has read.
-        self._loop.call_later(LINGER_S, sock.close)
+        self._loop.add_reader(sock, self._discard, sock)
+        self._loop.call_later(LINGER_S, self._end_refused, sock)
+
+    def _discard(self, sock: socket.socket) -> None:
+        try:
+            has_more = sock.recv_into(self._discarded) > 0
+        except BlockingIOError:
+            return
+        except OSError:
+            has_more = False
+        if not has_more:
+            self._end_refused(sock)
+
+    def _end_refused(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0:
+            self._loop.remove_reader(sock)
+            sock.close()
 
     async def end(self) -> None:
         """Refuse the clients that wait for a gateway."""

@@ -22,11 +22,12 @@ from multiworld.serve.keeper.frames import (
 )
 
 # The numbers and flags of a record, in the order of ``COUNTED``.
-COUNTERS = struct.Struct("<QQQQQQQQ?????")
+COUNTERS = struct.Struct("<QQQQQQQQ??????")
 COUNTED = (
     *("written_before", "read_before", "output_at", "input_at", "began_ns"),
     *("answered", "events", "losses"),
-    *("is_admitted", "has_begun", "is_closing", "is_protected", "is_detached"),
+    *("is_admitted", "has_interim", "has_begun"),
+    *("is_closing", "is_protected", "is_detached"),
 )
 
 # Bytes of output from which on the kernel is asked what it has: of an answer, and of a
@@ -81,6 +82,7 @@ class ConnectionRecord:
         events: Events of the current answer that are recorded.
         losses: Gateways that were lost with the current request, since something of
             its answer was recorded.
+        has_interim: Whether what comes before the current answer is recorded.
         has_begun: Whether bytes of the current answer are recorded.
         output: The last bytes that were recorded for the client, of all answers.
         output_at: Number of bytes that were recorded before those.
@@ -104,6 +106,7 @@ class ConnectionRecord:
     items: list[bytes] = field(default_factory=list)
     events: int = 0
     losses: int = 0
+    has_interim: bool = False
     has_begun: bool = False
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
@@ -191,7 +194,15 @@ class ConnectionRecord:
         self.output += data
 
     def _interim(self, _: int, data: bytes) -> None:
+        self.has_interim = True
         self.output += data
+
+    def _written(self, size: int, _: bytes) -> None:
+        self.become(State.ANSWERING)
+        self.has_begun = True
+        self.give_up()
+        self.drop_output()
+        self.output_at += size
 
     def _answered(self, began_ns: int, _: bytes) -> None:
         self.become(State.ANSWERING)
@@ -224,7 +235,7 @@ class ConnectionRecord:
 
     def _end_answer(self) -> None:
         self.request, self.stream, self.events, self.losses = b"", b"", 0, 0
-        self.has_begun = self.is_admitted = False
+        self.has_interim = self.has_begun = self.is_admitted = False
         self.items.clear()
         self.item_bytes = 0
 
@@ -236,6 +247,11 @@ class ConnectionRecord:
         self.input.clear()
         self.items.clear()
         self.item_bytes = 0
+
+    def drop_output(self) -> None:
+        """Keep no output; until the client has it, nobody else can go on."""
+        self.output_at += len(self.output)
+        self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
         """Return the record of the current stream alone, which needs no client.
@@ -262,10 +278,10 @@ class ConnectionRecord:
             self.output_at += done
 
     def has_all(self, written: int, read: int) -> bool:
-        """Return whether all is recorded that was written and read, by the kernel."""
+        """Return whether all is here, or at the client, by the kernel's counts."""
         has_read = read - self.read_before <= self.input_at + len(self.input)
         end = self.output_at + len(self.output)
-        return has_read and written - self.written_before <= end
+        return has_read and self.output_at <= written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
         """Yield the record; ``CONNECTION`` needs a descriptor if there is a client."""
@@ -308,6 +324,7 @@ _APPLY: dict[Kind, Callable[[ConnectionRecord, int, bytes], None]] = {
     Kind.ITEM: ConnectionRecord._item,
     Kind.OUTPUT: ConnectionRecord._output,
     Kind.INTERIM: ConnectionRecord._interim,
+    Kind.WRITTEN: ConnectionRecord._written,
     Kind.ANSWERED: ConnectionRecord._answered,
     Kind.CLOSING: ConnectionRecord._closing,
     Kind.IDLE: ConnectionRecord._idle,

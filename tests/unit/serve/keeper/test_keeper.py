@@ -26,6 +26,7 @@ from multiworld.serve.keeper.frames import (
 from multiworld.serve.keeper.keeper import (
     MAX_LOSSES,
     PAUSE_S,
+    SLOW_S,
     TICK_S,
     WAIT_S,
     Action,
@@ -143,6 +144,61 @@ def test_answer_of_which_more_went_out_than_is_recorded_is_cut() -> None:
     keeper.accepted(7, NOTHING, 0.0)
     said(keeper, 1, *REQUEST, Entry(Kind.OUTPUT, 7, 1, b"12"))
     assert keeper.lost(1, {7: Counters(3, READ)}, 0.0) == [Close(7)]
+
+
+def test_output_of_a_slow_client_is_forgotten_once_it_has_it() -> None:
+    """No further entry of the connection says so."""
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    data = b"x" * 100_000
+    said(keeper, 1, *REQUEST, Entry(Kind.OUTPUT, 7, 0, data))
+    assert said(keeper, 1, Entry(Kind.IDLE, 7)) == [Trim(7)]
+    keeper.trimmed(7, 10_000)  # the client reads slowly
+    assert keeper.size == 90_000
+    now = SLOW_S + TICK_S
+    assert Trim(7) in keeper.ticked(now)
+    keeper.trimmed(7, len(data))
+    assert keeper.size == 0
+    assert keeper.ticked(2 * now) == []
+
+
+def test_memory_is_bounded_by_giving_up_output_too() -> None:
+    keeper = ready(2, ready(1))
+    for number in range(7, 12):
+        keeper.accepted(number, NOTHING, 0.0)
+    for number in sorted(keeper.records):
+        gateway = 1 if number in keeper.gateways[1].connections else 2
+        request = [Entry(e.kind, number, e.value, e.payload) for e in REQUEST]
+        said(keeper, gateway, *request, Entry(Kind.OUTPUT, number, 0, b"x" * MIB))
+        assert keeper.size <= MIB
+    assert keeper.unprotected == 5
+
+
+def test_connection_whose_missing_output_is_not_kept_is_cut() -> None:
+    """Its client has not got all of an answer that nobody has any more."""
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST, Entry(Kind.WRITTEN, 7, 500))
+    assert keeper.unprotected == 0
+    said(keeper, 1, Entry(Kind.IDLE, 7))
+    assert keeper.lost(1, {7: Counters(400, READ)}, 0.0) == [Close(7)]
+
+
+def test_connection_continues_once_its_client_has_what_is_not_kept() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST, Entry(Kind.WRITTEN, 7, 500), Entry(Kind.IDLE, 7))
+    assert keeper.lost(1, {7: Counters(500, READ)}, 0.0) == [Give(7, 2)]
+
+
+def test_heir_knows_what_went_out_before_the_answer() -> None:
+    keeper = ready(2, ready(1))
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, REQUEST[0], Entry(Kind.INTERIM, 7, 0, b"100"))
+    assert keeper.lost(1, {7: Counters(3, READ)}, 0.0) == [Give(7, 2)]
+    assert keeper.records[7].has_interim
+    said(keeper, 2, Entry(Kind.OUTPUT, 7, 0, b"answer"), Entry(Kind.IDLE, 7))
+    assert not keeper.records[7].has_interim
 
 
 def test_hung_gateway_is_killed_before_another_one_writes() -> None:
@@ -342,6 +398,7 @@ def test_gateway_decides_about_its_own_connections_only() -> None:
         st.lists(st.binary(max_size=9), max_size=3),
         st.integers(0, 9),
         st.integers(0, 9),
+        st.booleans(),
         st.booleans(),
         st.binary(max_size=9).map(bytearray),
         st.integers(0, 2**40),

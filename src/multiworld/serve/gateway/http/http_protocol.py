@@ -104,6 +104,7 @@ class HeadKeeper:
         self._head = b""
         self.is_discarding = False  # what follows is not sent
         self.has_head = False  # another gateway has sent the next answer's head
+        self.has_interim = False  # or what comes before it
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of a response."""
@@ -229,6 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._answered_before = record.answered
         self._heads.has_head = record.has_begun
+        self._heads.has_interim = record.has_interim
         if record.input:
             self._feed(bytes(record.input))
         if self._is_in_message and self._is_answered_before:
@@ -310,8 +312,9 @@ class BoundedProtocol(HttpToolsProtocol):
                     self.cycle.send = partial(  # type: ignore[method-assign]
                         without_chunks, self.cycle, self.cycle.send
                     )
-                if self._heads.has_head:
+                if self._heads.has_head or self._heads.has_interim:
                     self.cycle.waiting_for_100_continue = False
+                self._heads.has_interim = False
                 self._cycles.append(self.cycle)
                 self.cycle.transport = self._heads  # type: ignore[assignment]
                 self._read_on()

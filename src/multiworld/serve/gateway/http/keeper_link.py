@@ -18,7 +18,15 @@ from typing import Protocol
 
 from multiworld.serve.gateway.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, is_same
-from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, Place, entry, frame
+from multiworld.serve.keeper.frames import (
+    PROTOCOL,
+    Entry,
+    Kind,
+    Place,
+    entry,
+    frame,
+    frames,
+)
 from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
 logger = logging.getLogger("multiworld.serve")
@@ -201,7 +209,10 @@ class KeeperLink:
             return
         if entries or writes:
             self._sent.append(writes)
-            self._channel.send(frame(entries), on_sent=self._on_sent)
+            *several, last = frames(entries)
+            for each in several:
+                self._channel.send(each)
+            self._channel.send(last, on_sent=self._on_sent)
         if self._sent:
             for connection in self._reading:
                 connection.pause_reading()

@@ -22,7 +22,7 @@ import msgspec
 from multiworld.serve.gateway.http.event_logs import EventLog
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
 from multiworld.serve.keeper import counters
-from multiworld.serve.keeper.frames import Kind, Place
+from multiworld.serve.keeper.frames import MAX_ENTRY, Kind, Place
 from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.wire.generation_messages import TokenItem
 
@@ -209,7 +209,7 @@ class PeekedSocket(socket.socket):
         return super().recv(size, flags | socket.MSG_PEEK)
 
     def close(self) -> None:
-        """Close the connection; the keeper's duplicate would hold it open for longer."""
+        """Close the connection, which the keeper's duplicate would hold open."""
         if not self.is_abandoned:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_WR)
@@ -313,6 +313,8 @@ class Recorder(Unrecorded):
         """Record what goes to the client, and then ``write`` it."""
         if is_interim:
             self.say(Kind.INTERIM, 0, data)
+        elif len(data) > MAX_ENTRY:
+            self.say(Kind.WRITTEN, len(data))
         else:
             events = 0 if self._answer is None else self._answer.events
             self.say(Kind.OUTPUT, events, data)

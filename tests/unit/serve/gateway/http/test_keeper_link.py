@@ -7,6 +7,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,3 +194,44 @@ async def test_gateway_that_leaves_keeps_what_no_other_one_can_continue(
     assert await leaving
     assert (kept.done, moved.done) == ([], ["abandon"])
     await until(lambda: Kind.RELEASED in keeper.kinds)
+
+
+async def test_keeper_that_dies_as_it_is_greeted_holds_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket still takes connections when its process is about to end."""
+    path = tmp_path / "keeper"
+    dying = Keeper(path)
+    link = KeeperLink(path, "gateway/1", 5.0, lambda *given: None)
+    connection, out = Kept(1), list[int]()
+    link.add(connection)
+
+    def reached(*given: Any) -> Channel:
+        # Connected by the kernel, and never accepted.
+        monkeypatch.undo()
+        dying.listener.close()
+        path.unlink()
+        return Channel(*given)
+
+    monkeypatch.setattr(keeper_link, "Channel", reached)
+    running = asyncio.ensure_future(link.run())
+    await until(lambda: not path.exists())
+
+    def write(number: int) -> None:
+        link.say(connection, Kind.INPUT, 1, b"?")
+        link.then(connection, lambda: out.append(number))
+
+    for number in range(3):
+        write(number)
+    await until(lambda: len(out) == 3)
+    following = Keeper(path)
+    async with asyncio.timeout(HANG_S):
+        await following.joined()
+    following.read()
+    await until(lambda: link.is_protected)
+    write(3)
+    await until(lambda: len(out) == 4)
+    assert out == [0, 1, 2, 3]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    following.close()
