@@ -12,7 +12,7 @@ from tests.meta.imports import cycles, imported, is_pure, modules, outside, own,
 
 LAYERS = (
     {"errors"},
-    {"config"},
+    {"config", "log_format"},
     {"net"},
     {"rendezvous"},
     {"liveness"},
@@ -34,6 +34,7 @@ LAYERS = (
     {"serve/spec", "serve/queueing"},
     {"serve/machines", "serve/tenants", "serve/text"},
     {"serve/keeper", "serve/wire"},
+    {"serve/tracing"},
     {
         "serve/controller/deadlines",
         "serve/gateway/deadlines",
@@ -130,6 +131,7 @@ def test_few_modules_read_the_wall_clock() -> None:
     }
     assert found == {
         "cli.explain",
+        "cli.logs",
         "cli.serve",
         "cli.tenants",
         "serve.controller.observe.observer",
@@ -143,6 +145,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.gateway.admission.authenticator",
         "serve.keeper.process",
         "serve.tenants.database",
+        "serve.tracing.tracer",
     }
 
 

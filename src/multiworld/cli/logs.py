@@ -1,27 +1,105 @@
-"""``multiworld logs``: prints the end of the logs of processes."""
+"""``multiworld logs``: prints lines of the logs of processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
 from multiworld.cli.options import of_service
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.processes import LOG_NAME
 
-END = 2**20  # bytes to read at the end of a log
+END = 2**24  # bytes to read at the end of a log
+LINES = 20  # of each log; of those about a request, or since a time, all
+TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # of the standard library's lines
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
-def _end_of(path: Path, lines: int) -> list[str]:
+class Age(click.ParamType[float]):
+    """A length of time, such as 90s, 5m, 2h or 1d, in seconds."""
+
+    name = "age"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        found = AGE.fullmatch(value.strip())
+        if found is None:
+            self.fail(f"{value!r} is no length of time; give 90s, 5m, 2h or 1d")
+        return float(found[1]) * UNITS[found[2]]
+
+
+@dataclass(slots=True)
+class Entry:
+    """A line of a log with those that belong to it, such as a stack trace."""
+
+    at: float | None  # seconds since 1970; None: its time cannot be read
+    lines: list[str]
+
+    def is_about(self, request: str) -> bool:
+        """Return whether it names a request by its id."""
+        pattern = rf"(?<![\w-]){re.escape(request)}(?![\w-])"
+        return any(re.search(pattern, line) for line in self.lines)
+
+
+def _read(path: Path) -> list[str]:
+    """Return the last lines of a log."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - END))
-            return file.read(END).decode(errors="replace").splitlines()[-lines:]
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - END))
+            lines = file.read(END).decode(errors="replace").splitlines()
+            return lines[size > END :]  # the first one may be cut
     except FileNotFoundError:  # removed in the meantime, like other old logs
         return []
+
+
+def entries_of(lines: Iterable[str]) -> list[Entry]:
+    """Return lines as entries; those without a time belong to the one before."""
+    found: list[Entry] = []
+    for line in lines:
+        at = time_of(line)
+        if at is None and found:
+            found[-1].lines.append(line)
+        else:
+            found.append(Entry(at, [line]))
+    return found
+
+
+def time_of(line: str) -> float | None:
+    """Return the time at which a line was written, in seconds since 1970."""
+    try:
+        if line.startswith("{"):
+            return datetime.fromisoformat(json.loads(line)["time"]).timestamp()
+        return datetime.strptime(line[:TIME_LENGTH], TIME).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _chosen(
+    path: Path, count: int, request: str | None, since: float | None
+) -> list[str]:
+    entries = entries_of(_read(path))
+    if since is not None:
+        entries = [each for each in entries if (each.at or 0.0) >= since]
+    if request is not None:
+        entries = [each for each in entries if each.is_about(request)]
+    lines = [line for each in entries for line in each.lines]
+    return lines[-count:]
 
 
 def _numbered(service: Service, name: str) -> str:
@@ -41,37 +119,85 @@ def _numbered(service: Service, name: str) -> str:
     "-n",
     "--lines",
     type=click.IntRange(1),
-    default=20,
-    help="Number of lines to print of each log.",
+    help=f"Number of lines to print of each log.  [default: {LINES}; with --request "
+    "or --since: all]",
+)
+@click.option("--request", metavar="ID", help="Only lines that name this request.")
+@click.option(
+    "--since",
+    type=Age(),
+    metavar="AGE",
+    help="Only lines of the last 90s, 5m, 2h, 1d ...",
+)
+@click.option(
+    "--ended", is_flag=True, help="Also of processes that have ended, or were replaced."
 )
 @of_service
-def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:
+def logs(
+    service: Service,
+    name: str | None,
+    lines: int | None,
+    request: str | None,
+    since: float | None,
+    ended: bool,
+    as_json: bool,
+) -> None:
     """Print the end of the logs of NAME, or of all processes.
 
     NAME is a process, as status shows it, or the part of that name before a slash: a
-    model (shop) or a stage (shop/1, or by its name, shop/middle).
+    model (shop) or a stage (shop/1, or by its name, shop/middle). A model's or a
+    stage's logs are those of its living replicas, unless none lives.
     """
     paths = sorted(service.folder.logs.glob("*.log"))
+    left_out = 0
     if name is not None:
-        name = _numbered(service, name)
-        # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model's name may be
-        # this one's with a number.
-        count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
-        stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
-        every = paths
-        paths = [path for path in paths if re.fullmatch(stem, path.stem)]
-        if not paths:
-            stems = sorted(re.sub(r"-(\d+)$", "", log.stem) for log in every)
-            known = ", ".join(dict.fromkeys(stems)) or "none"
-            raise click.ClickException(
-                f"no log of {name!r} in {service.folder.logs}; there are those of "
-                f"{known} (MODEL-STAGE)"
-            )
-    ends = {path: _end_of(path, lines) for path in paths}
+        paths = _named(service, name, paths)
+    if not ended and request is None:  # a request may have been at a lost replica
+        living = _living(service)
+        others = (p for p in paths if LOG_NAME.fullmatch(p.name) is None)
+        living |= {path.stem for path in others}  # the store, the keeper, launchers
+        chosen = [path for path in paths if path.stem in living] or paths
+        left_out, paths = len(paths) - len(chosen), chosen
+    is_all = request is not None or since is not None
+    count = lines or (END if is_all else LINES)
+    after = None if since is None else time.time() - since
+    found = {path: _chosen(path, count, request, after) for path in paths}
+    if is_all:
+        found = {path: shown for path, shown in found.items() if shown}
     if as_json:
-        found = [{"path": str(path), "lines": end} for path, end in ends.items()]
-        click.echo(json.dumps(found, indent=2))
+        told = [{"path": str(path), "lines": shown} for path, shown in found.items()]
+        click.echo(json.dumps(told, indent=2))
         return
-    for path, end in ends.items():
+    for path, shown in found.items():
         click.echo(f"==> {path} <==")
-        click.echo("\n".join(end))
+        click.echo("\n".join(shown))
+    if is_all and not found:
+        click.echo("no such lines", err=True)
+    if left_out:
+        text = f"({left_out} more of processes that have ended: --ended)"
+        click.echo(text, err=True)
+
+
+def _living(service: Service) -> set[str]:
+    """Return the stems of the logs of living gateways and replicas."""
+    record = service.folder.load()
+    processes = record.processes if record else []
+    living = [p.name for p in processes if p.node or began_at(p.pid) == p.began]
+    return {name.replace("/", "-") for name in living}
+
+
+def _named(service: Service, name: str, paths: list[Path]) -> list[Path]:
+    name = _numbered(service, name)
+    # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model's name may be
+    # this one's with a number.
+    count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
+    stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
+    found = [path for path in paths if re.fullmatch(stem, path.stem)]
+    if not found:
+        stems = sorted(re.sub(r"-(\d+)$", "", log.stem) for log in paths)
+        known = ", ".join(dict.fromkeys(stems)) or "none"
+        raise click.ClickException(
+            f"no log of {name!r} in {service.folder.logs}; there are those of "
+            f"{known} (MODEL-STAGE)"
+        )
+    return found

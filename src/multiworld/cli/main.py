@@ -16,6 +16,7 @@ import click
 
 from multiworld import __version__
 from multiworld.errors import MultiWorldError
+from multiworld.log_format import configure
 
 # One line of help for each command, by group, in the order of ``--help``.
 GROUPS = {
@@ -156,10 +157,7 @@ def cli() -> None:
     # M8D_LOG_LEVEL is pymultiworld's variable; programs may already set it.
     level = os.environ.get("M8D_LOG_LEVEL", "WARNING").upper()
     known = logging.getLevelNamesMapping()
-    logging.basicConfig(
-        level=known.get(level, logging.WARNING),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    configure(os.environ, "controller", known.get(level, logging.WARNING))
 
 
 def main() -> None:

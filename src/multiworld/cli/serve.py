@@ -21,10 +21,13 @@ from rich.markup import escape
 from multiworld.cli import model_spec
 from multiworld.cli.model_spec import ModelOptions
 from multiworld.cli.options import JSON, STATE
+from multiworld.errors import ConfigError
+from multiworld.log_format import FORMAT, FORMATS, LEVEL, LEVELS, configure
 from multiworld.serve.controller.fleet.record import StateFolder, state_root
 from multiworld.serve.controller.process_one import leave_process_one
 from multiworld.serve.spec.loader import load_spec, parse_spec
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.tracing.tracer import check as check_traces
 
 if TYPE_CHECKING:
     from multiworld.serve.controller.controller import Controller
@@ -151,6 +154,20 @@ def _checked_key(api_key: str | None) -> str | None:
     is_flag=True,
     help="Print what happens to the processes of the service.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    envvar=FORMAT,
+    default="text",
+    show_default=True,
+    help="Lines of all logs: text, or a JSON object each.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS, case_sensitive=False),
+    envvar=LEVEL,
+    help="Least severe lines in all logs.  [default: info; of the command: warning]",
+)
 @JSON
 def serve(
     target: str,
@@ -158,6 +175,8 @@ def serve(
     print_spec: bool,
     state: Path | None,
     verbose: bool,
+    log_format: str,
+    log_level: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -171,8 +190,16 @@ def serve(
     """
     leave_process_one()
     console = Console(stderr=as_json)
+    os.environ[FORMAT] = log_format  # for all processes of the service
+    if log_level is not None:
+        os.environ[LEVEL] = log_level
+    configure(os.environ, "controller", logging.getLogger().level)
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
+    try:
+        check_traces(os.environ)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
     given = {name: value for name, value in options.items() if value is not None}
     source = click.get_current_context().get_parameter_source("api_key")
     if source is ParameterSource.ENVIRONMENT and not model_spec.is_model(target):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -50,6 +51,7 @@ from multiworld.serve.controller.fleet_metrics import FleetMetrics
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.controller.observe.observer import Observer
+from multiworld.serve.controller.observe.operation_trace import OperationTrace
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import Specs, asks_of
@@ -69,6 +71,7 @@ from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.registry import open_registry
+from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.process_args import args_of
@@ -167,6 +170,14 @@ class Controller:
             self.history,
             lambda: self.observer.paces,
         )
+        self._tracer = tracer_of(
+            os.environ, app.app, "controller", {"multiworld.role": "controller"}
+        )
+        self._trace = None
+        if self._tracer is not None:
+            self._trace = OperationTrace(
+                self._tracer, self.fleet.processes, self._stage_name, clock
+            )
         self._launching: set[asyncio.Task[None]] = set()
         # Processes that this controller killed and whose exit is not reported yet.
         self._killed: set[str] = set()
@@ -441,6 +452,8 @@ class Controller:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.tenanting.close()
         await self._record.settled(END_S)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def store_restarted(self, store: StoreRecord) -> None:
         self.store, self.store_trouble = store, ""
@@ -523,6 +536,8 @@ class Controller:
                     self._links.send(name, messages.TableChanged(table))
             case actions.LogEvent(kind, text, name):
                 self.history.say(kind, text, name)
+                if self._trace is not None:
+                    self._trace.happened(kind, text, name)
             case actions.GiveUp():
                 self._give_up(action)
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import secrets
 import signal
 import socket
@@ -50,6 +51,7 @@ from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.registry import has_registry
+from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
 from multiworld.serve.wire.edges import EdgeKeeper, Outbox
@@ -183,6 +185,9 @@ class GatewayProcess:
         self._gateway.max_detach_s = max(spec.detach_s, spec.max_detach_s)
         self._gateway.event_logs = EventLogs(int(spec.detached_mb * mib))
         self._gateway.ask_fleet = self._ask_fleet
+        self._tracer = self._gateway.tracer = tracer_of(
+            os.environ, args.app, args.name, {"multiworld.role": "gateway"}
+        )
         self._fleet: asyncio.Future[None] | None = None
         self._numbers = itertools.count(1)
         self._usage_kept = asyncio.Event()
@@ -267,6 +272,8 @@ class GatewayProcess:
             self._builds.close()
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     def _take(self, sock: socket.socket | None, record: ConnectionRecord) -> None:
         """Serve a connection that the keeper gives to this gateway."""

@@ -46,6 +46,8 @@ from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.text.limits import limits_of, prefix_bytes_of
+from multiworld.serve.tracing.stage_trace import StageTrace
+from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
 from multiworld.serve.wire.deadlines import HUNG_S
@@ -177,6 +179,16 @@ class WorkerProcess:
             manager, args.app, args.name, args.store, config, self._obey
         )
         self._manager = manager
+        self._tracer = tracer_of(
+            os.environ,
+            args.app,
+            args.name,
+            {"multiworld.role": "replica", "multiworld.model": args.model},
+        )
+        if self._tracer is not None:
+            stage = args.spec.stages[args.stage].name or str(args.stage)
+            found = StageTrace(args.name, f"{args.model}/{stage}")
+            self._worker.trace = found, self._tracer.export
         self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
         self._is_finishing = asyncio.Event()
 
@@ -220,6 +232,8 @@ class WorkerProcess:
             await asyncio.gather(*tasks, ending, return_exceptions=True)
             await self._keeper.close()
             self._runner.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     async def _load(self) -> None:
         assert self._args.spec is not None

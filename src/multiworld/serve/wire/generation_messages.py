@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # number of tokens, or a position
@@ -56,6 +57,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
     # Suspects of one gateway with the same number may be computed together; 0: alone.
     group: Count = 0
+    origin: Origin = NOWHERE
 
 
 class BeginSequences(Message, frozen=True, tag="begin_sequences"):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import Key, Message, RemoteError
 
 Attempt = tuple[int, int]  # number of a request at its gateway, and of the attempt
@@ -96,6 +97,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     via: dict[str, str] | None = None  # replicas that a probe must pass, by stage
     share: Share = DEFAULT_SHARE
     spent: Spent = NOTHING_SPENT
+    origin: Origin = NOWHERE
 
 
 class Work(Message, frozen=True, tag="work"):

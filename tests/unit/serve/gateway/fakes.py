@@ -24,6 +24,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
@@ -78,6 +79,7 @@ class FakeDispatcher(Dispatcher):
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
         version: str = "",
+        origin: Origin = NOWHERE,
     ) -> Tensors:
         call = {"model": model, "deadline_s": deadline_s, "session": session}
         call["version"] = version

@@ -492,6 +492,7 @@ class Reconciler:
         self.next_number += 1
         self._lost[key] = max(0, self._lost.get(key, 0) - 1)
         process = Process(name, model, version, stage, since=now)
+        process.entered[ProcessPhase.LAUNCHING] = now
         if process.is_gateway:
             process.options = self.desired.gateway_options
         self.processes[name] = process

@@ -6,11 +6,11 @@ import asyncio
 import fcntl
 import logging
 import os
-import sys
 from pathlib import Path
 
 from setproctitle import setproctitle
 
+from multiworld.log_format import configure
 from multiworld.serve.replica.batches.rank_group import LEADER, fork_ranks
 from multiworld.serve.replica.process import run_follower, run_worker
 from multiworld.serve.wire.process_args import ProcessArgs
@@ -21,14 +21,8 @@ OOM_SCORE = 500
 
 def main(text: str) -> int:
     """Run the process described by ``ProcessArgs`` as JSON; return its exit code."""
-    # Forced, because the parent of this fork has already configured logging.
-    logging.basicConfig(
-        level=min(logging.INFO, logging.getLogger().level),
-        force=True,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
     args = ProcessArgs.model_validate_json(text)
+    configure(os.environ, args.name, min(logging.INFO, logging.getLogger().level))
     rank = args.rank
     setproctitle(f"multiworld {args.name}" + (f" rank {rank}" if rank else ""))
     if args.alive and Path(args.alive).exists():

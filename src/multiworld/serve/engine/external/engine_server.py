@@ -24,6 +24,7 @@ from multiworld.serve.engine.external.whole_engine import (
 )
 from multiworld.serve.machines.inventory import visible_gpus
 from multiworld.serve.wire.deadlines import SILENT_S
+from multiworld.serve.wire.origin import ORIGIN
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -180,7 +181,7 @@ class EngineServer:
             async with self._client().post(
                 self.url + path,
                 data=msgspec.json.encode(body),
-                headers=self._headers,
+                headers=self._headers | ORIGIN.get().headers,
                 allow_redirects=False,
             ) as answer:
                 found = await _body(answer)
@@ -197,7 +198,7 @@ class EngineServer:
             async with self._client().post(
                 self.url + path,
                 data=msgspec.json.encode(body),
-                headers=self._headers,
+                headers=self._headers | ORIGIN.get().headers,
                 timeout=_timeout(None),  # the replica's worker watches for silence
                 allow_redirects=False,
             ) as answer:

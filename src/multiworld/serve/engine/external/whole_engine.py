@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.wire.generation_messages import Sampling
+from multiworld.serve.wire.origin import NOWHERE, Origin
 
 EXIT_LOST = 71  # exit code of a replica whose engine is lost
 WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -106,6 +107,7 @@ class Run:
             cached prefixes.
         adapter: Name of the LoRA adapter to compute with, one of
             ``EngineSettings.adapters``; empty: none.
+        origin: Request that the sequence belongs to.
     """
 
     tokens: Sequence[int]
@@ -114,6 +116,7 @@ class Run:
     ends: tuple[int, ...] = ()
     tenant: str = ""
     adapter: str = ""
+    origin: Origin = NOWHERE
 
     @property
     def remaining(self) -> int:

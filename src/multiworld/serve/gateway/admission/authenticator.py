@@ -22,6 +22,7 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
 from multiworld.serve.tenants.keys import known_as
 from multiworld.serve.tenants.usage_rows import UsageTotals
+from multiworld.serve.wire.origin import NOWHERE, Origin
 
 ModelVersion = tuple[str, str]
 
@@ -49,7 +50,9 @@ class AdmittedRequest:
     rows: int = 0
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
-    id: str = ""
+    origin: Origin = NOWHERE
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
     model: str = ""  # that it names; empty until known
 
 
@@ -137,9 +140,11 @@ class Authenticator:
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
         """Count the tokens of a request's prompts, whatever its outcome."""
+        admitted.prompt_tokens += tokens
         self._spend_tokens(admitted, tokens).prompt_tokens += tokens
 
     def count_generated(self, admitted: AdmittedRequest) -> None:
+        admitted.generated_tokens += 1
         self._spend_tokens(admitted, 1).generated_tokens += 1
 
     def _spend_tokens(self, admitted: AdmittedRequest, count: int) -> UsageTotals:

@@ -14,8 +14,13 @@ from starlette.responses import Response
 import multiworld
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import HttpRequest
-from multiworld.serve.gateway.http.http_responses import json_response
+from multiworld.serve.gateway.http.http_responses import (
+    REQUEST_ID,
+    json_response,
+    request_id_of,
+)
 from multiworld.serve.gateway.http.openapi import document_of
+from multiworld.serve.gateway.http.recorder import unrecorded
 from multiworld.serve.gateway.http.route import Needs, Route, pattern_of, respond
 
 Scope = MutableMapping[str, Any]
@@ -89,13 +94,18 @@ def _add_errors(app: FastAPI, routes: Sequence[Route]) -> None:
         status = error.status_code
         what = "not found" if status == 404 else "method not allowed"
         text = f"{request.method} {request.url.path}: {what}; see /docs for the API"
-        headers = None
+        headers = {}
         if status == 405:
             headers = {"Allow": _allowed(routes, request.url.path)}
-        if not request.url.path.startswith("/v1"):
-            return json_response({"error": text}, status, headers)
-        kind = {"type": "invalid_request_error", "param": None, "code": None}
-        return json_response({"error": {"message": text, **kind}}, status, headers)
+        response: Response
+        if request.url.path.startswith("/v1"):
+            kind = {"type": "invalid_request_error", "param": None, "code": None}
+            response = json_response({"error": {"message": text, **kind}}, status)
+        else:
+            response = json_response({"error": text}, status)
+        response.headers.update(headers)
+        response.headers[REQUEST_ID] = request_id_of(request, unrecorded())
+        return response
 
 
 def _allowed(routes: Sequence[Route], path: str) -> str:

@@ -40,6 +40,7 @@ from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.text.limits import longest_of
+from multiworld.serve.tracing.tracer import Tracer
 from multiworld.serve.wire.collation import rows_of
 from multiworld.serve.wire.control_messages import (
     Counted,
@@ -86,6 +87,7 @@ class Gateway:
         # Streams that are kept without a client: by default, at most, and all of them.
         self.detach_s, self.max_detach_s = 0.0, 600.0
         self.event_logs = EventLogs(LOG_BYTES)
+        self.tracer: Tracer | None = None
         self.is_shutting_down = self.logs_access = self.is_strict = False
 
     def counted(self) -> Iterator[Counted]:
@@ -294,6 +296,7 @@ class Gateway:
                 share=tenant.share,
                 timing=admitted.timing,
                 version=version,
+                origin=admitted.origin,
             )
         except UnknownModelError:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.

@@ -14,6 +14,8 @@ from typing import Any
 from starlette.responses import Response
 
 from multiworld.errors import ServeError, UnauthorizedError
+from multiworld.log_format import REQUEST
+from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http.body_budget import Reservation
 from multiworld.serve.gateway.http.calls import AdmittedCall, Call
@@ -33,10 +35,20 @@ from multiworld.serve.gateway.http.http_responses import (
 from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
 from multiworld.serve.gateway.http.request_body import while_connected
 from multiworld.serve.tenants.directory import ANONYMOUS
+from multiworld.serve.tracing.request_trace import CURRENT, RequestTrace
+from multiworld.serve.wire.origin import Origin, parent_of
 
 logger = logging.getLogger("multiworld.serve")
 
 access_logger = logging.getLogger("multiworld.access")
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""OpenTelemetry's names of what a route does, by its path (semantic conventions for
+generative AI)."""
 
 OPTIONAL = re.compile(r"\[.*\]")  # the optional part of a path
 
@@ -108,8 +120,22 @@ async def respond(
     gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
 ) -> Response:
     """Answer a request: check it, call the route's handler, and render errors."""
+    recorder: Unrecorded = request.scope.get(RECORDER) or Unrecorded()
+    record = recorder.answer()
+    number = request_id_of(request, record)
+    REQUEST.set(number)
     if route.needs is Needs.BODY:
-        return await _respond_counted(gateway, route, request, path)
+        response = await _respond_counted(gateway, route, request, path, record)
+    else:
+        response = await _respond(gateway, route, request, path)
+    # ``headers`` would first search for a header of this name; there is none.
+    response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
+    return response
+
+
+async def _respond(
+    gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
+) -> Response:
 
     async def answer() -> Response:
         tenant = ANONYMOUS
@@ -123,30 +149,31 @@ async def respond(
 
 
 async def _respond_counted(
-    gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
+    gateway: Gateway,
+    route: Route,
+    request: AnyRequest,
+    path: Mapping[str, str],
+    record: AnswerRecord,
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome."""
     # An ``EventStream`` is counted when it ends; a cancelled request as
     # ``CLIENT_CLOSED``.
-    recorder: Unrecorded = request.scope.get(RECORDER) or Unrecorded()
-    record = recorder.answer()
-    number = request_id_of(request, record)
+    trace = _traced(gateway, route, request, record)
     try:
         admitted = gateway.authenticator.admit(
             request.headers, is_resumed=record.is_resumed
         )
     except ServeError as error:
         refusal = route.refuse(error)
-        refusal.headers[REQUEST_ID] = number
         name = path.get("name", "")
         is_named = name in gateway.models and not isinstance(error, UnauthorizedError)
         label = name if is_named else "unknown"
         gateway.counts.add(label, "", refusal.status_code, 0.0)
         if gateway.logs_access:
-            _log_access(request, number, "-", refusal.status_code, 0.0)
+            _log_access(request, "-", refusal.status_code, 0.0)
         return _continued(refusal, record)
     record.admitted()
-    admitted.id = number
+    admitted.origin = Origin(REQUEST.get(), None if trace is None else trace.own)
     reservation = Reservation(gateway.bodies, admitted.tenant.name)
     call = AdmittedCall(
         gateway, request, path, admitted.tenant, admitted, reservation, record
@@ -164,7 +191,11 @@ async def _respond_counted(
         tenant = admitted.tenant.name
         gateway.counts.add(label, tenant, status, now - began_at, phases)
         if gateway.logs_access:
-            _log_access(request, number, tenant or "-", status, now - began_at)
+            _log_access(request, tenant or "-", status, now - began_at)
+        if trace is not None and gateway.tracer is not None:
+            _describe(trace, admitted)
+            what = OPERATIONS.get(route.path, f"{route.method} {route.path}")
+            gateway.tracer.export(trace.ended(f"{what} {label}", now, status))
         return phases
 
     status = CLIENT_CLOSED
@@ -176,8 +207,6 @@ async def _respond_counted(
         )
         response = _continued(response, record)
         status = response.status_code
-        # ``headers`` would first search for a header of this name; there is none.
-        response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     finally:
         if isinstance(response, EventStream):
             response.on_end = end
@@ -209,10 +238,55 @@ async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> R
         return route.refuse(ServeError(BUG))
 
 
-def _log_access(
-    request: AnyRequest, number: str, tenant: str, status: int, took_s: float
-) -> None:
+def _traced(
+    gateway: Gateway, route: Route, request: AnyRequest, record: AnswerRecord
+) -> RequestTrace | None:
+    """Begin the trace of a request; None if nothing is traced."""
+    if gateway.tracer is None:
+        return None
+    client = parent_of(request.headers.get("traceparent", ""))
+    name = f"{route.method} {route.path}"
+    own = gateway.tracer.root(
+        client, record.token("trace", 16), record.token("span", 8), name
+    )
+    trace = RequestTrace(own, client, gateway.authenticator.clock())
+    trace.attributes |= {
+        "http.request.method": route.method,
+        "http.route": route.path,
+        "multiworld.request": REQUEST.get(),
+    }
+    if record.is_resumed:
+        trace.is_recovered = True
+        trace.event("taken over from another gateway", trace.began_at, {})
+    if route.path in OPERATIONS:
+        trace.attributes["gen_ai.operation.name"] = OPERATIONS[route.path]
+    CURRENT.set(trace)
+    return trace
+
+
+def _describe(trace: RequestTrace, admitted: AdmittedRequest) -> None:
+    """Say what a request has used, by OpenTelemetry's names for generative AI."""
+    attributes = trace.attributes
+    attributes["multiworld.tenant"] = admitted.tenant.name
+    if admitted.model:
+        attributes["gen_ai.request.model"] = admitted.model
+    if admitted.prompt_tokens:
+        attributes["gen_ai.usage.input_tokens"] = admitted.prompt_tokens
+    if admitted.generated_tokens:
+        attributes["gen_ai.usage.output_tokens"] = admitted.generated_tokens
+
+
+def _log_access(request: AnyRequest, tenant: str, status: int, took_s: float) -> None:
     # Log the path as it was sent: a decoded one could contain line breaks.
     method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
-    text = "%s %s %s %s %d %.3f s"
-    access_logger.info(text, number, tenant, method, path, status, took_s)
+    text, number = "%s %s %s %s %d %.3f s", REQUEST.get()
+    fields = {
+        "tenant": tenant,
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(took_s, 6),
+    }
+    access_logger.info(
+        text, number, tenant, method, path, status, took_s, extra={"fields": fields}
+    )

@@ -69,7 +69,7 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         share=share,
         adapter=gateway.adapter(wanted.model),
         session=wanted.session,
-        request=admitted.id,
+        origin=admitted.origin,
         version=ready.served.version,
         has_place=True,
     )

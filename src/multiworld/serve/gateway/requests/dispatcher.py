@@ -20,6 +20,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.routing import refusals
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of
 from multiworld.serve.wire.control_messages import GatewayReport
@@ -27,6 +28,7 @@ from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent, WorkItem
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -43,6 +45,8 @@ class _Call:
     answered: asyncio.Future[Tensors]
     sent_at: float | None = None
     spent: Spent = NOTHING_SPENT
+    origin: Origin = NOWHERE
+    trace: WorkTrace | None = None
 
 
 class Dispatcher:
@@ -80,6 +84,7 @@ class Dispatcher:
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
         version: str = "",
+        origin: Origin = NOWHERE,
     ) -> Tensors:
         """Answer a request; cancelling withdraws it, and cancels its attempts."""
         route = self.table.routes.get(model)
@@ -104,7 +109,10 @@ class Dispatcher:
         if not self._calls:
             self._is_busy.set()
             self._look_for_silence()
-        self._calls[number] = call = _Call(tensors, deadline_at, job, answered)
+        call = _Call(tensors, deadline_at, job, answered, origin=origin)
+        self._calls[number] = call
+        if (trace := CURRENT.get()) is not None:
+            call.trace = WorkTrace(trace, now, "compute")
         if timing is not None:
             timing.asked(now)
         if via is None:
@@ -116,12 +124,16 @@ class Dispatcher:
             answer = await answered
         except BaseException as error:
             self._count(job, now, route, error)
+            if call.trace is not None:
+                call.trace.ended(self._clock(), type(error).__name__)
             if not isinstance(error, ServeError):
                 self._handle(events.Withdrawn(number))
             raise
         finally:
             del self._calls[number]
         self._count(job, now, route, None)
+        if call.trace is not None:
+            call.trace.ended(self._clock())
         if timing is not None:
             waited_s = 0.0 if call.sent_at is None else call.sent_at - now
             queued_s = waited_s + call.spent.queued_s
@@ -247,6 +259,10 @@ class Dispatcher:
                     if call.sent_at is None:
                         call.sent_at = now
                     via = call.job.via
+                    if nth > 1:
+                        call.origin = call.origin.recovered()
+                    if call.trace is not None:
+                        call.trace.attempt(nth, (replica,), now)
                     item = WorkItem(
                         (self.name, number, nth),
                         call.deadline_at - now,
@@ -254,6 +270,7 @@ class Dispatcher:
                         call.job.session,
                         {str(k): v for k, v in via.items()} if via else None,
                         call.job.share,
+                        origin=call.origin,
                     )
                     to_send.setdefault(replica, []).append((item, call.tensors))
                 case actions.Cancel(replica, attempt):
@@ -268,8 +285,12 @@ class Dispatcher:
                     self._deliver(number, error)
                 case actions.Replayed(number, replica, why):
                     self.counts["replayed"] += 1
-                    text = "request %d is replayed (was at %s): %s"
-                    logger.info(text, number, replica, why)
+                    call = self._calls[number]
+                    what = f"is replayed (was at {replica}): {why}"
+                    about = {"request": call.origin.request}
+                    logger.info("%s %s", _name(call.origin), what, extra=about)
+                    if call.trace is not None:
+                        call.trace.lost(what, now)
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
@@ -286,3 +307,7 @@ class Dispatcher:
         else:
             call.spent = self._spent
             call.answered.set_result(what)
+
+
+def _name(origin: Origin) -> str:
+    return f"request {origin.request}" if origin.request else "a probe"

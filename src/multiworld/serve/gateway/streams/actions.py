@@ -46,7 +46,10 @@ class RequestReplicas:
 @dataclass(frozen=True, slots=True)
 class Log:
     text: str
+    number: int = 0  # of the stream
+    request: str = ""  # its id
     is_warning: bool = False
+    is_loss: bool = False  # the stream's attempt has ended, and another one follows
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Moves:
         index: StreamIndex,
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
-        log: Callable[[str], None],
+        log: Callable[[Stream, str], None],
         counts: Counter[str],  # ``given_up``: abandoned moves
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
@@ -193,7 +193,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Abandon a move, and retry it later."""
-        self._log(f"move of {stream.name} abandoned; will retry")
+        self._log(stream, "is not moved yet; the move is tried again")
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

@@ -14,6 +14,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.routing.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.text.prefixes import Digest
 from multiworld.serve.wire.generation_messages import Sampling
+from multiworld.serve.wire.origin import NOWHERE, Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Stream:
     prefixes: tuple[Digest, ...] = ()
     adapter: str = ""  # the LoRA adapter to compute with; empty: none
     session: str = ""  # streams of one session prefer the same replicas; empty: none
-    request: str = ""  # id, for logs; empty: none
+    origin: Origin = NOWHERE
     attempt: int = 0
     last_attempt: int = 0  # highest number so far
     chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt
@@ -208,7 +209,7 @@ class Stream:
 
     @property
     def name(self) -> str:
-        request = self.request or "without a request"
+        request = self.origin.request or "without a request"
         return f"request {request}, stream {self.number}"
 
     def next_attempt(self) -> int:

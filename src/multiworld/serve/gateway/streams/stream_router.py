@@ -408,7 +408,8 @@ class StreamRouter:
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
-        self._log(f"{stream.name} is retried: {why}")
+        self._log(stream, f"is retried: {why}", is_loss=True)
+        stream.origin = stream.origin.recovered()
         self._end_poison(stream)
         if stream.has_ended:
             return
@@ -510,7 +511,7 @@ class StreamRouter:
         # ``previous``: the attempt whose KV some replicas keep. ``prepared``: the
         # attempt that the other replicas were prepared for. -1: none.
         if stream.made and chain.version != stream.version:
-            self._log(f"{stream.name} continues with version {chain.version}")
+            self._log(stream, f"continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.attempt_at = self._now
         if stream.returns <= 1:  # the first attempt after one that had a token
@@ -531,6 +532,7 @@ class StreamRouter:
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
             adapter=stream.adapter,
             group=stream.group.number if stream.group and stream.is_isolated else 0,
+            origin=stream.origin,
         )
         self._note_fingerprints(stream)
         self._chains.enter(stream)
@@ -556,10 +558,10 @@ class StreamRouter:
                 stream.fingerprints[stage] = found
                 self.counts["other_kind"] += 1
                 text = (
-                    f"{stream.name} continues on other hardware in stage {stage}, and "
-                    f"its tokens may differ: {found} in place of {before}"
+                    f"continues on other hardware in stage {stage}, and its tokens may "
+                    f"differ: {found} in place of {before}"
                 )
-                self._actions.append(act.Log(text, is_warning=True))
+                self._log(stream, text, is_warning=True)
 
     # Time.
 
@@ -599,8 +601,17 @@ class StreamRouter:
             )
         return errors.DeadlineExceededError(late)
 
-    def _log(self, text: str) -> None:
-        self._actions.append(act.Log(text))
+    def _log(
+        self,
+        stream: Stream,
+        what: str,
+        *,
+        is_warning: bool = False,
+        is_loss: bool = False,
+    ) -> None:
+        number, request = stream.number, stream.origin.request
+        text = f"{stream.name} {what}"
+        self._actions.append(act.Log(text, number, request, is_warning, is_loss))
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:

@@ -23,10 +23,16 @@ from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.text.prefixes import digests
+from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
 from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
-from multiworld.serve.wire.generation_messages import Sampling, TokenItem
+from multiworld.serve.wire.generation_messages import (
+    BeginSequences,
+    Sampling,
+    TokenItem,
+)
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import MessageError
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
@@ -111,6 +117,7 @@ class Streams:
         # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._clients: dict[int, asyncio.Queue[actions.Item]] = {}
+        self._traces: dict[int, WorkTrace] = {}
         self._number = 0
         self._edges: dict[str, Outbox] = {}
         self._has_streams = asyncio.Event()
@@ -131,7 +138,7 @@ class Streams:
         share: Share = DEFAULT_SHARE,
         adapter: str = "",  # the LoRA adapter to compute with; empty: none
         session: str = "",  # streams of a tenant's session prefer the same replicas
-        request: str = "",  # id, for logs
+        origin: Origin = NOWHERE,
         via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
         version: str | None = None,  # None: the active one
         has_place: bool = False,  # it was reserved
@@ -162,7 +169,7 @@ class Streams:
             now,
             share=share,
             adapter=adapter,
-            request=request,
+            origin=origin,
             noise=delivered.noise,
         )
         if via is None:
@@ -171,6 +178,8 @@ class Streams:
             stream.prefixes = tuple(names)
             stream.session = session and f"{whose}\0{session}"
         client = self._clients[stream.number] = asyncio.Queue()
+        if (trace := CURRENT.get()) is not None:
+            self._traces[stream.number] = WorkTrace(trace, now)
         self._has_streams.set()
         self._handle(events.Opened(stream))
         failed: BaseException | None = None
@@ -183,6 +192,9 @@ class Streams:
         finally:
             del self._clients[stream.number]
             self._handle(events.Closed(stream.number, failed))
+            if (work := self._traces.pop(stream.number, None)) is not None:
+                why = "" if failed is None else type(failed).__name__
+                work.ended(self._clock(), why)
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica; raise ServeError if that fails."""
@@ -264,7 +276,10 @@ class Streams:
     def _handle(self, event: events.Event) -> None:
         """Pass an event to the router, and carry out its actions."""
         refused: MessageError | None = None
-        for action in self.router.handle(event, self._clock()):
+        now = self._clock()
+        for action in self.router.handle(event, now):
+            if self._traces:
+                self._trace(action, now)
             match action:
                 case actions.Send(replica, message):
                     outbox = self._edges.get(replica)
@@ -276,12 +291,28 @@ class Streams:
                         client.put_nowait(item)
                 case actions.RequestReplicas(model):
                     self.on_missing(model)
-                case actions.Log(text, is_warning):
-                    logger.log(logging.WARNING if is_warning else logging.INFO, text)
+                case actions.Log(text, _, request, is_warning):
+                    level = logging.WARNING if is_warning else logging.INFO
+                    logger.log(level, text, extra={"request": request})
                 case actions.Refuse(error):
                     refused = error
         if refused is not None:
             raise refused  # closes the edge of its sender
+
+    def _trace(self, action: actions.Action, now: float) -> None:
+        match action:
+            case actions.Send(_, BeginSequences(starts)):
+                for start in starts:
+                    if (work := self._traces.get(start.key[1])) is not None:
+                        work.attempt(start.key[2], start.chain, now)
+            case actions.Deliver(number, item) if number in self._traces:
+                if isinstance(item, TokenItem):
+                    self._traces[number].answered(now)
+            case actions.Log(text, number, is_loss=is_loss) if number in self._traces:
+                if is_loss:
+                    self._traces[number].lost(text, now)
+                else:
+                    self._traces[number].note(text, now)
 
 
 def _deadline_of(route: Route) -> float:

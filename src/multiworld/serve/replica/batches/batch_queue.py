@@ -20,6 +20,7 @@ import msgspec
 
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent
+from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import Key
 
 APART_S = 30.0  # seconds after a failure
@@ -40,6 +41,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     content: Any = None
     share: Share = DEFAULT_SHARE
     spent: Spent = NOTHING_SPENT  # time spent at earlier stages
+    origin: Origin = NOWHERE
 
 
 class BatchQueue:

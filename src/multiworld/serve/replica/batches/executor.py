@@ -104,9 +104,7 @@ class Executor:
         # an error in ``LOST`` the replica must exit. A cancel does not stop the
         # computation, but drops its results.
         assert self._thread is not None
-        requests = [work.content for work in batch]
-        rows = [work.rows for work in batch]
-        return await self._thread.call(self._run, requests, rows)
+        return await self._thread.call(self._run, batch)
 
     @property
     def is_quick(self) -> bool:
@@ -132,9 +130,10 @@ class Executor:
         logger.info("stage %s computes only in its own thread from now on", self._name)
         self._quickness.is_forbidden = True
 
-    def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
+    def _run(self, batch: Sequence[Work]) -> list[Outcome]:
+        requests = [work.content for work in batch]
         try:
-            return [*self._compute(requests, rows)]
+            return [*self._compute(requests, [work.rows for work in batch])]
         except LOST:
             raise
         # Whatever a model raises (even ``SystemExit`` or a Rust panic) fails only its
@@ -143,14 +142,11 @@ class Executor:
         except BaseException as error:
             if self._settle is not None:
                 self._settle()
-            if len(requests) == 1:
-                return [self._translated(error)]
+            if len(batch) == 1:
+                return [self._translated(error, batch[0].origin.request)]
         # Halve the batch to find the failing requests.
-        half = len(requests) // 2
-        return [
-            *self._run(requests[:half], rows[:half]),
-            *self._run(requests[half:], rows[half:]),
-        ]
+        half = len(batch) // 2
+        return [*self._run(batch[:half]), *self._run(batch[half:])]
 
     def _compute(self, requests: list[Tensors], rows: list[int]) -> list[Tensors]:
         ragged = self.stage.ragged
@@ -183,16 +179,16 @@ class Executor:
         is_elsewhere = self._device != "cpu" and tensor.device.type != "cpu"
         return tensor.cpu() if is_elsewhere else tensor.clone()
 
-    def _translated(self, error: BaseException) -> errors.ServeError:
+    def _translated(self, error: BaseException, request: str = "") -> errors.ServeError:
         if isinstance(error, errors.InvalidRequestError | errors.ModelFailedError):
             return error
-        self._log(error)
+        self._log(error, request)
         return errors.ModelFailedError(
             f"stage {self._name!r} raised {type(error).__name__}: {wording_of(error)}",
             stage=self._name,
         )
 
-    def _log(self, error: BaseException) -> None:
+    def _log(self, error: BaseException, request: str) -> None:
         now = time.perf_counter()
         if now - self._logged_at < LOG_S:
             self._unlogged += 1
@@ -204,7 +200,11 @@ class Executor:
         if self._unlogged:
             others = f" (and for {self._unlogged} earlier requests)"
         logger.warning(
-            "stage %s raised for one request%s:\n%s", self._name, others, trace
+            "stage %s raised for one request%s:\n%s",
+            self._name,
+            others,
+            trace,
+            extra={"request": request},
         )
         self._logged_at, self._unlogged = now, 0
 

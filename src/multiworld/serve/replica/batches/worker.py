@@ -26,6 +26,8 @@ from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
+from multiworld.serve.tracing.spans import Export
+from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import group_of, rows_of
@@ -97,6 +99,8 @@ class Worker:
         self._began_at = 0.0  # monotonic time of the latest batch
         self._counted = BatchCounts()
         self.counts = self._counted.events
+        # What makes spans, and exports them; None: nothing is traced.
+        self.trace: tuple[StageTrace, Export] | None = None
 
     # Interface to the process.
 
@@ -380,6 +384,8 @@ class Worker:
         if failed and len(batch.works) > 1:
             calls = self._runner.calls - batch.calls_before
             self._batcher.failed(failed, now, calls)
+        if self.trace is not None:
+            self._export(batch, outcomes, now)
         for work, outcome in zip(batch.works, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)
@@ -395,6 +401,14 @@ class Worker:
             self._answer(finished)
         else:
             self._hand(finished, now)
+
+    def _export(self, batch: Batch, outcomes: Sequence[Outcome], now: float) -> None:
+        assert self.trace is not None
+        trace, export = self.trace
+        for work, outcome in zip(batch.works, outcomes, strict=True):
+            error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
+            times = work.arrived_at, batch.began_at, now
+            export(trace.computed(work.origin, work.key[2], times, batch.rows, error))
 
     def _answer(self, finished: list[Work]) -> None:
         by_gateway: dict[str, list[Work]] = {}
@@ -426,6 +440,7 @@ class Worker:
                         piece.spent.queued_s + now - piece.arrived_at,
                         piece.spent.computed_s,
                     ),
+                    piece.origin,
                 )
                 for piece in pieces
             )
@@ -504,11 +519,12 @@ class Worker:
     def _end_process(self, batch: Batch, now: float) -> None:
         """Exit at once: a computing thread cannot be stopped otherwise."""
         logger.error(
-            "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
-            "this replica exits; stack traces of its threads follow",
+            "the model of stage %d hangs: it has computed %d request(s) for %.1f s "
+            "(%s); this replica exits; stack traces of its threads follow",
             self._number,
             len(batch.works),
             now - batch.began_at,
+            ", ".join(work.origin.request or "a probe" for work in batch.works),
         )
         faulthandler.dump_traceback(sys.stderr)
         os._exit(EXIT_HUNG)
@@ -527,6 +543,7 @@ def _work_of(item: WorkItem, tensors: Tensors, now: float, stage: Stage) -> Work
         content=tensors,
         share=item.share,
         spent=item.spent,
+        origin=item.origin,
     )
 
 

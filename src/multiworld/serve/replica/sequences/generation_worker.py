@@ -42,6 +42,8 @@ from multiworld.serve.replica.sequences.step_queue import (
     StepQueue,
 )
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.tracing.spans import Export
+from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import generation_messages
 from multiworld.serve.wire.control_messages import WorkerReport
 from multiworld.serve.wire.edges import Outbox
@@ -77,6 +79,8 @@ class GenerationWorker:
         self._is_turn_of_queue = False
         self._has_work = asyncio.Event()
         self._pauses = PauseDetector(GRACE_S)
+        # What makes spans, and exports them; None: nothing is traced.
+        self.trace: tuple[StageTrace, Export] | None = None
 
     # Life cycle of the process.
 
@@ -214,7 +218,13 @@ class GenerationWorker:
                     self._queue.rebuild(replay, rows)
                 case act.Open(start):
                     self._open(start)
+                    if self.trace is not None:
+                        trace, export = self.trace
+                        export(trace.opened(start.key, start.origin, self._clock()))
                 case act.Forget(stream):
+                    if self.trace is not None:
+                        trace, export = self.trace
+                        export(trace.closed(stream, self._clock()))
                     self._log.drop(stream)
                     self._prefixes.forget(stream)
                     self._engine.free(stream)
@@ -273,7 +283,12 @@ class GenerationWorker:
         try:
             await work
         except Exception:
-            logger.exception("a step failed; its sequences return to their gateways")
+            states = (self._table.get(key) for key in keys)
+            of = ", ".join(s.start.origin.request for s in states if s is not None)
+            logger.exception(
+                "a step failed; its sequences return to their gateways (requests %s)",
+                of,
+            )
             self.counts["failed_steps"] += 1
             self.recovery.return_to_gateway(keys)
             self._act(self.recovery.take())
@@ -346,7 +361,7 @@ class GenerationWorker:
                 parts.append(part)
                 rows.append(piece.rows[-part.count :])
         parts, whole = self._that_fit(parts, torch.cat(rows) if rows else NO_ROWS)
-        found = await self._compute(parts, whole)
+        found = await self._compute(parts, whole, "rebuilding KV")
         self.counts["refilled"] += sum(part.count for part in parts)
         self._deliver(found.tokens)
         self.recovery.sampled.update(
@@ -368,15 +383,21 @@ class GenerationWorker:
                 made = outputs.get(piece.key, NO_ROWS)
                 self._outboxes.send(peer, replay, made[len(made) - count :])
 
-    async def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute rows in the thread, and log the outputs."""
+    async def _compute(
+        self, parts: Sequence[StepPart], rows: Tensor, what: str = ""
+    ) -> Computed:
+        """Compute rows in the thread, and log the outputs; ``what``: for the trace."""
         if not parts:
             return Computed(())
         self._restore(self._table.get(part.key) for part in parts)
         self.recovery.begun(parts)
         self._act(self.recovery.take())
         spans = self._prefixes.spans(parts)
+        began_at = self._clock()
         found = await self._engine.compute(parts, rows, spans)
+        if self.trace is not None:
+            counts = ((part.key[:2], part.count) for part in parts)
+            self.trace[0].step(counts, began_at, self._clock(), what)
         self._scheduler.pool.granule = self._engine.granule
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)

@@ -181,6 +181,7 @@ class EngineSequence:
             ends,
             start.share.tenant,
             start.adapter,
+            start.origin,
         )
 
 

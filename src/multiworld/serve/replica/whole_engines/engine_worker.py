@@ -19,6 +19,7 @@ from functools import partial
 
 from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.log_format import REQUEST
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external import whole_engine
 from multiworld.serve.engine.external.whole_engine import EXIT_LOST
@@ -35,10 +36,13 @@ from multiworld.serve.replica.sequences.outboxes import Outboxes
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.replica.whole_engines import engine_sequences
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.tracing.spans import Export
+from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire.control_messages import WorkerReport
 from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
+from multiworld.serve.wire.origin import ORIGIN
 from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -89,6 +93,8 @@ class EngineWorker:
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
+        # What makes spans, and exports them; None: nothing is traced.
+        self.trace: tuple[StageTrace, Export] | None = None
 
     # Life cycle of the process.
 
@@ -271,6 +277,20 @@ class EngineWorker:
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Forward the tokens of a run; a cancel aborts the run."""
+        ORIGIN.set(run.origin)
+        REQUEST.set(run.origin.request)
+        began_at = self._clock()
+        try:
+            error = await self._generated(number, run)
+            self._handle(engine_sequences.RunEnded(number, error))
+        finally:
+            if self.trace is not None:
+                trace, export = self.trace
+                times = began_at, began_at, self._clock()
+                export(trace.computed(run.origin, None, times, len(self._tasks)))
+
+    async def _generated(self, number: int, run: whole_engine.Run) -> Exception | None:
+        """Forward the tokens of a run; return why it has ended early, if it has."""
         error: Exception | None = None
         try:
             async with aclosing(self._engine.generate(run)) as found:
@@ -303,7 +323,7 @@ class EngineWorker:
             self._busy_at = now
             if now - self._busy_since > BUSY_S:  # it counts as a failure from now on
                 error = whole_engine.RunFailedError(str(error))
-        self._handle(engine_sequences.RunEnded(number, error))
+        return error
 
     def _hear(self, number: int, tokens: int) -> None:
         """Count tokens and estimate steps: a step yields one token of every run."""

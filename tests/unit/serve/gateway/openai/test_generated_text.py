@@ -52,6 +52,7 @@ from multiworld.serve.text.grammar import (
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
+from multiworld.serve.wire.origin import NOWHERE
 from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
@@ -116,7 +117,7 @@ class PlayedStreams(Streams):
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
-        self.requests.append(more["request"])
+        self.requests.append(more.get("origin", NOWHERE).request)
         self.versions.append(more["version"])
         self.delivered.append(delivered)
         found = self._items(sampling, len(delivered.tokens))
@@ -928,7 +929,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
 
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
-    stream = functools.partial(streams.stream, "g", session="", request="", version="1")
+    stream = functools.partial(streams.stream, "g", session="", version="1")
     sampling, record = Sampling(max_tokens=20), unrecorded()
     pieces = generate(stream, [choice], [sampling], places, charge, record)
     await anext(pieces)
@@ -947,7 +948,7 @@ async def test_stream_that_the_client_does_not_read_ends(
     streams.text = [7] * 50
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
-    stream = functools.partial(streams.stream, "g", session="", request="", version="1")
+    stream = functools.partial(streams.stream, "g", session="", version="1")
     pieces = generate(
         stream, [choice], [Sampling(max_tokens=50)], places, lambda: None, unrecorded()
     )

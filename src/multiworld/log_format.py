@@ -1,0 +1,88 @@
+"""Lines of logs: text for people, or JSON for collectors, with the request's id."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+FORMAT, LEVEL = "MULTIWORLD_LOG_FORMAT", "MULTIWORLD_LOG_LEVEL"
+"""Environment variables: `text` or `json`, and the name of a level."""
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+REQUEST: ContextVar[str] = ContextVar("request", default="")
+"""Id of the request that the current task answers."""
+
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def request_of(record: logging.LogRecord) -> str:
+    """Return the id of the request that a line is about; empty if there is none."""
+    given: str = getattr(record, "request", "")
+    return given or REQUEST.get()
+
+
+class TextFormatter(logging.Formatter):
+    """Lines for people; the request's id comes last, unless the message has it."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        request = request_of(record)
+        return (
+            f"{line} [request {request}]" if request and request not in line else line
+        )
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object for each line.
+
+    Args:
+        process: Name of the process, in each line.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        found: dict[str, object] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+        }
+        if request := request_of(record):
+            found["request"] = request
+        found |= getattr(record, "fields", {})
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, default=str)
+
+
+def configure(
+    environment: Mapping[str, str], process: str, level: int = logging.INFO
+) -> None:
+    """Log to standard error as the environment says.
+
+    Args:
+        environment: Of this process.
+        process: Its name.
+        level: Used if the environment names none.
+    """
+    known = logging.getLevelNamesMapping()
+    named = known.get(environment.get(LEVEL, "").upper(), level)
+    is_json = environment.get(FORMAT, "") == "json"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if is_json else TextFormatter())
+    # Forced, because the parent of a fork has already configured logging.
+    logging.basicConfig(level=named, force=True, handlers=[handler])

@@ -1,0 +1,1 @@
+"""Traces: spans of requests and of the controller's operations, for OpenTelemetry."""

@@ -1,0 +1,47 @@
+"""Spans, as this package records them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from multiworld.serve.wire.origin import Parent
+
+Value = str | int | float | bool | tuple[str, ...]
+Attributes = Mapping[str, Value]
+
+Export = Callable[[Iterable["Span"]], None]
+"""Function that exports spans."""
+
+MAX_EVENTS = 64
+"""Maximum number of events that a span keeps."""
+
+
+class Kind(Enum):
+    """OpenTelemetry's kinds of spans, as far as there are such here."""
+
+    INTERNAL = "INTERNAL"
+    SERVER = "SERVER"
+    CONSUMER = "CONSUMER"
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that took time; times are monotonic, in seconds.
+
+    Attributes:
+        parent: That it belongs to; its trace, with an empty id for a trace's root.
+        id: Hexadecimal digits; empty: any.
+        error: What failed; empty: nothing.
+    """
+
+    name: str
+    parent: Parent
+    began_at: float
+    ended_at: float
+    attributes: Attributes = field(default_factory=dict)
+    kind: Kind = Kind.INTERNAL
+    id: str = ""
+    error: str = ""
+    events: Sequence[tuple[str, float, Attributes]] = ()

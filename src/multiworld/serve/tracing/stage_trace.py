@@ -1,0 +1,120 @@
+"""The spans of a replica: one for each request or sequence that is sampled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from multiworld.serve.tracing.spans import MAX_EVENTS, Attributes, Kind, Span, Value
+from multiworld.serve.wire.origin import Origin
+from multiworld.serve.wire.protocol import Key, StreamId
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence that this replica has, since its latest attempt began here."""
+
+    origin: Origin
+    attempt: int
+    opened_at: float
+    steps: int = 0
+    rows: int = 0
+    computed_s: float = 0.0
+    events: list[tuple[str, float, Attributes]] = field(default_factory=list)
+
+
+class StageTrace:
+    """Makes spans of what one replica computes.
+
+    Args:
+        replica: Its name.
+        stage: Name of its stage.
+    """
+
+    def __init__(self, replica: str, stage: str) -> None:
+        self._name = f"stage {stage}"
+        self._about: dict[str, Value] = {
+            "multiworld.replica": replica,
+            "multiworld.stage": stage,
+        }
+        self._sequences: dict[StreamId, _Sequence] = {}
+
+    def computed(
+        self,
+        origin: Origin,
+        attempt: int | None,  # None: not known
+        times: tuple[float, float, float],  # arrived, begun and done; monotonic
+        rows: int,  # of its batch
+        error: str = "",
+    ) -> Iterable[Span]:
+        """Return the span of one request's computation, if it is sampled."""
+        if origin.parent is None or not origin.parent.is_sampled:
+            return
+        arrived_at, began_at, ended_at = times
+        about: dict[str, Value] = {
+            **self._about,
+            "multiworld.batch_rows": rows,
+            "multiworld.queued_s": began_at - arrived_at,
+            "multiworld.computed_s": ended_at - began_at,
+        }
+        if attempt is not None:
+            about["multiworld.attempt"] = attempt
+        yield Span(
+            self._name,
+            origin.parent,
+            arrived_at,
+            ended_at,
+            about,
+            Kind.CONSUMER,
+            error=error,
+            events=[("computing", began_at, {})],
+        )
+
+    def opened(self, key: Key, origin: Origin, now: float) -> Iterable[Span]:
+        """An attempt of a sequence begins here; return the span of the one before."""
+        yield from self.closed(key[:2], now)
+        if origin.is_sampled:
+            self._sequences[key[:2]] = _Sequence(origin, key[2], now)
+
+    def step(
+        self,
+        parts: Iterable[tuple[StreamId, int]],  # sequences, and their rows
+        began_at: float,
+        now: float,
+        what: str = "",  # other than a step
+    ) -> None:
+        """These rows were computed together."""
+        if not self._sequences:
+            return
+        for stream, rows in parts:
+            if (found := self._sequences.get(stream)) is None:
+                continue
+            if what:
+                found.events.append((what, began_at, {"multiworld.rows": rows}))
+            elif not found.steps:
+                found.events.append(("first step", began_at, {"multiworld.rows": rows}))
+            found.steps += 1
+            found.rows += rows
+            found.computed_s += now - began_at
+
+    def closed(self, stream: StreamId, now: float) -> Iterable[Span]:
+        """A sequence has left; return its span, if it is sampled."""
+        found = self._sequences.pop(stream, None)
+        if found is None or found.origin.parent is None:
+            return
+        about: dict[str, Value] = {
+            **self._about,
+            "multiworld.attempt": found.attempt,
+            "multiworld.steps": found.steps,
+            "multiworld.rows": found.rows,
+            "multiworld.computed_s": found.computed_s,
+        }
+        yield Span(
+            self._name,
+            found.origin.parent,
+            found.opened_at,
+            now,
+            about,
+            Kind.CONSUMER,
+            events=found.events[:MAX_EVENTS],
+        )

@@ -1,0 +1,202 @@
+"""Decides which traces are kept, and exports their spans with OpenTelemetry's SDK.
+
+The variables of its specification configure it:
+https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. An
+exporter that is slow or gone costs memory for a bounded number of spans, nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import multiworld
+from multiworld.errors import ConfigError
+from multiworld.serve.tracing.spans import Attributes, Span
+from multiworld.serve.wire.origin import Parent
+
+logger = logging.getLogger("multiworld.serve")
+
+EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+SDK = "opentelemetry.sdk.trace"
+OTLP = {
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+}
+"""Modules with an ``OTLPSpanExporter``, by protocol."""
+
+FLUSH_S = 1.0  # for the last spans of a process
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment asks for traces."""
+    exporter = environment.get(EXPORTER, "").strip()
+    if environment.get(DISABLED, "").strip().lower() == "true" or exporter == "none":
+        return False
+    return bool(exporter or any(environment.get(name) for name in ENDPOINTS))
+
+
+def check(environment: Mapping[str, str]) -> None:
+    """Check that what the environment asks for is there.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not is_wanted(environment):
+        return
+    exporter = environment.get(EXPORTER, "").strip() or "otlp"
+    if exporter not in ("otlp", "console"):
+        raise ConfigError(EXPORTER, exporter, "give otlp, console or none")
+    needed = [SDK.rpartition(".")[0]]
+    if exporter == "otlp":
+        needed.append(_otlp_module(environment).rpartition(".")[0])
+    for name in needed:
+        if not _exists(name):
+            rule = f"{name} is not installed: pip install 'multiworld-elastic[otel]'"
+            raise ConfigError(EXPORTER, exporter, rule)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
+
+
+def _otlp_module(environment: Mapping[str, str]) -> str:
+    found = [environment[name] for name in PROTOCOLS if environment.get(name)]
+    protocol = found[0].strip() if found else "http/protobuf"
+    if protocol not in OTLP:
+        raise ConfigError(PROTOCOLS[1], protocol, f"give one of {', '.join(OTLP)}")
+    return OTLP[protocol]
+
+
+class Tracer:
+    """The traces of one process. Made by ``tracer_of``.
+
+    Args:
+        sampler: OpenTelemetry's ``Sampler``.
+        processor: OpenTelemetry's ``SpanProcessor``, which exports.
+        resource: OpenTelemetry's ``Resource``: this process.
+        clock: Monotonic; of all times of spans.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        processor: Any,
+        resource: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sampler, self._processor, self._resource = sampler, processor, resource
+        self._clock = clock
+        self._api = importlib.import_module("opentelemetry.trace")
+        self._sdk = importlib.import_module(SDK)
+        scope = importlib.import_module("opentelemetry.sdk.util.instrumentation")
+        self._scope = scope.InstrumentationScope("multiworld", multiworld.__version__)
+
+    def root(self, parent: Parent | None, trace: str, span: str, name: str) -> Parent:
+        """Return the span of a request, sampled or not.
+
+        Args:
+            parent: Span of its client; None: it has none.
+            trace: Id of the trace, if the client has none.
+            span: Id of the span.
+            name: Of the span, for the sampler.
+        """
+        context = None
+        if parent is not None:
+            known = self._context(parent.trace, parent.span, parent.is_sampled, True)
+            trace = parent.trace
+            context = self._api.set_span_in_context(self._api.NonRecordingSpan(known))
+        found = self._sampler.should_sample(context, int(trace, 16), name)
+        return Parent(trace, span, found.decision.is_sampled())
+
+    def begun(self, name: str) -> Parent:
+        """Return the span of an operation that no client has asked for."""
+        return self.root(None, secrets.token_hex(16), secrets.token_hex(8), name)
+
+    def export(self, spans: Iterable[Span]) -> None:
+        """Export spans, whether they were sampled or not; never waits."""
+        offset_ns = time.time_ns() - int(self._clock() * 1e9)
+        for span in spans:
+            self._processor.on_end(self._exported(span, offset_ns))
+
+    def _exported(self, span: Span, offset_ns: int) -> Any:
+        def at(moment: float) -> int:
+            return int(moment * 1e9) + offset_ns
+
+        sdk, status = self._sdk, importlib.import_module("opentelemetry.trace.status")
+        trace, of = span.parent.trace, span.parent.span
+        code = status.StatusCode.ERROR if span.error else status.StatusCode.UNSET
+        return sdk.ReadableSpan(
+            name=span.name,
+            context=self._context(trace, span.id or secrets.token_hex(8), True, False),
+            parent=self._context(trace, of, True, True) if of else None,
+            resource=self._resource,
+            attributes=span.attributes,
+            events=[
+                sdk.Event(name, attributes, at(moment))
+                for name, moment, attributes in span.events
+            ],
+            kind=self._api.SpanKind[span.kind.value],
+            status=status.Status(code, span.error or None),
+            start_time=at(span.began_at),
+            end_time=at(max(span.began_at, span.ended_at)),
+            instrumentation_scope=self._scope,
+        )
+
+    def _context(self, trace: str, span: str, is_sampled: bool, is_remote: bool) -> Any:
+        flags = self._api.TraceFlags(int(is_sampled))
+        return self._api.SpanContext(int(trace, 16), int(span, 16), is_remote, flags)
+
+    def close(self) -> None:
+        """Export what is left, for at most ``FLUSH_S``; blocks meanwhile."""
+        self._processor.force_flush(int(1000 * FLUSH_S))
+
+
+def tracer_of(
+    environment: Mapping[str, str], app: str, process: str, about: Attributes
+) -> Tracer | None:
+    """Return the tracer of a process; None if the environment asks for none.
+
+    Call it in the process itself, as it starts a thread.
+
+    Args:
+        environment: Of the process.
+        app: Name of the service.
+        process: Name of the process in it.
+        about: Further attributes of the process.
+    """
+    if not is_wanted(environment):
+        return None
+    try:
+        check(environment)
+    except ConfigError as error:
+        logger.warning("nothing is traced: %s", error)
+        return None
+    sdk = importlib.import_module(SDK)
+    export = importlib.import_module(f"{SDK}.export")
+    if environment.get(EXPORTER, "").strip() == "console":
+        exporter = export.ConsoleSpanExporter()
+    else:
+        exporter = importlib.import_module(_otlp_module(environment)).OTLPSpanExporter()
+    resources = importlib.import_module("opentelemetry.sdk.resources")
+    own: Attributes = {
+        "service.name": app,
+        "service.instance.id": process,
+        "service.version": multiworld.__version__,
+        **about,
+    }
+    given = resources.OTELResourceDetector().detect().attributes
+    resource = resources.Resource.create({**own, **given})
+    # As the environment says.
+    sampler = sdk.TracerProvider(shutdown_on_exit=False).sampler
+    return Tracer(sampler, export.BatchSpanProcessor(exporter), resource)
