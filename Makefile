@@ -63,6 +63,7 @@ test-all: $(STAMP) lint types
 # What operators use, in a real browser, which is installed from Debian's packages.
 test-operate: $(STAMP)
 	command -v chromium > /dev/null || apt-get install -y --no-install-recommends chromium
+	command -v prometheus > /dev/null || apt-get install -y --no-install-recommends prometheus
 	$(BIN)/python -m pytest tests/operate $(ARGS)
 
 lint: $(STAMP)

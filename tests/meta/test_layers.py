@@ -133,6 +133,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "cli.explain",
         "cli.logs",
         "cli.serve",
+        "cli.status",
         "cli.tenants",
         "serve.controller.observe.observer",
         "serve.controller.tenant_manager",

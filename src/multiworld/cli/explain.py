@@ -134,10 +134,13 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
     facts = service.ask("GET", "/facts", Facts)
     processes = {p.name: _explained(p, found) for p in found.processes}
     slow = {name: each.slow for name, each in facts.replicas.items() if each.slow}
+    models = facts.models.items()
+    lacks = {name: each.bottleneck for name, each in models if each.bottleneck}
     if as_json:
         out = {
             "processes": processes,
             "slow": slow,
+            "bottlenecks": lacks,
             "decisions": answers.plain(decided.decisions),
             "thoughts": answers.plain(decided.thoughts),
             "events": answers.plain(found.operations),
@@ -148,6 +151,8 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
         click.echo(f"{name}: {line}")
     for name, why in slow.items():
         click.echo(f"{name} is slow: {why}")
+    for name, why in lacks.items():
+        click.echo(f"{name}: {why}")
     for failing in found.failing:
         click.echo(
             f"{failing.model}, stage {failing.stage}: has no replica; failed "

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
-from multiworld.cli.options import of_service
+from multiworld.cli.options import Age, of_service
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.processes import LOG_NAME
@@ -22,25 +21,6 @@ from multiworld.serve.controller.processes import LOG_NAME
 END = 2**24  # bytes to read at the end of a log
 LINES = 20  # of each log; of those about a request, or since a time, all
 TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # of the standard library's lines
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-
-
-class Age(click.ParamType[float]):
-    """A length of time, such as 90s, 5m, 2h or 1d, in seconds."""
-
-    name = "age"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        if isinstance(value, float):
-            return value
-        found = AGE.fullmatch(value.strip())
-        if found is None:
-            self.fail(f"{value!r} is no length of time; give 90s, 5m, 2h or 1d")
-        return float(found[1]) * UNITS[found[2]]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -41,6 +42,26 @@ STATE = click.option(
 APP = click.option(
     "--app", help="Name of the service; needed only if several services run."
 )
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+
+class Age(click.ParamType[float]):
+    """A length of time, such as 90s, 5m, 2h or 1d, in seconds."""
+
+    name = "age"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        found = AGE.fullmatch(value.strip())
+        if found is None:
+            self.fail(f"{value!r} is no length of time; give 90s, 5m, 2h or 1d")
+        return float(found[1]) * UNITS[found[2]]
 
 
 def of_service(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -12,25 +14,51 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import of_service, print_json
+from multiworld.cli.options import Age, of_service, print_json
 from multiworld.serve.controller.answers import ProcessShown, StatusAnswer
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.observe.facts import Facts, ModelFacts, TenantFacts
 
 WATCH_S = 0.5  # seconds between updates with --watch
 OPERATIONS_SHOWN = 5  # maximum number of operations below the table
 
 
-def _asked(service: Service) -> StatusAnswer:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is shown: the status, and the facts about load.
+
+    Attributes:
+        since: Epoch seconds from which on events are shown; None: the last ones.
+    """
+
+    status: StatusAnswer
+    facts: Facts
+    since: float | None
+
+    @property
+    def events(self) -> Sequence[HistoryEntry]:
+        if self.since is None:
+            return self.status.operations[-OPERATIONS_SHOWN:]
+        return [each for each in self.facts.events if each.at >= self.since]
+
+
+def _status(service: Service) -> StatusAnswer:
     return service.ask("GET", "/status", StatusAnswer, params={"reports": True})
 
 
-def _watch(service: Service, found: StatusAnswer) -> StatusAnswer:
+def _asked(service: Service, since_s: float | None) -> Seen:
+    since = None if since_s is None else time.time() - since_s
+    return Seen(_status(service), service.ask("GET", "/facts", Facts), since)
+
+
+def _watch(service: Service, found: Seen, since_s: float | None) -> Seen:
     """Show the status until Ctrl-C; return the last one."""
     with Live(_shown(found), refresh_per_second=4) as live:
         try:
             while True:
                 time.sleep(WATCH_S)
-                found = _asked(service)
+                found = _asked(service, since_s)
                 live.update(_shown(found))
         except KeyboardInterrupt:
             return found
@@ -49,8 +77,18 @@ PHASES = {
 }
 
 
-def _shown(found: StatusAnswer) -> Group:
+def _shown(seen: Seen) -> Group:
+    found = seen.status
     parts: list[RenderableType] = [_processes(found)]
+    parts += [
+        f"{escape(name)}: {escape(_load(model))}"
+        for name, model in seen.facts.models.items()
+    ]
+    parts += [
+        f"[yellow]{escape(_refusals(name, tenant))}[/]"
+        for name, tenant in seen.facts.tenants.items()
+        if tenant.refused_s
+    ]
     parts += [
         f"[red]{escape(failing.model)}, stage {failing.stage}: failed "
         f"{failing.failures} times: {escape(failing.cause)}; next start in "
@@ -73,12 +111,40 @@ def _shown(found: StatusAnswer) -> Group:
     ]
     if found.trouble:
         parts.append(f"[red]{escape(found.trouble)}[/]")
-    if found.operations:
+    if seen.events:
         parts.append("last events:")
-    for event in found.operations[-OPERATIONS_SHOWN:]:
+    for event in seen.events:
         at = time.strftime("%H:%M:%S", time.localtime(event.at))
         parts.append(f"  {at} {event.kind}: {escape(event.text)}")
     return Group(*parts)
+
+
+def _load(model: ModelFacts) -> str:
+    """Return how a model is used, in the last ten seconds and the last minute."""
+    parts = [f"{model.requests_s:.1f} requests/s"]
+    if model.tokens_s:
+        parts.append(f"{model.tokens_s:.0f} tokens/s")
+    if model.failures_s:
+        parts.append(f"{model.failures_s:.1f} fail/s")
+    parts.append(f"{model.in_flight} in flight, {model.waiting} waiting")
+    for what, spread in (
+        ("answers", model.answers),
+        ("first token", model.first_tokens),
+        ("between tokens", model.between_tokens),
+    ):
+        if spread is not None:
+            parts.append(f"{what} {_time(spread.p50)} (p99 {_time(spread.p99)})")
+    return "; ".join([*parts, *filter(None, [model.bottleneck])])
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
+
+
+def _refusals(name: str, tenant: TenantFacts) -> str:
+    who = f"tenant {name}" if name else "without a valid key"
+    why = ", ".join(f"{each:.1f}/s {why}" for why, each in tenant.refused_s.items())
+    return f"{who}: refused {why}"
 
 
 def _processes(found: StatusAnswer) -> Table:
@@ -114,11 +180,11 @@ def _phase(process: ProcessShown, found: StatusAnswer) -> str:
     return f"{process.phase} ({worker.phase})"
 
 
-def _print(found: StatusAnswer) -> None:
+def _print(found: Seen) -> None:
     """Print a status as wide as the terminal, or wider rather than cut a heading."""
     console = Console()
     unbound = console.options.update(max_width=1_000)
-    min_width = console.measure(_processes(found), options=unbound).maximum
+    min_width = console.measure(_processes(found.status), options=unbound).maximum
     # Do not fold in a file or a pipe: other programs read it line by line.
     width = max(console.width, min_width) if console.is_terminal else UNFOLDED
     Console(width=width).print(_shown(found))
@@ -142,8 +208,14 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
 
 @click.command()
 @click.option("--watch", is_flag=True, help="Keep updating the display until Ctrl-C.")
+@click.option(
+    "--since",
+    type=Age(),
+    metavar="AGE",
+    help="Show the events of the last 90s, 5m, 2h ..., not only the last ones.",
+)
 @of_service
-def status(service: Service, watch: bool, as_json: bool) -> None:
+def status(service: Service, watch: bool, since: float | None, as_json: bool) -> None:
     """Show the processes of a service and its last events.
 
     `done` counts finished requests and completions; `lost` counts the processes of the
@@ -152,15 +224,17 @@ def status(service: Service, watch: bool, as_json: bool) -> None:
     Exits with 1 unless all that is wanted is ready. While an update, a replacement or
     a further replica starts, the service answers requests all the same; see /health.
     """
-    found = _asked(service)
     if as_json:
-        print_json(found)
-    elif not watch:
+        answer = _status(service)
+        print_json(answer)
+        sys.exit(0 if answer.is_ready else 1)
+    found = _asked(service, since)
+    if not watch:
         _print(found)
     elif not sys.stdout.isatty():
         raise click.UsageError(
             "--watch needs a terminal; without one, repeat `multiworld status`"
         )
     else:
-        found = _watch(service, found)
-    sys.exit(0 if found.is_ready else 1)
+        found = _watch(service, found, since)
+    sys.exit(0 if found.status.is_ready else 1)

@@ -74,6 +74,7 @@ def output(
             {
                 "processes": PROCESSES,
                 "slow": {"m/0/1": "a step takes 3 ms"},
+                "bottlenecks": {"m": "stage double computes 97% of the time"},
                 **DECIDED,
                 "events": examples.WITH_REPORTS["operations"],
             },
@@ -144,8 +145,17 @@ def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (
             "status",
-            {STATUS: examples.WITH_REPORTS},
-            ["under-test is ready", "m/0/1", "12 s", "failed 2 times: exit code 3"],
+            {STATUS: examples.WITH_REPORTS, "/facts": examples.FACTS},
+            [
+                "under-test is ready",
+                "m/0/1",
+                "12 s",
+                "failed 2 times: exit code 3",
+                "m: 2.5 requests/s",
+                "answers 12 ms (p99 1.5 s)",
+                "stage double computes 97% of the time",
+                "tenant acme: refused 3.0/s rpm_limit",
+            ],
         ),
         ("resources", {STATUS: examples.WITH_REPORTS}, ["m/0/1", "4.5 s", "12.5 s"]),
         (

@@ -7,7 +7,8 @@ from datetime import datetime
 import click
 import pytest
 
-from multiworld.cli.logs import Age, Entry, entries_of, time_of
+from multiworld.cli.logs import Entry, entries_of, time_of
+from multiworld.cli.options import Age
 
 LINES = [
     "the end of a cut line",

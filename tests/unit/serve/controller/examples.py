@@ -205,7 +205,15 @@ FACTS: dict[str, Any] = {
     "is_ready": True,
     "controller": 1,
     "trouble": "",
-    "models": {},
+    "models": {
+        "m": {
+            "version": "1",
+            "stages": [{"name": "double", "wanted": 1, "replicas": ["m/0/1"]}],
+            "requests_s": 2.5,
+            "answers": {"p50": 0.012, "p99": 1.5},
+            "bottleneck": "stage double computes 97% of the time",
+        }
+    },
     "replicas": {
         "m/0/1": {
             "model": "m",
@@ -219,7 +227,7 @@ FACTS: dict[str, Any] = {
         }
     },
     "gateways": {},
-    "tenants": {},
+    "tenants": {"acme": {"refused_s": {"rpm_limit": 3.0}}},
     "nodes": {},
     "events": [],
     "thoughts": [],

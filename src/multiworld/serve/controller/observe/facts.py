@@ -37,6 +37,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     answers: Spread | None = None
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
+    bottleneck: str = ""  # what keeps it from answering more; empty: nothing
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +56,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     booked_memory_bytes: int = 0
     cores: float = 0.0  # processors that it keeps busy
     step_s: float | None = None  # seconds for a step; None: it has computed little
+    busy: float = 0.0  # share of the time in which it computes
     slow: str = ""  # why it is said to be slow; empty: it is not
     is_silent: bool = False  # to a gateway
     next: tuple[str, ...] = ()  # replicas that it is connected to

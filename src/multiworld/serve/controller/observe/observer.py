@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
 from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.observe.bottlenecks import bottleneck_of
 from multiworld.serve.controller.observe.facts import (
     Facts,
     GatewayFacts,
@@ -143,6 +144,7 @@ class Observer:
             if kind in ("stream_events", "router_events"):
                 totals[f"{kind} {labels[0]}"] += int(value)
         streams, requests = "stream_events", "router_events"
+        replicas = dict(self._replicas(status, gateways))
         return Facts(
             app=status.app,
             url=status.url,
@@ -150,8 +152,8 @@ class Observer:
             is_ready=status.is_ready,
             controller=status.controller,
             trouble=status.trouble,
-            models=dict(self._models(status, gateways)),
-            replicas=dict(self._replicas(status, gateways)),
+            models=dict(self._models(status, gateways, replicas)),
+            replicas=replicas,
             gateways=dict(self._gateways(status, gateways)),
             tenants=self._tenants(),
             nodes={node.name: node for node in nodes},
@@ -170,7 +172,10 @@ class Observer:
         )
 
     def _models(
-        self, status: answers.StatusAnswer, gateways: Mapping[str, GatewayReport]
+        self,
+        status: answers.StatusAnswer,
+        gateways: Mapping[str, GatewayReport],
+        replicas: Mapping[str, ReplicaFacts],
     ) -> Iterator[tuple[str, ModelFacts]]:
         answered = self._window.rates("requests")
         tokens = self._window.rates("stage_tokens")
@@ -191,6 +196,7 @@ class Observer:
             loads = [
                 g.load.get(r, 0) for g in gateways.values() for r in stages[0].replicas
             ]
+            waiting = sum(g.waiting.get(name, 0) for g in gateways.values())
             yield (
                 name,
                 ModelFacts(
@@ -200,7 +206,8 @@ class Observer:
                     failures_s=sum(r for s, r in rates.items() if s != GOOD),
                     tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
                     in_flight=sum(loads),
-                    waiting=sum(g.waiting.get(name, 0) for g in gateways.values()),
+                    waiting=waiting,
+                    bottleneck=bottleneck_of(stages, replicas, waiting),
                     answers=self._spread("request_buckets", name),
                     first_tokens=self._spread("first_token_buckets", name),
                     between_tokens=self._spread("output_token_buckets", name),
@@ -239,6 +246,7 @@ class Observer:
                     booked_memory_bytes=process.booked_memory_bytes,
                     cores=round(self._cores.get(name, 0.0), 2),
                     step_s=steps_s.get(name),
+                    busy=round(self.paces.busy.get(name, 0.0), 2),
                     slow=slow.get(name, ""),
                     is_silent=name in silent,
                     next=report.downstream,

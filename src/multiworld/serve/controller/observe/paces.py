@@ -39,12 +39,14 @@ class Pace:
         step_s: Seconds for a step.
         rows: For a step.
         cpu: Processor seconds for a second of computing.
+        busy: Share of the time in which it computes.
     """
 
     stage: tuple[str, str, int]
     step_s: float
     rows: float
     cpu: float
+    busy: float = 0.0
 
 
 @dataclass(slots=True)
@@ -66,6 +68,11 @@ class Paces:
     def slow(self) -> dict[str, str]:
         """Why each replica that is slow is said to be."""
         return {name: each.why for name, each in self._replicas.items() if each.why}
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of the time in which each replica computes."""
+        return {name: pace.busy for name, pace in self.paces.items()}
 
     @property
     def steps_s(self) -> dict[str, float]:
@@ -127,7 +134,14 @@ def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
     if steps < MIN_STEPS or computed_s <= 0:
         return None
     rows, cpu_s = last.rows - first.rows, last.cpu_s - first.cpu_s
-    return Pace(last.stage, computed_s / steps, rows / steps, cpu_s / computed_s)
+    share = computed_s / (samples[-1][0] - samples[0][0])
+    return Pace(
+        last.stage,
+        computed_s / steps,
+        rows / steps,
+        cpu_s / computed_s,
+        min(1.0, share),
+    )
 
 
 def _times(pace: Pace, peers: list[Pace]) -> float:

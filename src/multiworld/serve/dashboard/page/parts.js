@@ -40,6 +40,8 @@ export function Alerts({ facts, isCut }) {
     if (replica.slow) found.push(`${name} is slow: ${replica.slow}`);
     if (replica.is_silent) found.push(`${name} is silent: it hangs, or its network is cut`);
   }
+  for (const [name, model] of Object.entries(facts.models))
+    if (model.bottleneck && model.waiting) found.push(`${name}: ${model.bottleneck}`);
   for (const [name, cause] of Object.entries(facts.failing)) found.push(`${name} keeps failing: ${cause}`);
   for (const [name, why] of Object.entries(facts.unplaced)) found.push(`${name} cannot be placed: ${why}`);
   for (const [name, tenant] of Object.entries(facts.tenants))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ from multiworld.serve.gateway.http.request_counts import ENDS
 from multiworld.serve.gateway.http.vllm_metrics import vllm_families
 from multiworld.serve.gateway.streams.stream_counts import ENDS as STREAM_ENDS
 from multiworld.serve.wire import control_messages as messages
-from multiworld.serve.wire.routing_table import RoutingTable
+from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
 
 Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
 
@@ -127,9 +128,11 @@ def _families(
     yield from counters.values()
     yield from _latencies(sums)
     yield from _gateways(gateways, table)
+    yield _stages(table)
     yield from _replicas(fleet.replicas, table)
     yield from _paces(fleet, table)
-    ends = {what: ENDS if what == "request" else STREAM_ENDS for what in HISTOGRAMS}
+    kinds = (*HISTOGRAMS, "inter_token", "decode")
+    ends = {what: ENDS if what == "request" else STREAM_ENDS for what in kinds}
     yield from vllm_families(sums, gateways, fleet.replicas, table, ends)
     cpu = CounterMetricFamily(
         "multiworld_process_cpu_seconds", "CPU time of a process.", labels=["process"]
@@ -199,6 +202,26 @@ def _gateways(
             held.add_metric(labels, report.load.get(name, 0))
             silent.add_metric(labels, float(name in report.silent))
     yield from (in_flight, waiting, held, silent)
+
+
+def _stages(table: RoutingTable) -> Metric:
+    labels = ("model", "version", "stage", "state")
+    gauge = _gauge("stage_replicas", "Replicas of a stage, by state.", *labels)
+    found = Counter(
+        (each.model, each.version, each.stage, each.state)
+        for each in table.replicas.values()
+    )
+    stages = [
+        (name, version, stage)
+        for name, route in table.routes.items()
+        for version, count in route.stages.items()
+        for stage in range(count)
+    ]
+    for model, version, stage in stages:
+        for state in ReplicaState:
+            values = [model, version, str(stage), state.value]
+            gauge.add_metric(values, found[model, version, stage, state])
+    return gauge
 
 
 def _replicas(

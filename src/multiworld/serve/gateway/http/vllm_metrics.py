@@ -38,6 +38,14 @@ HISTOGRAMS = {
         "output_token",
         "Mean seconds between two tokens of a request.",
     ),
+    "inter_token_latency_seconds": (
+        "inter_token",
+        "Seconds between two tokens of a request.",
+    ),
+    "request_decode_time_seconds": (
+        "decode",
+        "Seconds from the first to the last token of a request.",
+    ),
     "e2e_request_latency_seconds": (
         "request",
         "Seconds from a request's headers to the end of its answer.",

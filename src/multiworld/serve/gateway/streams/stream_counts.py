@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from multiworld.serve.wire.control_messages import Counted
 
 # Upper bounds of the histograms' buckets, in seconds; the last bucket has none.
-BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+SHORT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BOUNDS_S = (*SHORT_S, 120.0, 300.0, 600.0)  # streams last
 ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")  # as Prometheus names them
 
 
@@ -25,6 +26,10 @@ class StreamCounts:
         """Count a first token, ``took_s`` after the stream was accepted."""
         self._time("first_token", model, took_s)
 
+    def between(self, model: str, took_s: float) -> None:
+        """Count a further token, ``took_s`` after the one before."""
+        self._time("inter_token", model, took_s)
+
     def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
         """Count an ended stream, with ``took_s`` from its first to its last token."""
         self._sums["completions", model] += 1
@@ -32,6 +37,7 @@ class StreamCounts:
         self._sums["generation_tokens", model] += made
         if made > 1:
             self._time("output_token", model, took_s / (made - 1))
+            self._time("decode", model, took_s)
 
     def finished(self, model: str, reason: str) -> None:
         """Count a stream that has come to its end, by its ``finish_reason``."""

@@ -335,6 +335,8 @@ class StreamRouter:
             self._clear(stream)
         stream.returned = None
         stream.returns = 0
+        if stream.first_at is not None and not stream.via:
+            self.timed.between(stream.model, self._now - stream.last_at)
         stream.last_at = self._now
         if stream.first_at is None:
             stream.first_at = self._now

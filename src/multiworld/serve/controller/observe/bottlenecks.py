@@ -1,0 +1,60 @@
+"""What keeps a model from answering more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
+
+BUSY = 0.85  # share of the time that a stage computes; from then on, it holds others up
+FULL = 0.95  # share of the memory for keys and values
+READY = "ready"
+
+
+def bottleneck_of(
+    stages: Sequence[StageFacts], replicas: Mapping[str, ReplicaFacts], waiting: int
+) -> str:
+    """Say what a model lacks; empty if nothing waits, and no stage is busy.
+
+    Args:
+        stages: Of the model.
+        replicas: Of the service, by name.
+        waiting: Requests or streams that wait at gateways.
+    """
+    ready = [
+        [
+            replicas[name]
+            for name in stage.replicas
+            if name in replicas and replicas[name].phase == READY
+        ]
+        for stage in stages
+    ]
+    waiting += sum(each.queued for each in ready[0])
+    for stage, there in zip(stages, ready, strict=True):
+        if stage.wanted and not there:
+            return f"stage {stage.name} has no ready replica"
+    used = [each.kv_usage for each in ready[0]]
+    if waiting and used and min(used) >= FULL:
+        return (
+            f"the memory for keys and values is full ({min(used):.0%}), and {waiting} "
+            "wait: raise kv_cache_memory_mb, or scale the first stage"
+        )
+    busy = {
+        number: mean(each.busy for each in there)
+        for number, there in enumerate(ready)
+        if there
+    }
+    most = max(busy, key=lambda number: busy[number], default=None)
+    if most is not None and busy[most] >= BUSY:
+        slow = [n for n in stages[most].replicas if n in replicas and replicas[n].slow]
+        text = f"stage {stages[most].name} computes {busy[most]:.0%} of the time"
+        text += f", and {waiting} wait" if waiting else ", and nothing waits yet"
+        more = f"; {', '.join(slow)} is slow" if slow else ""
+        return f"{text}: scale it, or give its replicas more cores{more}"
+    if waiting:
+        return (
+            f"{waiting} wait although no stage is busy: a limit holds them "
+            "(max_num_seqs, max_ongoing_requests, a tenant's share)"
+        )
+    return ""
