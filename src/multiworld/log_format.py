@@ -1,4 +1,4 @@
-"""Lines of logs: text for people, or JSON for collectors, with the request's id."""
+"""Log formats: text for people, JSON for collectors, both with request ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request_of(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people; the request's id comes last, unless the message has it."""
+    """Formatter for people: appends the request's id unless the message has it."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -42,7 +42,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object for each line.
+    """Formatter for collectors: one JSON object a line.
 
     Args:
         process: Name of the process, in each line.

@@ -55,6 +55,7 @@ from multiworld.serve.machines.amounts import Node
 from multiworld.serve.machines.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.tracing import tracer
 from multiworld.serve.wire.process_args import world_config
 from multiworld.world.manager import WorldManager
 
@@ -415,7 +416,7 @@ def measured_machine_of(app: AppSpec) -> Node:
 
 def _preload(app: AppSpec) -> list[str]:
     """Return the modules for the fork server; build each model to find mistakes."""
-    modules = list(PRELOAD)
+    modules = [*PRELOAD, *tracer.modules(os.environ)]
     for name, spec in app.models.items():
         try:
             model = build_model(spec)

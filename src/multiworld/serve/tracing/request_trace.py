@@ -54,10 +54,14 @@ class RequestTrace:
         if len(self._events) < MAX_EVENTS:
             self._events.append((name, at, attributes))
 
+    def is_kept(self, status: int) -> bool:
+        """Return whether its spans are exported, when it has ended with a status."""
+        return self.own.is_sampled or self.is_recovered or status >= FAILED
+
     def ended(self, name: str, now: float, status: int) -> list[Span]:
         """Return all spans to export, at the end of the request."""
         is_failed = status >= FAILED
-        if not (self.own.is_sampled or is_failed or self.is_recovered):
+        if not self.is_kept(status):
             return []
         client = self._client
         if client is None:  # the trace begins here
@@ -82,7 +86,7 @@ class RequestTrace:
 
 
 class WorkTrace:
-    """What happens to one stream, or one part of a request: its attempts.
+    """Attempts of one stream, or of one part of a request.
 
     Args:
         trace: Of its request.

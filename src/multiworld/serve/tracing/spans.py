@@ -28,10 +28,11 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Span:
-    """Something that took time; times are monotonic, in seconds.
+    """Operation with a start and an end, in seconds of the monotonic clock.
 
     Attributes:
-        parent: That it belongs to; its trace, with an empty id for a trace's root.
+        parent: Span that it belongs to. The root of a trace has a parent with an empty
+            span id.
         id: Hexadecimal digits; empty: any.
         error: What failed; empty: nothing.
     """

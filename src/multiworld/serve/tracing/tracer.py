@@ -1,4 +1,4 @@
-"""Decides which traces are kept, and exports their spans with OpenTelemetry's SDK.
+"""Sampling and export of spans, through OpenTelemetry's SDK.
 
 The variables of its specification configure it:
 https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. An
@@ -79,13 +79,13 @@ def _otlp_module(environment: Mapping[str, str]) -> str:
 
 
 class Tracer:
-    """The traces of one process. Made by ``tracer_of``.
+    """Tracer of one process; ``tracer_of`` makes it.
 
     Args:
         sampler: OpenTelemetry's ``Sampler``.
         processor: OpenTelemetry's ``SpanProcessor``, which exports.
         resource: OpenTelemetry's ``Resource``: this process.
-        clock: Monotonic; of all times of spans.
+        clock: Monotonic clock of all times of spans.
     """
 
     def __init__(
@@ -160,6 +160,16 @@ class Tracer:
     def close(self) -> None:
         """Export what is left, for at most ``FLUSH_S``; blocks meanwhile."""
         self._processor.force_flush(int(1000 * FLUSH_S))
+
+
+def modules(environment: Mapping[str, str]) -> list[str]:
+    """Return the modules that a tracer needs, to be imported before a fork."""
+    if not is_wanted(environment):
+        return []
+    found = [f"{SDK}.export", "opentelemetry.sdk.resources"]
+    if environment.get(EXPORTER, "").strip() != "console":
+        found.append(_otlp_module(environment))
+    return found
 
 
 def tracer_of(

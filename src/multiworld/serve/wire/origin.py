@@ -1,4 +1,4 @@
-"""Where work comes from: a request's id, and the span of that request. Pure."""
+"""Origin of work: a request's id and its span. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parent_of(header: str) -> Parent | None:
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """What all messages about a request carry.
+    """Request that a message is about.
 
     Attributes:
         request: Its id, for logs; empty: none.
@@ -72,4 +72,4 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 NOWHERE = Origin()
 
 ORIGIN: ContextVar[Origin] = ContextVar("origin", default=NOWHERE)
-"""Of the work that the current task does."""
+"""Origin of the work that the current task does."""

@@ -1,4 +1,4 @@
-"""What keeps a model from answering more. Pure."""
+"""Bottlenecks of models. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ READY = "ready"
 def bottleneck_of(
     stages: Sequence[StageFacts], replicas: Mapping[str, ReplicaFacts], waiting: int
 ) -> str:
-    """Say what a model lacks; empty if nothing waits, and no stage is busy.
+    """Return a model's bottleneck; empty if nothing waits and no stage is busy.
 
     Args:
-        stages: Of the model.
-        replicas: Of the service, by name.
-        waiting: Requests or streams that wait at gateways.
+        stages: The model's stages.
+        replicas: The service's replicas, by name.
+        waiting: Number of requests or streams that wait at gateways.
     """
     ready = [
         [

@@ -1,4 +1,4 @@
-"""Spans of what the controller does: starts of processes, and updates."""
+"""Spans of the controller's operations: starts of processes, and updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiworld.serve.wire.origin import Parent
 NO_ATTRIBUTES: Attributes = {}
 
 STARTED = ("ready", "spare")
-"""Kinds of events of a process that has started."""
+"""Kinds of events that end the start of a process."""
 
 BROKEN_OFF = ("lost", "refused")
 """Kinds of events of a process that has ended by itself."""

@@ -192,8 +192,8 @@ async def _respond_counted(
         gateway.counts.add(label, tenant, status, now - began_at, phases)
         if gateway.logs_access:
             _log_access(request, tenant or "-", status, now - began_at)
-        if trace is not None and gateway.tracer is not None:
-            _describe(trace, admitted)
+        if trace is not None and gateway.tracer is not None and trace.is_kept(status):
+            _describe(trace, route, admitted)
             what = OPERATIONS.get(route.path, f"{route.method} {route.path}")
             gateway.tracer.export(trace.ended(f"{what} {label}", now, status))
         return phases
@@ -250,24 +250,24 @@ def _traced(
         client, record.token("trace", 16), record.token("span", 8), name
     )
     trace = RequestTrace(own, client, gateway.authenticator.clock())
-    trace.attributes |= {
-        "http.request.method": route.method,
-        "http.route": route.path,
-        "multiworld.request": REQUEST.get(),
-    }
     if record.is_resumed:
         trace.is_recovered = True
         trace.event("taken over from another gateway", trace.began_at, {})
-    if route.path in OPERATIONS:
-        trace.attributes["gen_ai.operation.name"] = OPERATIONS[route.path]
     CURRENT.set(trace)
     return trace
 
 
-def _describe(trace: RequestTrace, admitted: AdmittedRequest) -> None:
+def _describe(trace: RequestTrace, route: Route, admitted: AdmittedRequest) -> None:
     """Say what a request has used, by OpenTelemetry's names for generative AI."""
     attributes = trace.attributes
-    attributes["multiworld.tenant"] = admitted.tenant.name
+    attributes |= {
+        "http.request.method": route.method,
+        "http.route": route.path,
+        "multiworld.request": admitted.origin.request,
+        "multiworld.tenant": admitted.tenant.name,
+    }
+    if route.path in OPERATIONS:
+        attributes["gen_ai.operation.name"] = OPERATIONS[route.path]
     if admitted.model:
         attributes["gen_ai.request.model"] = admitted.model
     if admitted.prompt_tokens:
