@@ -174,7 +174,11 @@ class Channel:
 
     def _read_on(self) -> None:
         self._is_resting = False
-        if self._is_open:
+        if not self._is_open:
+            return
+        # While frames keep coming, a read in each turn of the timer needs no selector.
+        self._readable()
+        if self._is_open and not self._is_resting:
             self._loop.add_reader(self._sock, self._readable)
 
     def lose(self) -> None:
