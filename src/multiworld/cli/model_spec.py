@@ -190,7 +190,7 @@ def curl_of(url: str, name: str, *, is_chat: bool, has_key: bool = False) -> str
         body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
     else:
         route, body = "completions", {"model": name, "prompt": "Once upon a time"}
-    text = json.dumps({**body, "max_tokens": 60})
+    text = json.dumps({**body, "max_tokens": 60, "temperature": 0})
     key = ' -H "authorization: Bearer $MULTIWORLD_API_KEY"' if has_key else ""
     return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d '{text}'"
 
