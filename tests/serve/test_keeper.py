@@ -111,6 +111,7 @@ def is_living(pid: int | None) -> bool:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    assert pid > 0  # 0: this process, too
     os.kill(pid, number)
 
 
