@@ -82,6 +82,8 @@ FAULTS = {
 }
 KEEPER_S = 1.0
 """Seconds after the loss of the keeper in which no gateway may be lost."""
+GATEWAY_S = 4.0
+"""Seconds after a fault of a gateway in which the keeper may not be lost."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PAUSED_S = (0.3, 1.5)
 """Minimum and maximum seconds between SIGSTOP and SIGCONT of a process."""
@@ -188,6 +190,9 @@ class Soak:
         self._kinds = sorted(KINDS.keys() - lacks)
         self._random = random.Random(outcome.seed)
         self._ends_at = 0.0
+        self._began_at = time.monotonic()
+        self._gateway_at = 0.0  # monotonic time of a gateway's last fault
+        self._latest: list[str] = []  # the last faults
         whole = [self._random.randrange(1, fake_vllm.HANG) for _ in range(9 * PROMPTS)]
         self._prompts = [
             [*whole[: length - 1], self._random.randrange(1, fake_vllm.HANG)]
@@ -248,7 +253,8 @@ class Soak:
             try:
                 await self._stream(session, number % PROMPTS)
             except Exception as error:
-                self._outcome.cut.append(f"{type(error).__name__}: {error}")
+                text = f"{type(error).__name__}: {error}"
+                self._outcome.cut.append(f"{self._latest}: {text}")
                 await asyncio.sleep(0.5)  # do not hammer what is broken
             number += 1
 
@@ -304,6 +310,8 @@ class Soak:
             await asyncio.sleep(self._random.uniform(*self._pause_s))
             (fault,) = self._random.choices(names, weights)
             stage = self._random.choice(self._stages)
+            since_s = time.monotonic() - self._began_at
+            self._latest = [*self._latest[-3:], f"{fault} at {since_s:.1f} s"]
             try:
                 await asyncio.to_thread(self._break, fault, stage)
             except ServeError:
@@ -342,11 +350,16 @@ class Soak:
             for p in self._service.status().processes
             if p.is_gateway and p.phase == "ready" and p.pid
         ]
+        self._gateway_at = time.monotonic()
         if found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._random.choice(found), number)
 
     def _break_keeper(self, number: signal.Signals) -> None:
+        # A gateway and the keeper that are lost together lose their streams; one that
+        # is stopped is lost only when it has been silent for ``silence_s``.
+        wait_s = self._gateway_at + GATEWAY_S - time.monotonic()
+        time.sleep(max(0.0, wait_s))
         before = self._service.keeper()
         if not before:
             return
