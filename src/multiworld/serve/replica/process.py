@@ -187,8 +187,9 @@ class WorkerProcess:
         )
         if self._tracer is not None:
             stage = args.spec.stages[args.stage].name or str(args.stage)
-            found = StageTrace(args.name, f"{args.model}/{stage}")
-            self._worker.trace = found, self._tracer.export
+            self._worker.trace = StageTrace(
+                args.name, f"{args.model}/{stage}", self._tracer.export
+            )
         self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
         self._is_finishing = asyncio.Event()
 

@@ -104,7 +104,7 @@ class WorkTrace:
 
     def attempt(self, number: int, replicas: Sequence[str], now: float) -> None:
         """An attempt begins, at these replicas, by stage."""
-        if number == self._number:  # each of its replicas is told
+        if number == self._number:  # a message to another of its replicas
             return
         self._end(now)
         self._number, self._phase, self._since = number, self._first, now

@@ -1,11 +1,18 @@
-"""The spans of a replica: one for each request or sequence that is sampled. Pure."""
+"""The spans of a replica: one for each request or sequence that is sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from multiworld.serve.tracing.spans import MAX_EVENTS, Attributes, Kind, Span, Value
+from multiworld.serve.tracing.spans import (
+    MAX_EVENTS,
+    Attributes,
+    Export,
+    Kind,
+    Span,
+    Value,
+)
 from multiworld.serve.wire.origin import Origin
 from multiworld.serve.wire.protocol import Key, StreamId
 
@@ -24,14 +31,16 @@ class _Sequence:
 
 
 class StageTrace:
-    """Makes spans of what one replica computes.
+    """Spans of what one replica computes.
 
     Args:
-        replica: Its name.
+        replica: Name of the replica.
         stage: Name of its stage.
+        export: Exports each span once it has ended.
     """
 
-    def __init__(self, replica: str, stage: str) -> None:
+    def __init__(self, replica: str, stage: str, export: Export) -> None:
+        self._export = export
         self._name = f"stage {stage}"
         self._about: dict[str, Value] = {
             "multiworld.replica": replica,
@@ -46,8 +55,8 @@ class StageTrace:
         times: tuple[float, float, float],  # arrived, begun and done; monotonic
         rows: int,  # of its batch
         error: str = "",
-    ) -> Iterable[Span]:
-        """Return the span of one request's computation, if it is sampled."""
+    ) -> None:
+        """Export the span of one request's computation, if it is sampled."""
         if origin.parent is None or not origin.parent.is_sampled:
             return
         arrived_at, began_at, ended_at = times
@@ -59,7 +68,7 @@ class StageTrace:
         }
         if attempt is not None:
             about["multiworld.attempt"] = attempt
-        yield Span(
+        span = Span(
             self._name,
             origin.parent,
             arrived_at,
@@ -69,10 +78,11 @@ class StageTrace:
             error=error,
             events=[("computing", began_at, {})],
         )
+        self._export([span])
 
-    def opened(self, key: Key, origin: Origin, now: float) -> Iterable[Span]:
-        """An attempt of a sequence begins here; return the span of the one before."""
-        yield from self.closed(key[:2], now)
+    def opened(self, key: Key, origin: Origin, now: float) -> None:
+        """Begin an attempt of a sequence; the one before, if any, ends."""
+        self.closed(key[:2], now)
         if origin.is_sampled:
             self._sequences[key[:2]] = _Sequence(origin, key[2], now)
 
@@ -83,7 +93,7 @@ class StageTrace:
         now: float,
         what: str = "",  # other than a step
     ) -> None:
-        """These rows were computed together."""
+        """Count rows that were computed together."""
         if not self._sequences:
             return
         for stream, rows in parts:
@@ -97,8 +107,8 @@ class StageTrace:
             found.rows += rows
             found.computed_s += now - began_at
 
-    def closed(self, stream: StreamId, now: float) -> Iterable[Span]:
-        """A sequence has left; return its span, if it is sampled."""
+    def closed(self, stream: StreamId, now: float) -> None:
+        """End a sequence; export its span, if it is sampled."""
         found = self._sequences.pop(stream, None)
         if found is None or found.origin.parent is None:
             return
@@ -109,7 +119,7 @@ class StageTrace:
             "multiworld.rows": found.rows,
             "multiworld.computed_s": found.computed_s,
         }
-        yield Span(
+        span = Span(
             self._name,
             found.origin.parent,
             found.opened_at,
@@ -118,3 +128,4 @@ class StageTrace:
             Kind.CONSUMER,
             events=found.events[:MAX_EVENTS],
         )
+        self._export([span])

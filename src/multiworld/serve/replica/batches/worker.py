@@ -26,7 +26,6 @@ from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
-from multiworld.serve.tracing.spans import Export
 from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages
@@ -99,8 +98,7 @@ class Worker:
         self._began_at = 0.0  # monotonic time of the latest batch
         self._counted = BatchCounts()
         self.counts = self._counted.events
-        # What makes spans, and exports them; None: nothing is traced.
-        self.trace: tuple[StageTrace, Export] | None = None
+        self.trace: StageTrace | None = None  # None: nothing is traced
 
     # Interface to the process.
 
@@ -404,11 +402,10 @@ class Worker:
 
     def _export(self, batch: Batch, outcomes: Sequence[Outcome], now: float) -> None:
         assert self.trace is not None
-        trace, export = self.trace
         for work, outcome in zip(batch.works, outcomes, strict=True):
             error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
             times = work.arrived_at, batch.began_at, now
-            export(trace.computed(work.origin, work.key[2], times, batch.rows, error))
+            self.trace.computed(work.origin, work.key[2], times, batch.rows, error)
 
     def _answer(self, finished: list[Work]) -> None:
         by_gateway: dict[str, list[Work]] = {}

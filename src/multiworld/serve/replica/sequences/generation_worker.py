@@ -42,7 +42,6 @@ from multiworld.serve.replica.sequences.step_queue import (
     StepQueue,
 )
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.tracing.spans import Export
 from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import generation_messages
 from multiworld.serve.wire.control_messages import WorkerReport
@@ -79,8 +78,7 @@ class GenerationWorker:
         self._is_turn_of_queue = False
         self._has_work = asyncio.Event()
         self._pauses = PauseDetector(GRACE_S)
-        # What makes spans, and exports them; None: nothing is traced.
-        self.trace: tuple[StageTrace, Export] | None = None
+        self.trace: StageTrace | None = None  # None: nothing is traced
 
     # Life cycle of the process.
 
@@ -219,12 +217,10 @@ class GenerationWorker:
                 case act.Open(start):
                     self._open(start)
                     if self.trace is not None:
-                        trace, export = self.trace
-                        export(trace.opened(start.key, start.origin, self._clock()))
+                        self.trace.opened(start.key, start.origin, self._clock())
                 case act.Forget(stream):
                     if self.trace is not None:
-                        trace, export = self.trace
-                        export(trace.closed(stream, self._clock()))
+                        self.trace.closed(stream, self._clock())
                     self._log.drop(stream)
                     self._prefixes.forget(stream)
                     self._engine.free(stream)
@@ -397,7 +393,7 @@ class GenerationWorker:
         found = await self._engine.compute(parts, rows, spans)
         if self.trace is not None:
             counts = ((part.key[:2], part.count) for part in parts)
-            self.trace[0].step(counts, began_at, self._clock(), what)
+            self.trace.step(counts, began_at, self._clock(), what)
         self._scheduler.pool.granule = self._engine.granule
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)

@@ -36,7 +36,6 @@ from multiworld.serve.replica.sequences.outboxes import Outboxes
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.replica.whole_engines import engine_sequences
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.tracing.spans import Export
 from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire.control_messages import WorkerReport
 from multiworld.serve.wire.deadlines import SILENT_S
@@ -93,8 +92,7 @@ class EngineWorker:
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
-        # What makes spans, and exports them; None: nothing is traced.
-        self.trace: tuple[StageTrace, Export] | None = None
+        self.trace: StageTrace | None = None  # None: nothing is traced
 
     # Life cycle of the process.
 
@@ -285,9 +283,8 @@ class EngineWorker:
             self._handle(engine_sequences.RunEnded(number, error))
         finally:
             if self.trace is not None:
-                trace, export = self.trace
                 times = began_at, began_at, self._clock()
-                export(trace.computed(run.origin, None, times, len(self._tasks)))
+                self.trace.computed(run.origin, None, times, len(self._tasks))
 
     async def _generated(self, number: int, run: whole_engine.Run) -> Exception | None:
         """Forward the tokens of a run; return why it has ended early, if it has."""
