@@ -98,6 +98,11 @@ def gateways(service: Served) -> dict[str, int]:
     }
 
 
+def versions(service: Served) -> set[str]:
+    """Return the versions of which there are replicas."""
+    return {each.version for each in service.status().processes if each.model}
+
+
 def drain(service: Served, name: str) -> None:
     service.ask("POST", "/drain", Drained, json={"name": name})
 
@@ -453,6 +458,27 @@ async def test_update_of_the_gateways_hands_all_streams_over(service: Served) ->
                 await asyncio.sleep(0.1)
     logs = service.state.rglob("gateway-*.log")
     assert any("POST /v1/" in log.read_text() for log in logs)
+
+
+async def test_gateways_are_lost_after_an_update_of_the_model(tmp_path: Path) -> None:
+    """Streams that began with a version that is gone continue with its equal."""
+    folder = save_decoder(tmp_path / "decoder", max_position_embeddings=4096)
+    spec = spec_of(folder)
+    spec["drain_s"] = 1.0
+    spec["models"]["m"]["version"] = "1"
+    spec["models"]["m"]["generation"]["kv_cache_memory_mb"] = 16
+    with served(tmp_path, spec) as service:
+        async with Streams(service, tokens=1500) as streams:
+            await streams.have(3)
+            spec["models"]["m"]["version"] = "2"
+            text = yaml.safe_dump(spec, sort_keys=False)
+            await asyncio.to_thread(service.update, text)
+            async with asyncio.timeout(WAIT_S):
+                while "1" in await asyncio.to_thread(versions, service):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            assert not any(task.done() for task in streams.tasks)
+            for pid in (await asyncio.to_thread(gateways, service)).values():
+                kill(pid)
 
 
 async def test_openais_client_notices_nothing(service: Served) -> None:

@@ -180,11 +180,12 @@ class Gateway:
         version: str | None = None,
         tenant: Tenant = ANONYMOUS,
         begun: str = "",
+        identity: str = "",
     ) -> tuple[str, Model]:
         """Return the active version of a model, the only one served, and the model.
 
         A request that another gateway has ``begun`` keeps its version while there is
-        one, and may fail without.
+        one. Then it continues with the active one if that has the same ``identity``.
         """
         routes = self.dispatcher.table.routes
         self.check_known(name, tenant)
@@ -192,10 +193,11 @@ class Gateway:
         route = routes[name]
         if begun and begun != route.version:
             model = self.models.get(name, {}).get(begun)
-            if model is None:
+            if model is not None:
+                return begun, model
+            if not identity or identity != self.identity(name, route.version):
                 raise NoReplicaError(f"version {begun!r} of model {name!r} is gone")
-            return begun, model
-        if version is not None and version != route.version:
+        elif version is not None and version != route.version:
             raise UnknownModelError(
                 f"active version of this model is {route.version!r}, not {version!r}; "
                 "request the active version, or omit the version"
@@ -204,6 +206,11 @@ class Gateway:
         if model is None:
             raise NoReplicaError(f"model {name!r} is not loaded yet; retry later")
         return route.version, model
+
+    def identity(self, name: str, version: str) -> str:
+        """Return the name of what a version consists of; empty if it is not known."""
+        spec = self.specs.get((name, version))
+        return "" if spec is None or spec.identity is None else spec.identity.name
 
     def max_tokens(self, name: str, tenant: Tenant) -> int | None:
         """Return a sequence's maximum tokens; None if no text model is loaded."""

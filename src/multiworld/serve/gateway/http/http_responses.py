@@ -59,6 +59,7 @@ FAILURES = {
 }
 
 MAX_TEXT = 1000  # characters of an error text
+ERROR = b'data: {"error"'  # the beginning of an event that reports an error
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
@@ -145,9 +146,14 @@ class EventStream(StreamingResponse):
             if self.record.is_detached:
                 return
             events = log.read(0)
+        is_failed = False
         async with aclosing(events):
             async for event in events:
-                if event.startswith(COMMENT) or self.record.count_event():
+                is_failed = is_failed or event.startswith(ERROR)
+                is_lacking = event.startswith(COMMENT) or self.record.count_event()
+                # A request that another gateway had begun may fail before its first
+                # event here. It must not look as if it had ended.
+                if is_lacking or is_failed:
                     self.on_bytes(len(event))
                     yield event
 

@@ -39,6 +39,7 @@ class Drawn(msgspec.Struct, array_like=True):
     # Monotonic time, which all processes of a host share; None: not known yet.
     deadline_at: float | None = None
     version: str = ""  # of the model
+    identity: str = ""  # name of what that version consists of; empty: not known
     noise: dict[int, str] = {}  # by choice: by which its tokens were sampled
 
 

@@ -159,8 +159,9 @@ def _detach_s(gateway: Gateway, wanted: Wanted) -> float:
 
 
 def _version(call: AdmittedCall, name: str) -> tuple[str, Model]:
-    begun = call.record.drawn.version
-    return call.gateway.model(name, call.version, call.tenant, begun)
+    drawn = call.record.drawn
+    begun = drawn.version, drawn.identity
+    return call.gateway.model(name, call.version, call.tenant, *begun)
 
 
 async def _digest(ready: Ready) -> str:

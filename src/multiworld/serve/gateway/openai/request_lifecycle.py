@@ -59,7 +59,9 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         size = sum(len(choice.prompt) for choice in prompts)
         gateway.authenticator.count_prompt(admitted, size)
         record.drawn.deadline_at = gateway.authenticator.clock() + deadline_s
-        record.drawn.version = ready.served.version
+        name, version = ready.served.name, ready.served.version
+        record.drawn.version = version
+        record.drawn.identity = gateway.identity(name, version)
         record.keep()
     stream = partial(
         gateway.streams.stream,

@@ -12,6 +12,7 @@ from multiworld.serve.gateway.http.http_request import RECORDER
 from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
 from multiworld.serve.keeper.frames import Entry, Kind
 from multiworld.serve.keeper.record import ConnectionRecord
+from multiworld.serve.spec.identity import Identity
 from multiworld.serve.text.tokenizer import Tokenizer
 from tests.unit.serve.gateway.openai.test_generated_text import (
     CHAT,
@@ -128,3 +129,32 @@ async def test_resumed_request_is_charged_once_and_never_refused(
     ((_, rows),) = played.fake.gateway.authenticator.meter.take_due(1e12)
     (row,) = [row for row in rows if row.model == "g"]
     assert (row.prompt_tokens, row.generated_tokens) == (5, 6 + 2)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_resumed_answer_whose_version_is_gone(
+    tokenizer: Tokenizer, is_same: bool
+) -> None:
+    """It continues with a version of the same identity, or else ends with an error."""
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode("abcdef", has_special=False)
+    gateway = played.fake.gateway
+    (model,), old = gateway.models["g"].values(), gateway.specs["g", "1"]
+    gateway.specs["g", "1"] = old.model_copy(update={"identity": Identity(name="i")})
+    body, path = {"prompt": "hello"}, "/v1/completions"
+    first = Recording()
+    _, whole = await events_of(played, path, body, first)
+    state = next(s for s in first.states if len(s.items) == 4)
+    state.events, state.has_begun = 4, True
+    other = {"version": "2", "identity": Identity(name="i" if is_same else "j")}
+    played.fake.serve("2", g=model)
+    gateway.specs["g", "2"] = old.model_copy(update=other)
+    del gateway.models["g"]["1"], gateway.specs["g", "1"]
+    _, rest = await events_of(played, path, body, Recording(state))
+    if is_same:
+        assert rest == whole[4:]
+        assert played.streams.versions == ["1", "2"]
+        return
+    error, last = rest
+    assert "version '1' of model 'g' is gone" in error
+    assert last == "data: [DONE]"
