@@ -20,6 +20,9 @@ LATE_FACTOR, LATE_S = 3.0, 0.1
 # the time between two checks.
 GRACE_S = 1.0
 
+# After which a sequence ends that only the previous stage has announced.
+UNCONFIRMED_S = 3.0
+
 # Maximum by which one check extends the waiting time of a step. A process that was
 # stopped has not read what arrived; one that is always late must still find faults.
 COUNTED_S = 2 * GRACE_S

@@ -139,6 +139,9 @@ class Step(Message, frozen=True, tag="step"):
     number: int
     # Their tokens are in ``hidden`` [tokens, hidden] of the frame, in this order.
     parts: tuple[StepPart, ...]
+    # Sequences that begin with this step. Their gateway announces them to every stage,
+    # too, but its message may arrive later.
+    starts: tuple[SequenceStart, ...] = ()
 
 
 class PreemptSequences(Message, frozen=True, tag="preempt_sequences"):

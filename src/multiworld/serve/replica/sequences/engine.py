@@ -26,6 +26,7 @@ from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.sequences.short_steps import ShortSteps
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.text.grammar import Matcher, Matchers
 from multiworld.serve.wire.deadlines import HUNG_S
@@ -64,10 +65,17 @@ class Engine:
         self._structures: dict[StreamId, Matcher] = {}
         self.began_at: float | None = None  # start of the running step, monotonic
         self.computed_s = 0.0
+        self._short = ShortSteps()
+        self._may_compute_here = False
 
     async def load(self, context: StageContext) -> None:
         """Load the stage; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
+        if context.device == "cpu" and self._threads == 1:
+            # Two teams of OpenMP threads, that of the compute thread and that of this
+            # one, would wait for each other by system calls: twice as slow.
+            torch.set_num_threads(1)
+            self._may_compute_here = True
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
@@ -107,16 +115,22 @@ class Engine:
     async def compute(
         self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
     ) -> Computed:
-        """Compute a step, and copy blocks that it completes; a cancel stops neither."""
+        """Compute a step, and copy blocks that it completes; a cancel stops neither.
+
+        A short step is computed in the calling thread.
+        """
         assert self._thread is not None
         began_at = self.began_at = self._clock()
+        work = self._chores(), parts, rows, spans
         try:
-            return await self._thread.call(
-                self._run, self._chores(), parts, rows, spans
-            )
+            if self._may_compute_here and self._short.is_short(len(rows)):
+                return self._run(*work)
+            return await self._thread.call(self._run, *work)
         finally:
             self.began_at = None
-            self.computed_s += self._clock() - began_at
+            took_s = self._clock() - began_at
+            self.computed_s += took_s
+            self._short.add(len(rows), took_s)
 
     async def tidy(self) -> None:
         """Do the chores now, if sequences are to be freed and no step is due."""

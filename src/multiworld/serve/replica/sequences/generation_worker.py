@@ -95,7 +95,9 @@ class GenerationWorker:
         """Compute steps until cancelled; a running step finishes, but is not used."""
         while True:
             self._has_work.clear()
-            if not await self.compute_next():
+            if await self.compute_next():
+                await asyncio.sleep(0)  # send the results before the next step
+            else:
                 await self._wait()
 
     async def _wait(self) -> None:
@@ -180,6 +182,8 @@ class GenerationWorker:
             check(message, contents, peer, self.name, self._stage, self._table)
             match message:
                 case generation_messages.Step():
+                    if message.starts:
+                        self._handle(events.Received(peer, message))
                     # The frame's memory is reused once its tensors are gone.
                     self._queue.add(ArrivedStep(message, contents[0]["hidden"]))
                 case generation_messages.ActivationRows():
@@ -334,18 +338,22 @@ class GenerationWorker:
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
         found = await self._compute([part for part in parts if part.count], rows)
+        # Others wait for the results, so these go out before anything is recorded.
         if self._is_last:
-            self._deliver(found.tokens)
             done = outcome(number, parts, found.tokens, self.recovery.sampled)
             if origin == self.name:
                 self._handle(events.Received(self.name, done))
                 self._has_work.set()
             else:
                 self._outboxes.send(origin, done)
-            return
-        ons = steps_on(self._stage, origin, number, parts, found, self._table)
-        for peer, step, hidden in ons:
-            self._outboxes.send(peer, step, hidden)
+                self._outboxes.flush(origin)
+            self._deliver(found.tokens)
+        else:
+            ons = steps_on(self._stage, origin, number, parts, found, self._table)
+            for peer, step, hidden in ons:
+                self._outboxes.send(peer, step, hidden)
+                self._outboxes.flush(peer)
+        self._record(found)
 
     async def _rebuild(self, pieces: Sequence[RebuildRows]) -> None:
         """Compute rows that this stage lacks, and send those that later stages lack."""
@@ -358,6 +366,7 @@ class GenerationWorker:
                 rows.append(piece.rows[-part.count :])
         parts, whole = self._that_fit(parts, torch.cat(rows) if rows else NO_ROWS)
         found = await self._compute(parts, whole, "rebuilding KV")
+        self._record(found)
         self.counts["refilled"] += sum(part.count for part in parts)
         self._deliver(found.tokens)
         self.recovery.sampled.update(
@@ -382,7 +391,7 @@ class GenerationWorker:
     async def _compute(
         self, parts: Sequence[StepPart], rows: Tensor, what: str = ""
     ) -> Computed:
-        """Compute rows in the thread, and log the outputs; ``what``: for the trace."""
+        """Compute rows; call ``_record`` afterwards. ``what``: for the trace."""
         if not parts:
             return Computed(())
         self._restore(self._table.get(part.key) for part in parts)
@@ -398,6 +407,10 @@ class GenerationWorker:
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)
         self.counts["tokens"] += len(found.tokens)
+        return found
+
+    def _record(self, found: Computed) -> None:
+        """Record what was computed, and log the outputs."""
         for key, error in found.failed:
             if self._table.get(key) is None:
                 continue
@@ -420,7 +433,6 @@ class GenerationWorker:
             if state is not None:
                 self._prefixes.keep(state, span, block, self._log)
         self._act(self.recovery.take())
-        return found
 
     def _restore(self, states: Iterable[SequenceState | None]) -> None:
         """Restore cached prefixes of sequences that were not computed yet."""

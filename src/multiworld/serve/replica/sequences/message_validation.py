@@ -59,6 +59,9 @@ def check(
         case generation_messages.Step(_, _, parts):
             _check_step(parts, _rows_of(contents))
             _check_sender([part.key for part in parts], stage - 1, peer, table)
+            for start in message.starts:
+                _check_start(start, start.key[0], name, stage)
+                _check_place(start, stage - 1, peer)
         case generation_messages.PreemptSequences(keys):
             _check_sender(keys, stage - 1, peer, table)
         case generation_messages.StepDone(_, tokens):
@@ -82,12 +85,16 @@ def _check_sender(
         state = table.get(key)
         if state is None:
             continue
-        chain = state.start.chain
-        if stage >= len(chain) or chain[stage] != peer:
-            raise MessageError(
-                f"{peer} sent a message about {key} that only stage {stage} of its "
-                f"chain {chain} may send"
-            )
+        _check_place(state.start, stage, peer)
+
+
+def _check_place(start: SequenceStart, stage: int, peer: str) -> None:
+    key, chain = start.key, start.chain
+    if stage >= len(chain) or chain[stage] != peer:
+        raise MessageError(
+            f"{peer} sent a message about {key} that only stage {stage} of its "
+            f"chain {chain} may send"
+        )
 
 
 def _rows_of(contents: Sequence[Tensors]) -> Tensor:

@@ -6,7 +6,8 @@ begins, each replica, starting with the last stage, reports to the previous stag
 many tokens it has, and the previous stage replays the rest from its log. If that log
 lacks rows, the previous stage rewinds to the first missing one, and the stage before it
 replays them in turn. The tokens of stage 0 always suffice ("upstream backup", Hwang et
-al., "High-Availability Algorithms for Distributed Stream Processing", 2005).
+al., "High-Availability Algorithms for Distributed Stream Processing", 2005). A first
+attempt of which stage 0 has nothing waits for no report: its first step announces it.
 
 A replica never decides which replicas compute a sequence. If it cannot continue a
 sequence, it *returns* it to the gateway, and keeps the state until the gateway decides.
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.replica.deadlines import UNCONFIRMED_S
 from multiworld.serve.replica.scheduling.sample_costs import costs_of
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import (
@@ -104,6 +106,12 @@ class Recovery:
             case events.Ticked(was_paused):
                 if was_paused:
                     self._scheduler.steps.excuse(now)
+                    self.table.excuse(now)
+                for key in self.table.unconfirmed(now - UNCONFIRMED_S):
+                    # Its gateway has lost the edge to this replica meanwhile, and will
+                    # not end it here.
+                    self.return_to_gateway([key])
+                    self._end(key)
                 for key in self._scheduler.steps.overdue(now, self._overdue_s):
                     text = f"later stages did not return sequence {key} in time"
                     self._actions.append(act.Warn(text))
@@ -127,6 +135,8 @@ class Recovery:
             case generation_messages.BeginSequences(starts):
                 for start in starts:
                     self._begin(start)
+            case generation_messages.Step():
+                self._begin_with(message)
             case generation_messages.PrepareSequence(start, stages):
                 self._begin(start, stages)
             case generation_messages.FetchActivations(key, previous, begin):
@@ -159,8 +169,21 @@ class Recovery:
 
     # The life of a sequence.
 
+    def _begin_with(self, step: generation_messages.Step) -> None:
+        """Begin the sequences that a step announces and their gateways have not yet."""
+        for start in step.starts:
+            if start.key[0] in self._connected and self.table.is_new(start.key):
+                self._begin(start)
+                if (state := self.table.get(start.key)) is not None:
+                    state.is_untold = not self._is_last
+                    state.announced_at = self._now
+
     def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
         """Add an attempt, and report its KV here to the previous stage."""
+        if not self.table.is_new(start.key):
+            # The previous stage was faster, or the sequence has ended already.
+            self.table.confirm(start.key)
+            return
         state, next_has = self.table.begin(start, prepared)
         self._watched.difference_update(state.earlier)
         for old in state.earlier:
@@ -179,6 +202,10 @@ class Recovery:
             self.return_to_gateway([start.key], lacks=min(away))
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
+        elif self._stage == 0 and not self._is_last and _is_fresh(state):
+            # No later stage has anything to report that would be of use.
+            state.sent, state.is_untold = 0, True
+            self._resolve(state)
 
     def _compiled(self, key: Key) -> None:
         """Start recovery, if this is the last stage that takes part in it."""
@@ -211,6 +238,8 @@ class Recovery:
         state = self.table.get(key)
         if state is None:
             self.table.note_early(key, held)
+            return
+        if state.sent is not None:  # it began without this report
             return
         state.sent = held
         if held < state.logged:  # only earlier stages can replay these rows
@@ -468,6 +497,15 @@ class Recovery:
             resumed = generation_messages.KvRebuilt(key, token)
             self._send(state.start.chain[0], resumed)
         return None
+
+
+def _is_fresh(state: SequenceState) -> bool:
+    """Return whether a sequence has nothing to recover, and its loss is not suspect."""
+    start = state.start
+    is_first = not (state.earlier or state.prepared or state.held)
+    is_watched = start.is_probe or start.is_suspect or start.is_watched
+    # The last stage reports once it has compiled the grammar.
+    return is_first and not is_watched and not start.sampling.grammar
 
 
 def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:

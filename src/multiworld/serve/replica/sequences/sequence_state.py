@@ -10,6 +10,7 @@ from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
 MAX_EARLY = 4096  # reports to keep about sequences that have not begun here yet
+MAX_ENDED = 4096  # ended sequences to remember: messages about them may be in flight
 
 
 @dataclass(slots=True)
@@ -26,6 +27,10 @@ class SequenceState:
     # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
     prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
+    # The next stage may not know of it: the first step sent there announces it.
+    is_untold: bool = False
+    # When the previous stage announced it; None: its gateway did.
+    announced_at: float | None = None
     is_paused: bool = False  # or returned: only another attempt can continue it
     is_evicted: bool = False  # for lack of memory: its rows in flight are ignored
 
@@ -54,6 +59,11 @@ class SequenceState:
         self.sent = max(end, sent)
         return min(count, max(0, end - sent))
 
+    def take_untold(self) -> bool:
+        """Return whether the next step must announce this sequence; only the first."""
+        is_untold, self.is_untold = self.is_untold, False
+        return is_untold
+
     def reset(self) -> None:
         """Record that all rows were dropped, here and in later stages."""
         self.held, self.logged, self.is_cached, self.is_evicted = 0, 0, False, False
@@ -67,6 +77,7 @@ class SequenceTable:
         self._is_last = is_last
         self._states: dict[StreamId, SequenceState] = {}
         self._early: OrderedDict[Key, int] = OrderedDict()
+        self._ended: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -82,6 +93,29 @@ class SequenceTable:
         """Return a sequence, if its current attempt is ``key``."""
         state = self._states.get(key[:2])
         return state if state is not None and state.key == key else None
+
+    def is_new(self, key: Key) -> bool:
+        """Return whether an attempt may begin: it has not, and no later one has."""
+        known = self._states.get(key[:2])
+        is_older = known is not None and known.key[2] >= key[2]
+        return not is_older and key not in self._ended
+
+    def confirm(self, key: Key) -> None:
+        """Record that the gateway itself has announced a sequence."""
+        state = self.get(key)
+        if state is not None:
+            state.announced_at = None
+
+    def unconfirmed(self, before: float) -> list[Key]:
+        """Return the sequences that only the previous stage announced, ``before``."""
+        times = ((s.key, s.announced_at) for s in self)
+        return [key for key, at in times if at is not None and at < before]
+
+    def excuse(self, now: float) -> None:
+        """Restart the wait for gateways: this process was stopped."""
+        for state in self:
+            if state.announced_at is not None:
+                state.announced_at = now
 
     def begin(
         self, start: SequenceStart, prepared: Sequence[int] = ()
@@ -101,6 +135,9 @@ class SequenceTable:
     def end(self, key: Key) -> SequenceState | None:
         """Forget a sequence and return it, if its current attempt is ``key``."""
         self._early.pop(key, None)
+        self._ended[key] = None
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
         return None if self.get(key) is None else self._states.pop(key[:2])
 
     def note_early(self, key: Key, held: int) -> None:

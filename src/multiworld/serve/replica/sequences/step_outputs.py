@@ -10,6 +10,7 @@ from torch import Tensor
 from multiworld.serve.engine.compute.stage_engine import Computed
 from multiworld.serve.replica.sequences.sequence_state import SequenceTable
 from multiworld.serve.wire.generation_messages import (
+    SequenceStart,
     Step,
     StepDone,
     StepPart,
@@ -55,6 +56,7 @@ def steps_on(
     rows_of = found.rows()
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}
+    starts: dict[str, list[SequenceStart]] = {}
     for part in parts:
         state = table.get(part.key)
         if state is None or part.key in failed:
@@ -63,8 +65,12 @@ def steps_on(
         count = state.take_unsent(part.begin, part.count)
         begin = part.begin + part.count - count
         on = StepPart(part.key, begin, count, part.samples)
-        by_peer.setdefault(state.start.chain[stage + 1], []).append(on)
+        peer = state.start.chain[stage + 1]
+        by_peer.setdefault(peer, []).append(on)
+        if state.take_untold():
+            starts.setdefault(peer, []).append(state.start)
     for peer, ons in by_peer.items():
         pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
         hidden = torch.cat(pieces) if pieces else NO_ROWS  # [rows, hidden]
-        yield peer, Step(origin, number, tuple(ons)), hidden
+        new = tuple(starts.get(peer, ()))
+        yield peer, Step(origin, number, tuple(ons), new), hidden

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from multiworld.errors import ServeError
@@ -99,7 +100,9 @@ class InlineEngine(Engine):
         self.compiled: dict[int, Future[None]] = {}
 
     def open(self, start: SequenceStart) -> Future[None] | None:
-        super().open(start)
+        """Begin a sequence; ``compiled`` plays the compilation of its grammar."""
+        sampling = msgspec.structs.replace(start.sampling, grammar="")
+        super().open(msgspec.structs.replace(start, sampling=sampling))
         return self.compiled.get(start.key[1])
 
     async def compute(self, parts: Any, rows: Any, spans: Any = ()) -> Any:
@@ -503,17 +506,23 @@ class Client:
         gateway: str = GATEWAY,
         share: Share = DEFAULT_SHARE,
         deadline_s: float = 1e9,
+        grammar: str = "",
     ) -> None:
         self.items: list[TokenItem] = []
         self.times: list[float] = []
         self._streams, self._share = net.gateways[gateway], share
         self._session, self._deadline_s = session, deadline_s
         self.prompt, self.count = list(prompt), count
-        self._net = net
+        self._net, self._grammar = net, grammar
         self.task = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        sampling = Sampling(temperature=0.0, max_tokens=self.count, ignore_eos=True)
+        sampling = Sampling(
+            temperature=0.0,
+            max_tokens=self.count,
+            ignore_eos=True,
+            grammar=self._grammar,
+        )
         stream = self._streams.stream(
             "m",
             self.prompt,

@@ -17,9 +17,11 @@ from multiworld.errors import RequestPoisonedError
 from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import Returned, SuspectGroup
 from multiworld.serve.queueing.fair_queue import Share
+from multiworld.serve.replica.deadlines import UNCONFIRMED_S
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
     ActivationRows,
+    BeginSequences,
     KvHeld,
     RunsAlone,
     Step,
@@ -83,6 +85,44 @@ async def test_replacement_rebuilds_its_kv_and_no_other_stage_recomputes(
         # What was left to compute, and what was in flight at the loss.
         assert net.engine(other).rows - rows <= 60 - tokens + 4
     assert net.streams.counts["replayed"] >= 1
+    await freed(net)
+
+
+async def test_new_stream_waits_for_no_report() -> None:
+    """It computes at once: no later stage can have anything of it."""
+    net = Net(random.Random(3), [1, 1, 1], LIMITS)
+    await net.connected()
+    net.lie = lambda pair, entry: None if isinstance(entry[0], KvHeld) else entry
+    clients = [Client(net, [5, 6, n] * 10, 20) for n in range(3)]
+    await whole(net, *clients)
+    assert not net.streams.counts["replayed"]
+    await freed(net)
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+async def test_new_stream_of_which_its_gateway_does_not_tell_a_stage(
+    stage: str,
+) -> None:
+    """The stage before has announced it, but its gateway would not end it there."""
+    net = Net(random.Random(4), [1, 1, 1], LIMITS)
+    await net.connected()
+    forgotten: list[Any] = []
+
+    def lie(pair: tuple[str, str], entry: Any) -> Any:
+        is_begin = isinstance(entry[0], BeginSequences) and pair[1][1] == stage
+        if is_begin and not forgotten:
+            forgotten.append(entry)
+            return None
+        return entry
+
+    net.lie = lie
+    client = Client(net, [5, 6, 7] * 10, 60)
+    await have_tokens(net, [client])
+    (late,) = [n for n in net.alive() if n[1] == stage]
+    assert list(net.worker(late).recovery.table)
+    await passes(net, UNCONFIRMED_S + 1.0)
+    await whole(net, client)
+    assert net.streams.counts["replayed"]
     await freed(net)
 
 
@@ -310,7 +350,8 @@ async def test_sequence_waiting_for_its_grammar_delays_no_other() -> None:
     await net.connected()
     made: Future[None] = Future()
     net.engine(net.alive()[2]).compiled[1] = made
-    slow, other, gone = (Client(net, [5, 6, n], 20) for n in (7, 8, 9))
+    slow = Client(net, [5, 6, 7], 20, grammar="g")
+    other, gone = Client(net, [5, 6, 8], 20), Client(net, [5, 6, 9], 20, grammar="g")
     net.engine(net.alive()[2]).compiled[3] = made
     await whole(net, other)
     assert not slow.items

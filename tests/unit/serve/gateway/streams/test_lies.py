@@ -13,7 +13,12 @@ from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire import generation_messages as messages
 from multiworld.serve.wire.frames import lay_out, unpack
-from multiworld.serve.wire.generation_messages import StepPart, TokenItem
+from multiworld.serve.wire.generation_messages import (
+    Sampling,
+    SequenceStart,
+    StepPart,
+    TokenItem,
+)
 from multiworld.serve.wire.protocol import Key, MessageError
 from tests.unit.inner_state import leaks_of
 from tests.unit.serve.gateway.streams.simulated_chains import (
@@ -115,6 +120,13 @@ async def test_tokens_of_another_gateways_stream_are_not_ours() -> None:
     assert [type(message) for message in net.refused] == [messages.Tokens]
 
 
+def announced(key: Key) -> Any:
+    """Return a step that begins another stream of the same chain."""
+    other = (key[0], 99, 0)
+    start = SequenceStart(other, (1, 2), 2, ("r0.1", "r1.2", "r2.3"), Sampling())
+    return messages.Step("r0.1", 9, (StepPart(other, 0, 2, False),), (start,)), ROWS
+
+
 TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
     "step done": (1, 0, lambda key: (messages.StepDone(1, ((key, 3),)), [])),
     "resumed": (1, 0, lambda key: (messages.KvRebuilt(key, 3), [])),
@@ -140,6 +152,8 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
         1,
         lambda key: (messages.Step("r0.1", 9, (StepPart(key, 0, 1, False),) * 2), ROWS),
     ),
+    "announced by another stage": (2, 1, announced),
+    "announced elsewhere": (0, 2, announced),
     "no rows at all": (0, 1, lambda key: (messages.ActivationRows(key, 0), [{}])),
     "one dimension": (
         0,
