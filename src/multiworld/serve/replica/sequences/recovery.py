@@ -172,11 +172,14 @@ class Recovery:
     def _begin_with(self, step: generation_messages.Step) -> None:
         """Begin the sequences that a step announces and their gateways have not yet."""
         for start in step.starts:
-            if start.key[0] in self._connected and self.table.is_new(start.key):
+            # Its gateway may not be connected here yet, as far as this process knows.
+            is_new = self.table.is_new(start.key)
+            if is_new:
                 self._begin(start)
-                if (state := self.table.get(start.key)) is not None:
-                    state.is_untold = not self._is_last
-                    state.announced_at = self._now
+            state = self.table.get(start.key)
+            if state is not None:
+                state.is_untold = not self._is_last  # the next stage may not know it
+                state.announced_at = self._now if is_new else state.announced_at
 
     def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
         """Add an attempt, and report its KV here to the previous stage."""
