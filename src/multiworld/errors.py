@@ -483,6 +483,12 @@ class ModelFailedError(ServeError):
         super().__init__(message)
 
 
+class RequestCancelledError(ServeError):
+    """An operator has cancelled the request."""
+
+    status = 409
+
+
 class RequestPoisonedError(ServeError):
     """A poison request: two replicas in a row died while they computed it alone."""
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from tests.operate.browser import CHROMIUM, Tab, opened
 from tests.serve.harness import ROOT, WAIT_S, Served, served
-from tests.serve.texts import Stream, client, spec_of
+from tests.serve.texts import Stream, asked, client, spec_of
 from tests.tiny_decoder import save_decoder
 
 pytestmark = [
@@ -88,6 +90,58 @@ async def test_page_shows_kills_and_how_they_heal(service: Served, page: str) ->
         await tab.until_text("✓ ready")
         assert await numbers(tab, "streams cut") == "0"
         assert int(await numbers(tab, "saved")) > 0
+        assert tab.errors == []
+
+
+async def test_stream_is_found_and_cancelled(service: Served, page: str) -> None:
+    async with opened(page) as tab, client(service) as api:
+        await tab.until_text("✓ ready")
+        headers = {"x-request-id": "order-7"}
+        body = {**asked(180), "temperature": 1.0, "extra_headers": headers}
+        tasks = [asyncio.ensure_future(streamed(api, body)) for _ in range(40)]
+        await tab.until("document.querySelectorAll('.flows path').length > 0")
+        await tab.click("order-7")
+        await tab.until_text("Request order-7")
+        await tab.click("Cancel it", "dialog")
+        await tab.click("Do it", "dialog")
+        ended = await asyncio.gather(*tasks)
+        assert "cancelled" in ended
+        await tab.until_text("request order-7 is cancelled")
+        assert await numbers(tab, "streams cut") == "0"
+        assert tab.errors == []
+
+
+async def streamed(api: openai.AsyncOpenAI, body: dict[str, Any]) -> str | None:
+    """Read a stream; return the code of its error, if it has one."""
+    try:
+        async for _ in await api.completions.create(**body, stream=True):
+            pass
+    except openai.APIError as error:
+        return error.code
+    return None
+
+
+async def test_spec_is_updated_and_rolled_back(service: Served, page: str) -> None:
+    async with opened(page) as tab:
+        await tab.click("Show what runs")
+        box = "document.querySelector('textarea[aria-label=spec]')"
+        await tab.until(f"Boolean({box})")
+        other = f"{box}.value.replace('deadline_s: 60.0', 'deadline_s: 61.0')"
+        await tab.value(f"{box}.value = {other}")
+        typed = "new Event('input', {bubbles: true})"
+        await tab.value(f"{box}.dispatchEvent({typed})")
+        await tab.click("Update")
+        await tab.click("Do it", "dialog")
+        await tab.until("!document.querySelector('dialog')")
+        await tab.click("Read it again")
+        back = "[...document.querySelectorAll('button')].find(b => "
+        await tab.until(f"{back}b.innerText === 'Roll back' && !b.disabled)")
+        assert "deadline_s: 61.0" in await tab.value(f"{box}.value")
+        await tab.click("Roll back")
+        await tab.click("Do it", "dialog")
+        await tab.until("!document.querySelector('dialog')")
+        await tab.click("Read it again")
+        await tab.until(f"{box}.value.includes('deadline_s: 60.0')")
         assert tab.errors == []
 
 

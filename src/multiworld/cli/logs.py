@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import click
@@ -16,64 +12,16 @@ import click
 from multiworld.cli.options import Age, of_service
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.launchers.base import began_at
+from multiworld.serve.controller.log_files import END, entries_of, last_lines
 from multiworld.serve.controller.processes import LOG_NAME
 
-END = 2**24  # bytes to read at the end of a log
 LINES = 20  # of each log; of those about a request, or since a time, all
-TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # of the standard library's lines
-
-
-@dataclass(slots=True)
-class Entry:
-    """A line of a log with those that belong to it, such as a stack trace."""
-
-    at: float | None  # seconds since 1970; None: its time cannot be read
-    lines: list[str]
-
-    def is_about(self, request: str) -> bool:
-        """Return whether it names a request by its id."""
-        pattern = rf"(?<![\w-]){re.escape(request)}(?![\w-])"
-        return any(re.search(pattern, line) for line in self.lines)
-
-
-def _read(path: Path) -> list[str]:
-    """Return the last lines of a log."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - END))
-            lines = file.read(END).decode(errors="replace").splitlines()
-            return lines[size > END :]  # the first one may be cut
-    except FileNotFoundError:  # removed in the meantime, like other old logs
-        return []
-
-
-def entries_of(lines: Iterable[str]) -> list[Entry]:
-    """Return lines as entries; those without a time belong to the one before."""
-    found: list[Entry] = []
-    for line in lines:
-        at = time_of(line)
-        if at is None and found:
-            found[-1].lines.append(line)
-        else:
-            found.append(Entry(at, [line]))
-    return found
-
-
-def time_of(line: str) -> float | None:
-    """Return the time at which a line was written, in seconds since 1970."""
-    try:
-        if line.startswith("{"):
-            return datetime.fromisoformat(json.loads(line)["time"]).timestamp()
-        return datetime.strptime(line[:TIME_LENGTH], TIME).timestamp()
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _chosen(
     path: Path, count: int, request: str | None, since: float | None
 ) -> list[str]:
-    entries = entries_of(_read(path))
+    entries = entries_of(last_lines(path))
     if since is not None:
         entries = [each for each in entries if (each.at or 0.0) >= since]
     if request is not None:

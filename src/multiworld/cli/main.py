@@ -41,6 +41,7 @@ GROUPS = {
     "Change": {
         "scale": "Set the number of replicas of a stage.",
         "update": "Update a running service to another spec, without a pause.",
+        "cancel": "End the streams of a request.",
         "drain": "Replace one process without losing a request.",
         "tenants": "Manage tenants, their keys and limits; show their usage.",
         "chaos": "Inject a fault into a replica or a gateway.",

@@ -7,8 +7,8 @@ from datetime import datetime
 import click
 import pytest
 
-from multiworld.cli.logs import Entry, entries_of, time_of
 from multiworld.cli.options import Age
+from multiworld.serve.controller.log_files import Entry, entries_of, time_of
 
 LINES = [
     "the end of a cut line",

@@ -17,6 +17,7 @@ from multiworld.serve.controller import answers
 from multiworld.serve.controller.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.controller.controller import Controller
 from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.spec_shown import shown
 from multiworld.serve.controller.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.engine.models.factory import fetch, import_new
 from multiworld.serve.engine.models.identity import refusal
@@ -46,6 +47,12 @@ class Drain(AdminRequest):
     """Body of ``/drain``: the process to replace."""
 
     name: str
+
+
+class Cancel(AdminRequest):
+    """Body of ``/cancel``: the request, by its id."""
+
+    request: str = Field(min_length=1, max_length=200)
 
 
 class Chaos(AdminRequest):
@@ -110,6 +117,11 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
     @app.get("/facts")
     async def facts() -> Response:
         return respond(controller.facts())
+
+    @app.get("/spec")
+    async def spec() -> Response:
+        before = controller.operations.before
+        return respond(shown(controller.app, before, controller.status()))
 
     @app.get("/series")
     async def series() -> Response:
@@ -196,6 +208,12 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
         operations.drain(asked.name)
         await controller.confirmed()
         return respond(answers.Drained(asked.name))
+
+    @app.post("/cancel")
+    async def cancel(asked: Cancel) -> Response:
+        check_running()
+        operations.cancel(asked.request)
+        return respond(answers.Cancelled(asked.request))
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> Response:

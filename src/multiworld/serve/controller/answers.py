@@ -42,6 +42,20 @@ class Drained(msgspec.Struct, frozen=True):
     name: str
 
 
+class SpecShown(msgspec.Struct, frozen=True):
+    """The spec that a service runs."""
+
+    text: str  # YAML
+    before: str  # of the update before, to roll back; empty: none since its start
+    differences: tuple[str, ...]  # what runs otherwise
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """The gateways end the streams of a request, if they have any."""
+
+    request: str
+
+
 class FaultInjected(msgspec.Struct, frozen=True):
     """A fault ("kill", "stop" or "cut") was injected into a replica."""
 

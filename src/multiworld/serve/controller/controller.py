@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from multiworld.errors import (
@@ -82,6 +81,7 @@ rare_log = RareLog(logger)
 
 TICK_S = 0.25  # seconds between checks of deadlines and of memory
 FACTS_S = 10.0  # maximum wait for a cluster's machines to report their bfloat16 speed
+WATCHED_S = 10.0  # after somebody has looked, for which live streams are asked for
 COLLECT_TICKS = 8  # ticks between collections of the counts of all processes
 RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
 LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
@@ -164,8 +164,9 @@ class Controller:
             registry, self.history, self._joined_gateways, self._links.send
         )
         self.observer = Observer(self.history, self.journal, clock)
+        self._watched_until = 0.0
         self._metrics = FleetMetrics(
-            partial(self._links.reports, has_counts=True),
+            self._look,
             self.fleet.processes,
             self.history,
             lambda: self.observer.paces,
@@ -395,8 +396,15 @@ class Controller:
         }
         self.observer.seen(reports, self._metrics.sums(), posts)
 
+    async def _look(self, limit_s: float) -> messages.Reports:
+        is_watched = self._clock() < self._watched_until
+        return await self._links.reports(
+            limit_s, has_counts=True, has_streams=is_watched
+        )
+
     def facts(self) -> Facts:
         """Return what is known of the service, for people to look at."""
+        self._watched_until = self._clock() + WATCHED_S
         nodes = status.nodes_of(self.bookings.ledger)
         return self.observer.facts(self.status(), nodes, self.history.handed_over)
 

@@ -19,6 +19,7 @@ from multiworld.serve.controller.launchers.base import RunningProcess
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import asks_of
 from multiworld.serve.controller.processes import Processes
+from multiworld.serve.controller.spec_shown import text_of
 from multiworld.serve.controller.status import models_order
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.engine.models import imported_sources
@@ -26,6 +27,7 @@ from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.gateway.http.tls_handshake import check_certificate
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.wire.control_messages import (
+    CancelRequest,
     InjectHang,
     InjectPartition,
     Order,
@@ -76,6 +78,7 @@ class Operations:
         self._owner, self._fleet, self._versions = owner, fleet, versions
         self._placement, self._processes = placement, processes
         self._history = history
+        self.before = ""  # the spec before the last update, as YAML
 
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
@@ -138,6 +141,11 @@ class Operations:
                 "that is intended"
             )
 
+    def cancel(self, request: str) -> None:
+        """End the streams of a request, by its id, at whichever gateway it is."""
+        self._history.say("cancel", f"request {request} is cancelled")
+        self._owner.send_gateways(CancelRequest(request))
+
     def update(self, app: AppSpec) -> int:
         """Start an update; return the number of the last event before it."""
         owner = self._owner
@@ -180,6 +188,7 @@ class Operations:
                 short=error.short,
             ) from None
         owner.dtypes = resolved.why
+        self.before = text_of(old_app)
         self._fleet.ready_s, self._fleet.drain_s = app.ready_s, app.drain_s
         last = self._history.last_number
         owner.send_gateways(models_order(self._versions.specs))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from msgspec import structs
+
 from multiworld.errors import (
     MemberLostError,
     MultiWorldError,
@@ -105,11 +107,16 @@ class ProcessLinks:
             task.add_done_callback(self._sending.discard)
 
     async def reports(
-        self, limit_s: float = REPORT_S, *, has_counts: bool = False
+        self,
+        limit_s: float = REPORT_S,
+        *,
+        has_counts: bool = False,
+        has_streams: bool = False,
     ) -> messages.Reports:
         """Return the reports of all processes that answer within ``limit_s``."""
         names = self.names
-        asking = (self._ask(name, limit_s, has_counts=has_counts) for name in names)
+        asked = messages.ReportRequest(0, has_counts, has_streams)
+        asking = (self._ask(name, limit_s, asked) for name in names)
         answers = await asyncio.gather(*asking)
         found = messages.Reports()
         for name, answer in zip(names, answers, strict=True):
@@ -121,11 +128,11 @@ class ProcessLinks:
         return found
 
     async def _ask(
-        self, name: str, limit_s: float, *, has_counts: bool
+        self, name: str, limit_s: float, asked: messages.ReportRequest
     ) -> messages.Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
-        self.send(name, messages.ReportRequest(number, has_counts))
+        self.send(name, structs.replace(asked, number=number))
         try:
             async with asyncio.timeout(limit_s):
                 report: messages.Report = await future

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from starlette.staticfiles import StaticFiles
 from multiworld.errors import ServeError
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
+from multiworld.serve.controller.log_files import about
 from multiworld.serve.controller.observe.facts import Facts, Series
 from multiworld.serve.dashboard.patches import patch_of
 
@@ -38,6 +39,7 @@ PAGE = Path(__file__).with_name("page")
 LOOK_S = 1.0  # between two looks at the service, while somebody looks at the page
 QUIET_S = 10.0  # without a change, after which readers get a comment
 READERS = 64  # pages at the same time
+WAY = 500  # entries of logs about a request
 LOG_BYTES = 64 * 1024  # of the end of a log
 BODY_BYTES = 1024 * 1024  # of a chat
 COOKIE = "multiworld_key"
@@ -61,6 +63,7 @@ OPERATIONS: dict[str, type] = {
     "drain": answers.Drained,
     "chaos": answers.FaultInjected,
     "update": answers.Updated,
+    "cancel": answers.Cancelled,
 }
 
 
@@ -165,6 +168,15 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         found = await asyncio.to_thread(service.ask, "GET", "/series", Series)
         return Response(answers.encode(found), media_type="application/json")
 
+    async def spec(request: Request) -> Response:
+        found = await asyncio.to_thread(service.ask, "GET", "/spec", answers.SpecShown)
+        return Response(answers.encode(found), media_type="application/json")
+
+    async def way(request: Request) -> Response:
+        paths = sorted(service.folder.logs.glob("*.log"))
+        found = await asyncio.to_thread(way_of, request.path_params["id"], paths)
+        return JSONResponse(found)
+
     async def do(request: Request) -> Response:
         name = request.path_params["operation"]
         kind = OPERATIONS.get(name)
@@ -206,6 +218,8 @@ def make_dashboard(service: Service, key: str = "") -> Any:
             Route("/", index),
             Route("/facts", facts),
             Route("/series", series),
+            Route("/spec", spec),
+            Route("/requests/{id}", way),
             Route("/do/{operation}", do, methods=["POST"]),
             Route("/logs/{name:path}", log),
             Route("/chat", chat, methods=["POST"]),
@@ -233,6 +247,16 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 400)
+
+
+def way_of(request: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return what the logs say of a request, in order; at most ``WAY`` entries."""
+    found = list(about(request, paths))
+    found.sort(key=lambda each: each[1].at or 0.0)
+    return [
+        {"at": entry.at, "process": name, "text": "\n".join(entry.lines)}
+        for name, entry in found[-WAY:]
+    ]
 
 
 def end_of(path: Path) -> bytes:

@@ -264,7 +264,8 @@ class GatewayProcess:
             for task in done:
                 task.result()
             await self._flush_usage()
-            self._agent.send(self._report(0, has_counts=True))
+            last = messages.ReportRequest(0, has_counts=True)
+            self._agent.send(self._report(last))
             await self._agent.flush(LAST_S)
         finally:
             for task in (*tasks, serving, announcing, *self._probes, *self._loading):
@@ -390,16 +391,21 @@ class GatewayProcess:
                 task.add_done_callback(self._probes.discard)
             case messages.Finish():
                 self._end()
-            case messages.ReportRequest(number, has_counts):
-                self._agent.send(self._report(number, has_counts=has_counts))
+            case messages.ReportRequest():
+                self._agent.send(self._report(order))
+            case messages.CancelRequest(request):
+                self._streams.cancel(request)
             case messages.FleetReport():
                 self._gateway.fleet = order
                 if self._fleet is not None and not self._fleet.done():
                     self._fleet.set_result(None)
 
-    def _report(self, number: int, *, has_counts: bool) -> messages.Report:
-        counted = tuple(self._gateway.counted()) if has_counts else ()
-        return messages.Report(number, gateway=self._gateway.report(), counted=counted)
+    def _report(self, asked: messages.ReportRequest) -> messages.Report:
+        counted = tuple(self._gateway.counted()) if asked.has_counts else ()
+        report = self._gateway.report()
+        if asked.has_streams:
+            report = self._streams.shown(report)
+        return messages.Report(asked.number, gateway=report, counted=counted)
 
     async def _ask_fleet(self) -> None:
         if self._agent.lost_at is not None:

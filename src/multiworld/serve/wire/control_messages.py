@@ -70,6 +70,13 @@ class ReportRequest(Message, frozen=True, tag="report_request"):
 
     number: int
     has_counts: bool = False
+    has_streams: bool = False  # with the live streams of a gateway
+
+
+class CancelRequest(Message, frozen=True, tag="cancel_request"):
+    """Controller → gateway: end the streams of a request, by its id."""
+
+    request: str
 
 
 class InjectPartition(Message, frozen=True, tag="inject_partition"):
@@ -115,6 +122,22 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""  # what a starting engine is doing; empty once it serves
 
 
+class StreamShown(msgspec.Struct, frozen=True, array_like=True):
+    """A live stream, for people to look at."""
+
+    request: str  # id
+    number: int  # at its gateway
+    tenant: str
+    model: str
+    prompt: int  # tokens
+    made: int  # tokens so far
+    age_s: float
+    phase: str
+    chain: tuple[str, ...]  # replicas by stage; empty: none
+    attempt: int  # 0: the first one, or the first replicas prepared for a move
+    losses: int  # of replicas, while it was computed there
+
+
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     """State of a gateway at the time of the report; counters start with the process."""
 
@@ -133,6 +156,9 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
+    # If asked for: some live streams, and the chains with most streams.
+    streams: tuple[StreamShown, ...] = ()
+    chains: tuple[tuple[tuple[str, ...], int], ...] = ()
 
 
 class Reports(msgspec.Struct, frozen=True):
@@ -176,6 +202,7 @@ Order = (
     | ProbeReplica
     | Finish
     | ReportRequest
+    | CancelRequest
     | InjectPartition
     | InjectHang
     | FleetReport

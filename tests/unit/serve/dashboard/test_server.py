@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -59,6 +60,7 @@ class Controller:
             raise ServeError(self.error)
         self.asked.append((path, more.get("json")))
         return {
+            "/spec": answers.SpecShown("app: a", "", ("m: no version serves, not 1",)),
             "/facts": self.facts,
             "/series": Series({}),
             "/scale": answers.Scaled(1, 2),
@@ -161,6 +163,35 @@ async def test_logs_are_those_of_the_service(tmp_path: Path) -> None:
     assert server.end_of(log).endswith(b"the end")
     assert len(server.end_of(log)) == server.LOG_BYTES
     assert b"cannot be read" in server.end_of(tmp_path / "none")
+
+
+async def test_spec_is_shown() -> None:
+    async with visitor(Controller()) as http:
+        found = (await http.get("/spec")).json()
+    assert found["text"] == "app: a"
+    assert found["differences"] == ["m: no version serves, not 1"]
+
+
+async def test_way_of_a_request_is_what_all_logs_say_of_it(tmp_path: Path) -> None:
+    logs = {
+        "gateway-1": [
+            "2026-11-29 16:57:01,123 INFO a: begun [request r-1]",
+            "2026-11-29 16:57:03,123 INFO a: retried [request r-1]",
+            "2026-11-29 16:57:03,200 INFO a: begun [request r-12]",
+        ],
+        "m-0-3": [
+            "2026-11-29 16:57:02,000 WARNING a: raised [request r-1]",
+            "ValueError: x",
+        ],
+    }
+    for name, lines in logs.items():
+        (tmp_path / f"{name}.log").write_text("\n".join(lines))
+    controller: Any = Controller()
+    controller.folder = SimpleNamespace(logs=tmp_path)
+    async with visitor(controller) as http:
+        found = (await http.get("/requests/r-1")).json()
+    assert [each["process"] for each in found] == ["gateway-1", "m-0-3", "gateway-1"]
+    assert found[1]["text"].endswith("ValueError: x")
 
 
 async def limited(events: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:

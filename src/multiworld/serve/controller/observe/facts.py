@@ -37,6 +37,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     answers: Spread | None = None
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
+    # The chains with most streams, as the replicas by stage, and their numbers.
+    chains: tuple[tuple[tuple[str, ...], int], ...] = ()
     bottleneck: str = ""  # what keeps it from answering more; empty: nothing
 
 
@@ -72,6 +74,22 @@ class GatewayFacts(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     cores: float = 0.0
     log: str = ""
+
+
+class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A live stream. ``began_at`` stays, so that little of it changes."""
+
+    request: str  # id
+    gateway: str
+    tenant: str
+    model: str
+    prompt: int  # tokens
+    made: int  # tokens so far
+    began_at: float  # epoch seconds
+    phase: str
+    chain: tuple[str, ...]  # replicas by stage
+    attempt: int
+    losses: int
 
 
 class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +133,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, NodeShown]
     events: tuple[HistoryEntry, ...]
     thoughts: tuple[Assessment, ...]
+    streams: dict[str, StreamFacts] = {}  # some of those that run
     # What has happened to streams and requests since the service started.
     tokens: int = 0
     replayed: int = 0  # streams and requests that went on after a loss

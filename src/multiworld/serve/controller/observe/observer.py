@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
@@ -19,6 +19,7 @@ from multiworld.serve.controller.observe.facts import (
     Series,
     Spread,
     StageFacts,
+    StreamFacts,
     TenantFacts,
 )
 from multiworld.serve.controller.observe.paces import Paces, Work
@@ -31,6 +32,7 @@ from multiworld.serve.wire.control_messages import (
 )
 
 EVENTS = 200  # of the last ones, among the facts
+CHAINS = 100  # of a model, among the facts
 POINTS = 300  # of a model's load, two seconds apart
 SHARES = 0.5, 0.99
 GOOD = "200"  # status of an answer without an error
@@ -58,6 +60,7 @@ class Observer:
         self._cpu: dict[str, tuple[float, float]] = {}  # seconds used, and when
         self._cores: dict[str, float] = {}
         self._series: dict[str, deque[Point]] = {}
+        self._began_at: dict[str, float] = {}  # of the streams that were shown last
 
     def seen(
         self,
@@ -155,6 +158,7 @@ class Observer:
             models=dict(self._models(status, gateways, replicas)),
             replicas=replicas,
             gateways=dict(self._gateways(status, gateways)),
+            streams=self._streams(gateways),
             tenants=self._tenants(),
             nodes={node.name: node for node in nodes},
             events=tuple(self._history.since(self._history.last_number - EVENTS)),
@@ -207,6 +211,7 @@ class Observer:
                     tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
                     in_flight=sum(loads),
                     waiting=waiting,
+                    chains=_chains(stages, gateways),
                     bottleneck=bottleneck_of(stages, replicas, waiting),
                     answers=self._spread("request_buckets", name),
                     first_tokens=self._spread("first_token_buckets", name),
@@ -274,6 +279,28 @@ class Observer:
                     ),
                 )
 
+    def _streams(self, gateways: Mapping[str, GatewayReport]) -> dict[str, StreamFacts]:
+        found: dict[str, StreamFacts] = {}
+        for gateway, report in gateways.items():
+            for each in report.streams:
+                key = f"{gateway}/{each.number}"
+                began_at = self._began_at.get(key, round(time.time() - each.age_s, 1))
+                found[key] = StreamFacts(
+                    request=each.request,
+                    gateway=gateway,
+                    tenant=each.tenant,
+                    model=each.model,
+                    prompt=each.prompt,
+                    made=each.made,
+                    began_at=began_at,
+                    phase=each.phase,
+                    chain=each.chain,
+                    attempt=each.attempt,
+                    losses=each.losses,
+                )
+        self._began_at = {key: each.began_at for key, each in found.items()}
+        return found
+
     def _tenants(self) -> dict[str, TenantFacts]:
         asked: Counter[str] = Counter()
         for labels, rate in self._window.rates("tenant_requests").items():
@@ -293,6 +320,19 @@ class Observer:
             )
             for name in sorted(asked.keys() | refused.keys())
         }
+
+
+def _chains(
+    stages: Sequence[StageFacts], gateways: Mapping[str, GatewayReport]
+) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Return the chains of a model, over all gateways."""
+    first = set(stages[0].replicas)
+    counts: Counter[tuple[str, ...]] = Counter()
+    for report in gateways.values():
+        for chain, count in report.chains:
+            if chain[0] in first:
+                counts[chain] += count
+    return tuple(counts.most_common(CHAINS))
 
 
 def _work_of(report: WorkerReport, post: tuple[str, str, int]) -> Work:

@@ -1,7 +1,7 @@
 // The page: what is chosen on it, what is asked, and its parts.
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { ask, bytes, follow, seconds } from "./facts.js";
-import { Alerts, Events, Gateways, Machines, Model, Numbers, stateOf, Tenants, Thoughts } from "./parts.js";
+import { ask, bytes, clock, follow, seconds } from "./facts.js";
+import { Alerts, Events, Gateways, Machines, Model, Numbers, stateOf, stateOfStream, Streams, Tenants, Thoughts } from "./parts.js";
 
 const POINTS = 300;
 const POINT_S = 2;
@@ -13,6 +13,7 @@ function Page() {
   const [opened, open] = useState("");
   const [asked, setAsked] = useState(null);
   const [kind, choose] = useState("");
+  const [request, look] = useState("");
 
   useEffect(() => {
     fetch("/series").then((a) => a.json()).then((s) => setSeries(s.models)).catch(() => {});
@@ -35,9 +36,11 @@ function Page() {
     <${Alerts} facts=${facts} isCut=${isCut} />
     ${Object.entries(facts.models).map(([name, model]) => html`<${Model} key=${name} name=${name} model=${model}
       facts=${facts} series=${series[name]} open=${open} act=${act} />`)}
+    <${Streams} facts=${facts} look=${look} act=${act} />
     <${Events} facts=${facts} kind=${kind} choose=${choose} />
     <div class="two"><${Gateways} facts=${facts} open=${open} act=${act} /><${Tenants} facts=${facts} />
-      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /></div>
+      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /><${Spec} facts=${facts} act=${act} /></div>
+    ${request && html`<${Way} request=${request} facts=${facts} act=${act} close=${() => look("")} />`}
     ${process && html`<${Details} name=${opened} process=${process} facts=${facts} act=${act} close=${() => open("")} />`}
     ${asked && html`<${Confirm} asked=${asked} close=${() => setAsked(null)} />`}
   </main>`;
@@ -104,6 +107,43 @@ function Details({ name, process, facts, act, close }) {
       ${model && html`<button class="act danger" onClick=${() => chaos("kill")}>Kill one of its stage</button>
         <button class="act danger" onClick=${() => chaos("stop")}>Stop one of its stage</button>`}
       <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
+}
+
+/** What the service knows of a request: its streams, and what the logs say of it. */
+function Way({ request, facts, act, close }) {
+  const [entries, setEntries] = useState(null);
+  const show = () => fetch(`/requests/${encodeURIComponent(request)}`).then((a) => a.json()).then(setEntries);
+  useEffect(() => { show(); }, [request]);
+  const mine = Object.values(facts.streams || {}).filter((s) => s.request === request);
+  return html`<${Dialog} close=${close} label="request ${request}"><h2>Request ${request}</h2>
+    ${mine.map((s) => html`<dl class="facts"><dt>state</dt><dd>${stateOfStream(s)}, at ${s.gateway}</dd>
+      <dt>tokens</dt><dd>${s.made}, after a prompt of ${s.prompt}</dd><dt>chain</dt><dd>${s.chain.join(" → ") || "none"}</dd>
+      <dt>tenant</dt><dd>${s.tenant || "–"}</dd></dl>`)}
+    ${!mine.length && html`<p class="quiet">It does not run, or is not among the streams that are shown.</p>`}
+    ${entries && (entries.length ? html`<div class="scroll" tabindex="0"><table class="events"><tbody>${entries.map((e) =>
+      html`<tr><td>${e.at ? clock(e.at) : ""}</td><td>${e.process}</td><td><span class="line">${e.text}</span></td></tr>`)}</tbody></table></div>`
+      : html`<p class="quiet">No log names it. What went well is logged only with <code>gateway.access_log</code>.</p>`)}
+    <div class="row"><button class="act" onClick=${show}>Read the logs again</button>
+      ${mine.length > 0 && html`<button class="act danger" onClick=${() => act(`Cancel request ${request}? Its client gets an error.`,
+        "cancel", { request })}>Cancel it</button>`}
+      <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
+}
+
+/** The spec that runs, what differs from it, and the way to another one or back. */
+function Spec({ facts, act }) {
+  const [spec, setSpec] = useState(null);
+  const [text, setText] = useState(null);
+  const show = () => fetch("/spec").then((a) => a.json()).then((found) => { setSpec(found); setText(found.text); });
+  const versions = Object.values(facts.models).map((m) => m.version).join();
+  useEffect(() => { if (spec) show(); }, [versions]);
+  if (!spec) return html`<section><h2>Spec</h2><button class="act" onClick=${show}>Show what runs</button></section>`;
+  return html`<section><h2>Spec</h2>
+    ${spec.differences.length > 0 && html`<ul class="thoughts warn">${spec.differences.map((each) => html`<li>${each}</li>`)}</ul>`}
+    <div class="form"><textarea rows="14" spellcheck="false" aria-label="spec" value=${text} onInput=${(e) => setText(e.target.value)}></textarea></div>
+    <div class="row"><button class="act danger" disabled=${text === spec.text} onClick=${() => act("Update the service to this spec?", "update", { text })}>Update</button>
+      <button class="act danger" disabled=${!spec.before} onClick=${() => act("Go back to the spec before the last update?", "update",
+        { text: spec.before })}>Roll back</button>
+      <button class="act" onClick=${show}>Read it again</button></div></section>`;
 }
 
 function Chat({ facts }) {

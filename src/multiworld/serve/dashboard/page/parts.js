@@ -1,5 +1,5 @@
-// The parts of the page that show facts; they hold no state.
-import { html } from "./vendor/htm-preact.js";
+// The parts of the page that show facts.
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { bytes, clock, rate, seconds } from "./facts.js";
 
 const MANY = 24; // replicas of a stage, from which on each is a small square
@@ -56,7 +56,7 @@ function Replica({ name, replica, most, open }) {
   const [kind, mark, words] = stateOf(replica);
   const short = name.split("/").pop();
   const share = most ? Math.min(100, (100 * replica.load) / most) : 0;
-  return html`<button class="replica ${kind}" title="${name}: ${words}" onClick=${() => open(name)}>
+  return html`<button class="replica ${kind}" data-name=${name} title="${name}: ${words}" onClick=${() => open(name)}>
     <span class="mark" aria-hidden="true">${mark}</span> <b>${short}</b> <span>${words}</span>
     <small>${replica.load} in work${replica.queued ? `, ${replica.queued} queued` : ""}, ${replica.cores.toFixed(1)} cores${
       replica.step_s ? `, ${seconds(replica.step_s)} a step` : ""}${
@@ -68,7 +68,7 @@ function Replica({ name, replica, most, open }) {
 export function Model({ name, model, facts, series, open, act }) {
   const generates = model.first_tokens || model.tokens_s;
   return html`<section><h2>${name} <span class="quiet">${model.version}</span></h2>
-    <div class="chain">${model.stages.map((stage, k) => {
+    <div class="chain"><${Flows} chains=${model.chains} />${model.stages.map((stage, k) => {
       const mine = Object.entries(facts.replicas).filter(([, r]) => r.model === name && r.stage === k);
       const most = Math.max(1, ...mine.map(([, r]) => r.load));
       const isMany = mine.length > MANY;
@@ -94,6 +94,67 @@ export function Model({ name, model, facts, series, open, act }) {
       ${model.first_tokens ? html`· first token ${seconds(model.first_tokens.p50)} (p99 ${seconds(model.first_tokens.p99)}) ` : ""}
       ${model.between_tokens ? html`· between tokens ${seconds(model.between_tokens.p50)} (p99 ${seconds(model.between_tokens.p99)})` : ""}</p>
   </section>`;
+}
+
+const COLOURS = 6; // of chains; see style.css
+
+/** Lines through the replicas of each chain, as wide as it has streams; drawn over the stages. */
+function Flows({ chains }) {
+  const place = useRef(null);
+  const [lines, setLines] = useState([]);
+  const draw = () => {
+    const svg = place.current;
+    if (!svg) return;
+    const box = svg.parentElement, zero = box.getBoundingClientRect();
+    const at = {};
+    for (const each of box.querySelectorAll("[data-name]")) at[each.dataset.name] = each.getBoundingClientRect();
+    const most = Math.max(1, ...chains.map(([, count]) => count));
+    const offset = zero.left - box.scrollLeft;
+    setLines(chains.slice(0, 40).map(([names, count], n) => {
+      const boxes = names.map((name) => at[name]).filter(Boolean);
+      let path = "";
+      for (let k = 1; k < boxes.length; k += 1) {
+        const [a, b] = [boxes[k - 1], boxes[k]];
+        const [x, y] = [a.right - offset, a.top + a.height / 2 - zero.top];
+        const [u, v] = [b.left - offset, b.top + b.height / 2 - zero.top];
+        path += `M${x} ${y}C${(x + u) / 2} ${y} ${(x + u) / 2} ${v} ${u} ${v}`;
+      }
+      return { path, width: 1.5 + (4 * count) / most, kind: n % COLOURS, text: `${names.join(" → ")}: ${count} streams` };
+    }));
+    svg.style.width = `${box.scrollWidth}px`;
+  };
+  useEffect(draw, [JSON.stringify(chains)]);
+  useEffect(() => {
+    const watch = new ResizeObserver(draw);
+    watch.observe(place.current.parentElement);
+    return () => watch.disconnect();
+  }, []);
+  return html`<svg class="flows" ref=${place} aria-hidden="true">${lines.map((each) =>
+    html`<path class="chain${each.kind}" d=${each.path} style=${{ strokeWidth: each.width }}><title>${each.text}</title></path>`)}</svg>`;
+}
+
+/** Words for the state of a stream; each attempt after the first follows a loss or a move. */
+export const stateOfStream = (s) => `${s.phase}${s.attempt ? `, attempt ${s.attempt + 1}` : ""}${s.losses ? ", suspected" : ""}`;
+
+/** The streams that run, those in trouble first. */
+export function Streams({ facts, look, act }) {
+  const found = Object.entries(facts.streams || {});
+  const rank = ([, s]) => [s.losses || s.phase === "waiting" || s.phase === "paused" ? 0 : 1, s.began_at];
+  found.sort((a, b) => rank(a)[0] - rank(b)[0] || rank(a)[1] - rank(b)[1]);
+  const [given, give] = useState("");
+  const go = (event) => { event.preventDefault(); if (given.trim()) look(given.trim()); };
+  return html`<section><h2>Streams <span class="quiet">${found.length ? `${found.length} shown` : "none runs"}</span>
+      <form class="find" onSubmit=${go}><input value=${given} onInput=${(e) => give(e.target.value)} placeholder="id of a request"
+        aria-label="id of a request" /><button class="act">Its way</button></form></h2>
+    ${found.length > 0 && html`<div class="scroll" tabindex="0"><table><thead><tr><th>request</th><th>tenant</th><th>model</th><th>state</th>
+      <th class="number">tokens</th><th class="number">for</th><th>chain</th><th></th></tr></thead>
+    <tbody>${found.map(([key, s]) => html`<tr key=${key} class=${s.losses ? "warn" : ""}>
+      <td><button class="act" title=${s.request} onClick=${() => look(s.request)}>${s.request.slice(0, 12)}</button></td>
+      <td>${s.tenant || "–"}</td><td>${s.model}</td><td>${stateOfStream(s)}</td>
+      <td class="number">${s.made} after ${s.prompt}</td><td class="number">${seconds(Math.max(0, facts.at - s.began_at))}</td>
+      <td>${s.chain.map((name) => name.split("/").pop()).join(" → ") || "–"}</td>
+      <td><button class="act danger" aria-label="cancel ${s.request}" onClick=${() => act(`Cancel request ${s.request}? Its client gets an error.`,
+        "cancel", { request: s.request })}>cancel</button></td></tr>`)}</tbody></table></div>`}</section>`;
 }
 
 const LOSSES = ["lost", "outgrown", "node lost", "connections"];

@@ -19,6 +19,7 @@ from multiworld.errors import (
     InvalidRequestError,
     ModelFailedError,
     NoReplicaError,
+    RequestCancelledError,
     RequestPoisonedError,
     ServeError,
     UnauthorizedError,
@@ -55,6 +56,7 @@ FAILURES = {
     NoReplicaError: "no_replica",
     DeadlineExceededError: "deadline_exceeded",
     ModelFailedError: "model_failed",
+    RequestCancelledError: "cancelled",
     RequestPoisonedError: "poison_request",
 }
 

@@ -55,6 +55,11 @@ class TenantQuarantined:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    request: str  # id of the request whose streams end
+
+
 Event = (
     Opened
     | Closed
@@ -64,4 +69,5 @@ Event = (
     | Received
     | Ticked
     | TenantQuarantined
+    | RequestCancelled
 )

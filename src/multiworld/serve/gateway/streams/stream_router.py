@@ -100,6 +100,8 @@ class StreamRouter:
                 self._ticked(silent, resumed_at)
             case events.TenantQuarantined(tenant, model):
                 self._quarantine(tenant, model)
+            case events.RequestCancelled(request):
+                self._cancel(request)
         if self._has_room_for_suspects:
             self._has_room_for_suspects = False
             self._place_waiting()
@@ -169,7 +171,8 @@ class StreamRouter:
             self.without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
         if error is not None:
-            is_cut = stream.first_at is not None and not isinstance(error, act.Cut)
+            is_wanted = isinstance(error, act.Cut | errors.RequestCancelledError)
+            is_cut = stream.first_at is not None and not is_wanted
             self.counts["cut"] += is_cut
             self._actions.append(act.Deliver(stream.number, error))
 
@@ -199,6 +202,13 @@ class StreamRouter:
             is_its = stream.share.tenant == tenant and stream.model in names
             if is_its and stream.first_at is None:
                 self._end(stream, refusals.quarantined(model))
+
+    def _cancel(self, request: str) -> None:
+        """End the streams of a request."""
+        for stream in list(self.streams.values()):
+            if stream.origin.request == request:
+                error = errors.RequestCancelledError("an operator has cancelled it")
+                self._end(stream, error)
 
     # Replicas.
 

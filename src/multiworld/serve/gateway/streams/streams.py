@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.gateway.streams import actions, events
@@ -18,12 +20,14 @@ from multiworld.serve.gateway.streams.chain_selection import (
     PREFIX_BLOCK,
     PREFIX_TOKENS,
 )
+from multiworld.serve.gateway.streams.live_streams import chains_of, shown
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.waiting_tenants import WaitingTenants
 from multiworld.serve.text.prefixes import digests
 from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
+from multiworld.serve.wire.control_messages import GatewayReport
 from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
@@ -232,6 +236,17 @@ class Streams:
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's waiting streams without a token, dedicated or shared."""
         self._handle(events.TenantQuarantined(tenant, model))
+
+    def cancel(self, request: str) -> None:
+        """End the streams of a request with ``RequestCancelledError``."""
+        self._handle(events.RequestCancelled(request))
+
+    def shown(self, report: GatewayReport) -> GatewayReport:
+        """Return a report with live streams."""
+        streams = self.router.streams.values()
+        return structs.replace(
+            report, streams=shown(streams, self._clock()), chains=chains_of(streams)
+        )
 
     # The table and the edges.
 

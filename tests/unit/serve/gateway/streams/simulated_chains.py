@@ -30,6 +30,7 @@ from multiworld.serve.wire.generation_messages import (
     SequenceStart,
     TokenItem,
 )
+from multiworld.serve.wire.origin import Origin
 from multiworld.serve.wire.protocol import MessageError
 from multiworld.serve.wire.routing_table import (
     Replica,
@@ -507,6 +508,7 @@ class Client:
         share: Share = DEFAULT_SHARE,
         deadline_s: float = 1e9,
         grammar: str = "",
+        request: str = "",
     ) -> None:
         self.items: list[TokenItem] = []
         self.times: list[float] = []
@@ -514,6 +516,7 @@ class Client:
         self._session, self._deadline_s = session, deadline_s
         self.prompt, self.count = list(prompt), count
         self._net, self._grammar = net, grammar
+        self._origin = Origin(request)
         self.task = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -530,6 +533,7 @@ class Client:
             deadline_s=self._deadline_s,
             session=self._session,
             share=self._share,
+            origin=self._origin,
         )
         async with stream as tokens:
             async for item in tokens:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multiworld.errors import RequestPoisonedError
+from multiworld.errors import RequestCancelledError, RequestPoisonedError
 from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import Returned, SuspectGroup
 from multiworld.serve.queueing.fair_queue import Share
@@ -100,11 +100,12 @@ async def test_new_stream_waits_for_no_report() -> None:
 
 
 @pytest.mark.parametrize("stage", ["1", "2"])
+@pytest.mark.parametrize("seed", range(4))
 async def test_new_stream_of_which_its_gateway_does_not_tell_a_stage(
-    stage: str,
+    stage: str, seed: int
 ) -> None:
     """The stage before has announced it, but its gateway would not end it there."""
-    net = Net(random.Random(4), [1, 1, 1], LIMITS)
+    net = Net(random.Random(seed), [1, 1, 1], LIMITS)
     await net.connected()
     forgotten: list[Any] = []
 
@@ -118,6 +119,7 @@ async def test_new_stream_of_which_its_gateway_does_not_tell_a_stage(
     net.lie = lie
     client = Client(net, [5, 6, 7] * 10, 60)
     await have_tokens(net, [client])
+    assert not net.streams.counts["replayed"]
     (late,) = [n for n in net.alive() if n[1] == stage]
     assert list(net.worker(late).recovery.table)
     await passes(net, UNCONFIRMED_S + 1.0)
@@ -364,6 +366,29 @@ async def test_sequence_waiting_for_its_grammar_delays_no_other() -> None:
     made.set_result(None)
     await whole(net, slow)
     await asyncio.gather(gone.task, return_exceptions=True)
+    await freed(net)
+
+
+async def test_cancelled_request_ends_and_others_go_on() -> None:
+    """Whether it computes or waits; it does not count as cut."""
+    net = Net(random.Random(2), [1, 1], LIMITS)
+    await net.connected()
+    clients = [Client(net, [5, 6, n], 40, request=f"r-{n}") for n in range(3)]
+    await have_tokens(net, clients)
+    net.streams.cancel("r-1")
+    net.streams.cancel("of nobody")
+    with pytest.raises(RequestCancelledError):
+        await clients[1].task
+    await whole(net, clients[0], clients[2])
+    assert not net.streams.counts["cut"]
+    net.kill(net.alive()[1])
+    waiting = Client(net, [5, 6, 7], 5, request="r-9")
+    for _ in range(20):
+        await net.turn()
+        await asyncio.sleep(0)
+    net.streams.cancel("r-9")
+    with pytest.raises(RequestCancelledError):
+        await waiting.task
     await freed(net)
 
 

@@ -1,0 +1,46 @@
+"""The spec that a service runs, as text, and what differs from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from multiworld.serve.controller.answers import SpecShown, StatusAnswer
+from multiworld.serve.spec.schema import AppSpec
+
+
+def text_of(app: AppSpec) -> str:
+    """Return a spec as YAML, without defaults and without what was computed of it."""
+    found = app.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        exclude={"models": {"__all__": {"identity"}}},
+    )
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def shown(app: AppSpec, before: str, status: StatusAnswer) -> SpecShown:
+    return SpecShown(text_of(app), before, tuple(_differences(app, status)))
+
+
+def _differences(app: AppSpec, status: StatusAnswer) -> Iterator[str]:
+    """Yield what runs otherwise than the spec says."""
+    for name, model in app.models.items():
+        serving = status.active.get(name, "")
+        if serving != model.version:
+            which = f"version {serving} serves" if serving else "no version serves"
+            yield f"{name}: {which}, not {model.version}"
+        wanted = status.wanted.models.get(name)
+        for number, stage in enumerate(model.stages):
+            ready = sum(
+                p.phase == "ready" and p.version == model.version
+                for p in status.processes
+                if p.model == name and p.stage == number
+            )
+            count = stage.replicas if wanted is None else wanted.replicas[number]
+            what = f"{name}/{stage.name or number}"
+            if count != stage.replicas:
+                yield f"{what}: scaled to {count}, the spec says {stage.replicas}"
+            if ready != count:
+                yield f"{what}: {ready} of {count} replicas are ready"

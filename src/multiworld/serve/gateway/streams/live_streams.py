@@ -1,0 +1,50 @@
+"""The live streams of a gateway, for people to look at. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from multiworld.serve.gateway.streams.stream import Phase, Stream
+from multiworld.serve.wire.control_messages import StreamShown
+
+SHOWN = 100  # maximum streams of a gateway, and chains
+
+
+def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
+    """Return what there is to see of streams: those in trouble first, then the oldest.
+
+    Args:
+        streams: Of this gateway; probes are left out.
+        now: Monotonic time, as in ``Stream.began_at``.
+    """
+    theirs = [stream for stream in streams if not stream.via]
+    theirs.sort(key=lambda stream: (not _is_in_trouble(stream), stream.began_at))
+    return tuple(
+        StreamShown(
+            stream.origin.request,
+            stream.number,
+            stream.share.tenant,
+            stream.model,
+            stream.prompt,
+            stream.made,
+            round(now - stream.began_at, 1),
+            stream.phase.value,
+            stream.chain,
+            stream.attempt,
+            stream.losses.counted,
+        )
+        for stream in theirs[:SHOWN]
+    )
+
+
+def chains_of(
+    streams: Collection[Stream],
+) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """Return the chains with most streams, and how many each has."""
+    counts = Counter(stream.chain for stream in streams if stream.chain)
+    return tuple(counts.most_common(SHOWN))
+
+
+def _is_in_trouble(stream: Stream) -> bool:
+    return stream.losses.counted > 0 or stream.phase in (Phase.WAITING, Phase.PAUSED)
