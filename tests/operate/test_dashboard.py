@@ -8,12 +8,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
+import uvicorn
 
+from multiworld.serve.controller.client import Service
+from multiworld.serve.dashboard.server import make_dashboard
 from tests.operate.browser import CHROMIUM, Tab, opened
+from tests.operate.large_service import LargeService
 from tests.serve.harness import ROOT, WAIT_S, Served, served
 from tests.serve.texts import Stream, asked, client, spec_of
 from tests.tiny_decoder import save_decoder
@@ -206,6 +210,29 @@ async def test_page_fits(page: str, width: int) -> None:
         await tab.until_text("✓ ready")
         assert len(await tab.picture(width, 1400)) > 10_000
         assert await tab.value("document.documentElement.scrollWidth") <= width
+
+
+async def test_large_service_is_shown_and_followed() -> None:
+    """200 replicas, 500 streams, and every number changes each second."""
+    app = make_dashboard(cast("Service", LargeService()))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with opened(f"http://127.0.0.1:{port}/") as tab:
+            await tab.until("document.querySelectorAll('.replica').length === 200")
+            await tab.until_text("500 shown")
+            await tab.until("document.querySelectorAll('.flows path').length === 40")
+            before = await numbers(tab, "tokens")
+            await tab.until("!document.body.innerText.includes(" + repr(before) + ")")
+            assert len(await tab.picture(1280, 1400)) > 10_000
+            assert await tab.value("document.documentElement.scrollWidth") <= 1280
+            assert tab.errors == []
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
 
 
 async def test_end_of_the_service_is_said(tmp_path: Path) -> None:

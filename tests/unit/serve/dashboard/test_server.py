@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -221,6 +222,16 @@ async def test_reader_gets_all_facts_and_then_what_changes(
     assert [kind for kind, _ in found] == ["facts", "patch"]
     assert found[0][1]["app"] == "a"
     assert found[1][1] == {"tokens": 7}
+
+
+async def test_events_are_packed_one_by_one() -> None:
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"event: a\n\n"
+        yield b"event: b\n\n" * 1000
+
+    unpacker = zlib.decompressobj(wbits=31)
+    found = [unpacker.decompress(part) async for part in server.compressed(events())]
+    assert found == [b"event: a\n\n", b"event: b\n\n" * 1000]
 
 
 async def test_service_that_does_not_answer_is_said_to_be_in_trouble(

@@ -109,6 +109,7 @@ function Flows({ chains }) {
     const at = {};
     for (const each of box.querySelectorAll("[data-name]")) at[each.dataset.name] = each.getBoundingClientRect();
     const most = Math.max(1, ...chains.map(([, count]) => count));
+    const widest = chains.length > 12 ? 1 : 4;
     const offset = zero.left - box.scrollLeft;
     setLines(chains.slice(0, 40).map(([names, count], n) => {
       const boxes = names.map((name) => at[name]).filter(Boolean);
@@ -119,7 +120,7 @@ function Flows({ chains }) {
         const [u, v] = [b.left - offset, b.top + b.height / 2 - zero.top];
         path += `M${x} ${y}C${(x + u) / 2} ${y} ${(x + u) / 2} ${v} ${u} ${v}`;
       }
-      return { path, width: 1.5 + (4 * count) / most, kind: n % COLOURS, text: `${names.join(" → ")}: ${count} streams` };
+      return { path, width: 1.2 + (widest * count) / most, kind: n % COLOURS, text: `${names.join(" → ")}: ${count} streams` };
     }));
     svg.style.width = `${box.scrollWidth}px`;
   };
