@@ -91,8 +91,10 @@ def test_keys_give_access_to_their_models_only(tmp_path: Path) -> None:
         service.ask("POST", "/tenants/acme/revoke", TenantShown, json={"key": old})
         assert ask(service, acme).status_code == 401
         assert ask(service, rotated.key).status_code == 200
-        change(service, "acme", is_suspended=True)
-        assert ask(service, rotated.key).status_code == 401
+        change(service, "acme", is_suspended=True, suspension="unpaid")
+        refusal = ask(service, rotated.key)
+        assert refusal.status_code == 401
+        assert "is suspended: unpaid" in refusal.text
         change(service, "acme", is_suspended=False)
 
         _metrics_are_for_operators(service, rotated.key, operator)

@@ -91,7 +91,8 @@ def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> None:
         table.add_column(title)
     for tenant in tenants:
         marks = ["(operator)"] * tenant.is_operator
-        marks += ["(suspended)"] * tenant.is_suspended
+        words = f": {tenant.suspension}" if tenant.suspension else ""
+        marks += [f"(suspended{words})"] * tenant.is_suspended
         table.add_row(
             "\n".join([tenant.name, *marks]),
             escape("\n".join(tenant.models)),
@@ -236,6 +237,9 @@ def create(
     default=None,
     help="Refuse the keys of the tenant for now, or accept them again.",
 )
+@click.option(
+    "--because", "suspension", metavar="TEXT", help="With --suspend: told its clients."
+)
 @of_service
 def change(service: Service, name: str, as_json: bool, **options: object) -> None:
     """Change settings of the tenant NAME.
@@ -243,6 +247,12 @@ def change(service: Service, name: str, as_json: bool, **options: object) -> Non
     Omitted settings stay unchanged.
     """
     said = _said(options)
+    if "suspension" in said and not said.get("is_suspended"):
+        raise click.UsageError(
+            "--because says why a tenant is suspended; add --suspend"
+        )
+    if "is_suspended" in said:  # the words of an earlier time are over
+        said.setdefault("suspension", "")
     if not said:
         raise click.UsageError(
             "give at least one setting to change, such as --weight 2"

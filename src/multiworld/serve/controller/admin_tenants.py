@@ -44,6 +44,7 @@ class TenantSettings(AdminRequest):
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     is_operator: bool = False
     is_suspended: bool = False
+    suspension: Annotated[str, Field(max_length=500)] = ""
 
     def said(self) -> dict[str, object]:
         found: dict[str, object] = self.model_dump(exclude_unset=True)

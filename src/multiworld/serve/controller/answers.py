@@ -102,6 +102,7 @@ class TenantShown(msgspec.Struct, frozen=True):
     keys: tuple[KeyShown, ...]
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
+    suspension: str = ""  # an operator's words, while it is suspended
 
 
 class TenantWithKey(TenantShown, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ class Tenant:
     priority: int = 0  # higher priorities always run first
     is_operator: bool = False  # may read the metrics, which cover all tenants
     is_suspended: bool = False  # its keys are refused for now
+    suspension: str = ""  # what its clients are told of that, in the operator's words
     keys: tuple[Key, ...] = ()
 
     @property
@@ -94,7 +95,7 @@ class TenantDirectory:
         self.put(tenants.values())
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
-        """Return the tenant of a key; None if the key is unknown or not valid."""
+        """Return the tenant of a key, suspended or not; None if it is not valid."""
         # The duration of this check reveals neither whether the id exists nor how much
         # of the digest matches.
         key, name = self._keys.get(key_id, (None, ""))
@@ -103,5 +104,4 @@ class TenantDirectory:
             return None
         if key.expires_at is not None and now >= key.expires_at:
             return None
-        tenant = self.tenants[name]
-        return None if tenant.is_suspended else tenant
+        return self.tenants[name]

@@ -21,6 +21,7 @@ TENANT: dict[str, Any] = {
     ],
     "tokens_per_day": 1_000_000,
     "tokens_per_month": None,
+    "suspension": "",
 }
 
 WORKER_REPORT: dict[str, Any] = {

@@ -79,6 +79,22 @@ def test_keys_are_unique_and_stored_as_digests() -> None:
     assert parse_key("nonsense") == ("", key_digest("nonsense"))
 
 
+def test_clients_of_a_suspended_tenant_are_told_the_operators_words() -> None:
+    tenant, text = keyed("acme")
+    tenant = replace(tenant, is_suspended=True, suspension="unpaid")
+    authenticator = Authenticator(needs_key=True)
+    authenticator.directory.put([tenant])
+    headers = {"authorization": f"Bearer {text}"}
+    with pytest.raises(UnauthorizedError, match="is suspended: unpaid"):
+        authenticator.identify(headers)
+    with pytest.raises(UnauthorizedError, match="unknown, expired or revoked"):
+        authenticator.identify({"authorization": f"Bearer {text[:-1]}_"})
+    authenticator.directory.put([replace(tenant, suspension="")])
+    with pytest.raises(UnauthorizedError, match=r"is suspended$"):
+        authenticator.identify(headers)
+    assert authenticator.refused == {("acme", "suspended"): 2, ("", "wrong key"): 1}
+
+
 def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
     (acme, key), (beta, other) = keyed("acme"), keyed("beta")
     directory = TenantDirectory()
@@ -94,8 +110,6 @@ def test_directory_finds_the_tenant_of_a_valid_key_only() -> None:
     directory.put([ending])
     assert directory.find(*parse_key(key), 9.9) is ending
     assert directory.find(*parse_key(key), 10.0) is None
-    directory.put([replace(acme, is_suspended=True)])
-    assert directory.find(*parse_key(key), 0.0) is None
     directory.put([replace(acme, keys=())])
     assert directory.find(*parse_key(key), 0.0) is None
     directory.remove("beta")

@@ -36,7 +36,8 @@ NOT_OPERATOR = (
     "metrics need the API key of an operator; "
     "`multiworld tenants create NAME --operator` creates one"
 )
-BAD_KEY = "API key is unknown, expired, revoked or suspended; use a valid one"
+BAD_KEY = "API key is unknown, expired or revoked; use a valid one"
+SUSPENDED = "tenant of this API key is suspended"
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,10 @@ class Authenticator:
                 raise errors.UnauthorizedError(NO_KEY)
             return ANONYMOUS
         tenant = self.directory.find(*known_as(key), time.time())
+        if tenant is not None and tenant.is_suspended:
+            self._count_refusal(tenant.name, "suspended")
+            words = f": {tenant.suspension}" if tenant.suspension else ""
+            raise errors.UnauthorizedError(SUSPENDED + words)
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.directory.tenants:
