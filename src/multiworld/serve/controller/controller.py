@@ -406,7 +406,9 @@ class Controller:
         """Return what is known of the service, for people to look at."""
         self._watched_until = self._clock() + WATCHED_S
         nodes = status.nodes_of(self.bookings.ledger)
-        return self.observer.facts(self.status(), nodes, self.history.handed_over)
+        return self.observer.facts(
+            self.status(), nodes, self.history.handed_over, self.tenanting.budgets()
+        )
 
     async def _report_fleet(self, name: str, number: int) -> None:
         self._links.send(name, await self._metrics.report(name, number))

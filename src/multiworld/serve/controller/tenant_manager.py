@@ -105,6 +105,22 @@ class TenantManager:
             if budgets.has_budget(tenant)
         )
 
+    def budgets(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return the tokens used and allowed, by tenant and limit."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for used in self._uses(self.tenants.values()):
+            tenant = self.tenants[used.tenant]
+            limits = {
+                "tokens_per_day": (used.in_day, tenant.tokens_per_day),
+                "tokens_per_month": (used.in_month, tenant.tokens_per_month),
+            }
+            found[tenant.name] = {
+                name: (count, limit)
+                for name, (count, limit) in limits.items()
+                if limit is not None
+            }
+        return found
+
     def used(self, gateway: str, usage: messages.UsageReport) -> None:
         """Store the usage that a gateway reports, then confirm it."""
         self._spawn(self._keep(gateway, usage))

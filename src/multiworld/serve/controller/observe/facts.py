@@ -37,6 +37,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     answers: Spread | None = None
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
+    kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
+    # Share of prompt tokens found in prefix caches of late; None: no prompt came.
+    prefix_hits: float | None = None
     # The chains with most streams, as the replicas by stage, and their numbers.
     chains: tuple[tuple[tuple[str, ...], int], ...] = ()
     bottleneck: str = ""  # what keeps it from answering more; empty: nothing
@@ -98,6 +101,8 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
     requests_s: float = 0.0
     refused_s: dict[str, float] = {}  # by reason
     refused: dict[str, float] = {}  # since the service started
+    # Tokens of its budgets, by the name of the limit: used, and allowed.
+    budgets: dict[str, tuple[int, int]] = {}
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):

@@ -139,8 +139,16 @@ class Observer:
         status: answers.StatusAnswer,
         nodes: list[answers.NodeShown],
         handed_over: int,
+        budgets: Mapping[str, Mapping[str, tuple[int, int]]],
     ) -> Facts:
-        """Return all facts, as of the last reports."""
+        """Return all facts, as of the last reports.
+
+        Args:
+            status: Of the service.
+            nodes: Its machines.
+            handed_over: Connections that were continued by another gateway.
+            budgets: Tokens used and allowed, by tenant and limit.
+        """
         gateways = self._reports.gateways
         totals: Counter[str] = Counter()
         for (kind, labels), value in self._counts.items():
@@ -159,7 +167,7 @@ class Observer:
             replicas=replicas,
             gateways=dict(self._gateways(status, gateways)),
             streams=self._streams(gateways),
-            tenants=self._tenants(),
+            tenants=self._tenants(budgets),
             nodes={node.name: node for node in nodes},
             events=tuple(self._history.since(self._history.last_number - EVENTS)),
             thoughts=tuple(self._journal.reasons()),
@@ -211,6 +219,11 @@ class Observer:
                     tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
                     in_flight=sum(loads),
                     waiting=waiting,
+                    kv_usage=max(
+                        (r.kv_usage for r in replicas.values() if r.model == name),
+                        default=0.0,
+                    ),
+                    prefix_hits=self._prefix_hits(name),
                     chains=_chains(stages, gateways),
                     bottleneck=bottleneck_of(stages, replicas, waiting),
                     answers=self._spread("request_buckets", name),
@@ -218,6 +231,13 @@ class Observer:
                     between_tokens=self._spread("output_token_buckets", name),
                 ),
             )
+
+    def _prefix_hits(self, model: str) -> float | None:
+        hits, asked = (
+            sum(rate for of, rate in self._window.rates(kind).items() if of[0] == model)
+            for kind in ("stage_prefix_cache_hits", "stage_prefix_cache_queries")
+        )
+        return hits / asked if asked else None
 
     def _spread(self, kind: str, model: str) -> Spread | None:
         found = self._window.quantiles(kind, model, SHARES)
@@ -301,7 +321,9 @@ class Observer:
         self._began_at = {key: each.began_at for key, each in found.items()}
         return found
 
-    def _tenants(self) -> dict[str, TenantFacts]:
+    def _tenants(
+        self, budgets: Mapping[str, Mapping[str, tuple[int, int]]]
+    ) -> dict[str, TenantFacts]:
         asked: Counter[str] = Counter()
         for labels, rate in self._window.rates("tenant_requests").items():
             asked[labels[0]] += rate  # type: ignore[assignment]
@@ -317,8 +339,9 @@ class Observer:
                 requests_s=asked[name],
                 refused_s=refused_s.get(name, {}),
                 refused=refused.get(name, {}),
+                budgets=dict(budgets.get(name, {})),
             )
-            for name in sorted(asked.keys() | refused.keys())
+            for name in sorted(asked.keys() | refused.keys() | budgets.keys())
         }
 
 

@@ -65,6 +65,15 @@ function Replica({ name, replica, most, open }) {
   </button>`;
 }
 
+/** How a model answers, in one line. */
+function inShort(model) {
+  const both = (what, spread) => spread && `${what} ${seconds(spread.p50)} (p99 ${seconds(spread.p99)})`;
+  return [both("answers", model.answers), both("first token", model.first_tokens), both("between tokens", model.between_tokens),
+    model.kv_usage && `KV memory ${Math.round(100 * model.kv_usage)} %`,
+    typeof model.prefix_hits === "number" && `${Math.round(100 * model.prefix_hits)} % of prompt tokens in prefix caches`]
+    .filter(Boolean).join(" · ");
+}
+
 export function Model({ name, model, facts, series, open, act }) {
   const generates = model.first_tokens || model.tokens_s;
   return html`<section><h2>${name} <span class="quiet">${model.version}</span></h2>
@@ -90,9 +99,7 @@ export function Model({ name, model, facts, series, open, act }) {
       <${Chart} title="in flight" points=${series} at=${3} shown=${String} events=${facts.events} />
       <${Chart} title=${generates ? "first token, p99" : "answer, p99"} points=${series} at=${generates ? 5 : 4} shown=${seconds} events=${facts.events} />
     </div>
-    <p class="quiet">${model.answers ? html`answers ${seconds(model.answers.p50)} (p99 ${seconds(model.answers.p99)}) ` : ""}
-      ${model.first_tokens ? html`· first token ${seconds(model.first_tokens.p50)} (p99 ${seconds(model.first_tokens.p99)}) ` : ""}
-      ${model.between_tokens ? html`· between tokens ${seconds(model.between_tokens.p50)} (p99 ${seconds(model.between_tokens.p99)})` : ""}</p>
+    <p class="quiet">${inShort(model)}</p>
   </section>`;
 }
 
@@ -206,9 +213,12 @@ export function Tenants({ facts }) {
   if (!found.length) return null;
   const words = (refused) => Object.entries(refused).map(([why, n]) => `${why}: ${Math.round(n)}`).join(", ");
   return html`<section><h2>Tenants</h2><div class="scroll" tabindex="0"><table>
-    <thead><tr><th>tenant</th><th class="number">requests/s</th><th>refused so far</th></tr></thead>
+    <thead><tr><th>tenant</th><th class="number">requests/s</th><th>budgets</th><th>refused so far</th></tr></thead>
     <tbody>${found.map(([name, each]) => html`<tr key=${name} class=${Object.keys(each.refused_s).length ? "bad" : ""}>
-      <td>${name || "(no valid key)"}</td><td class="number">${rate(each.requests_s)}</td><td>${words(each.refused) || "–"}</td></tr>`)}
+      <td>${name || "(no valid key)"}</td><td class="number">${rate(each.requests_s)}</td>
+      <td>${Object.entries(each.budgets || {}).map(([limit, [used, allowed]]) => html`<div>${used.toLocaleString("en")} of
+        ${` ${allowed.toLocaleString("en")} ${limit.replaceAll("_", " ")}`}<div class="bar"><i style=${{ width: `${Math.min(100, (100 * used) / allowed)}%` }}></i></div></div>`)}</td>
+      <td>${words(each.refused) || "–"}</td></tr>`)}
     </tbody></table></div></section>`;
 }
 
