@@ -19,6 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import generate_latest
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 import multiworld
@@ -118,6 +119,7 @@ def _families(
     table: RoutingTable,
 ) -> Iterator[Metric]:
     yield _build_info()
+    yield from ProcessCollector(registry=None).collect()  # of this gateway
     counters = {
         kind: CounterMetricFamily(f"multiworld_{kind}", text, labels=labels)
         for kind, (text, labels) in COUNTERS.items()
