@@ -53,7 +53,6 @@ def steps_on(
     table: SequenceTable,  # the rows sent are recorded there
 ) -> Iterator[tuple[str, Step, Tensor]]:
     """Yield each next replica, its parts of the step, and their rows."""
-    rows_of = found.rows()
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}
     starts: dict[str, list[SequenceStart]] = {}
@@ -70,7 +69,17 @@ def steps_on(
         if state.take_untold():
             starts.setdefault(peer, []).append(state.start)
     for peer, ons in by_peer.items():
-        pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
-        hidden = torch.cat(pieces) if pieces else NO_ROWS  # [rows, hidden]
+        hidden = _rows_for(ons, found)
         new = tuple(starts.get(peer, ()))
         yield peer, Step(origin, number, tuple(ons), new), hidden
+
+
+def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
+    """Return the output rows of parts, [rows, hidden], which end the computed parts."""
+    count = sum(on.count for on in ons)
+    if not count or found.hidden is None:
+        return NO_ROWS
+    if count == len(found.hidden):  # all of them, in this order
+        return found.hidden.clone()  # the stage may use its memory again
+    rows_of = found.rows()
+    return torch.cat([rows_of[on.key][-on.count :] for on in ons if on.count])
