@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import unittest.mock
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -95,6 +96,29 @@ async def test_new_stream_waits_for_no_report() -> None:
     net.lie = lambda pair, entry: None if isinstance(entry[0], KvHeld) else entry
     clients = [Client(net, [5, 6, n] * 10, 20) for n in range(3)]
     await whole(net, *clients)
+    assert not net.streams.counts["replayed"]
+    await freed(net)
+
+
+class Held(deque[Any]):
+    """Messages that do not arrive yet."""
+
+    is_held = True
+
+    def __bool__(self) -> bool:
+        return not self.is_held and len(self) > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_new_stream_of_a_gateway_that_a_stage_has_not_noticed(stage: int) -> None:
+    """The gateway has, as far as it knows, reached every stage."""
+    net = Net(random.Random(5), [1, 1, 1], LIMITS)
+    late = net.alive()[stage]
+    queue = net.queues[GATEWAY, late] = Held(net.queues[GATEWAY, late])
+    client = Client(net, [5, 6, 7] * 5, 10)
+    await net.settle(lambda: bool(list(net.worker(late).recovery.table)))
+    queue.is_held = False
+    await whole(net, client)
     assert not net.streams.counts["replayed"]
     await freed(net)
 
