@@ -456,8 +456,14 @@ async def test_update_of_the_gateways_hands_all_streams_over(service: Served) ->
         async with asyncio.timeout(WAIT_S):
             while before & (await asyncio.to_thread(gateways, service)).keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-    logs = service.state.rglob("gateway-*.log")
-    assert any("POST /v1/" in log.read_text() for log in logs)
+    connection = await Connection(service).open()
+    await connection.ask("/v1/completions", wanted(1))
+    await connection.answer()
+    connection.close()
+    logs = list(service.state.rglob("gateway-*.log"))
+    async with asyncio.timeout(WAIT_S):
+        while not any("POST /v1/" in log.read_text() for log in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 async def test_gateways_are_lost_after_an_update_of_the_model(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ PORT = "8000"
 BLOCK_S = 90.0
 """Seconds that the commands of one block, and then their output, may take."""
 
-LAYERS = 16
+LAYERS = 32
 """Layers of the small decoder: a token then takes some tens of milliseconds."""
 
 END_S = 30.0

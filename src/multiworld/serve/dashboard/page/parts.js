@@ -77,7 +77,8 @@ function inShort(model) {
 export function Model({ name, model, facts, series, open, act }) {
   const generates = model.first_tokens || model.tokens_s;
   return html`<section><h2>${name} <span class="quiet">${model.version}</span></h2>
-    <div class="chain"><${Flows} chains=${model.chains} />${model.stages.map((stage, k) => {
+    <div class="chain"><${Flows} chains=${model.chains}
+      replicas=${Object.keys(facts.replicas).join()} />${model.stages.map((stage, k) => {
       const mine = Object.entries(facts.replicas).filter(([, r]) => r.model === name && r.stage === k);
       const most = Math.max(1, ...mine.map(([, r]) => r.load));
       const isMany = mine.length > MANY;
@@ -106,7 +107,7 @@ export function Model({ name, model, facts, series, open, act }) {
 const COLOURS = 6; // of chains; see style.css
 
 /** Lines through the replicas of each chain, as wide as it has streams; drawn over the stages. */
-function Flows({ chains }) {
+function Flows({ chains, replicas }) {
   const place = useRef(null);
   const [lines, setLines] = useState([]);
   const draw = () => {
@@ -119,10 +120,11 @@ function Flows({ chains }) {
     const widest = chains.length > 12 ? 1 : 4;
     const offset = zero.left - box.scrollLeft;
     setLines(chains.slice(0, 40).map(([names, count], n) => {
-      const boxes = names.map((name) => at[name]).filter(Boolean);
+      const boxes = names.map((name) => at[name]);
       let path = "";
       for (let k = 1; k < boxes.length; k += 1) {
         const [a, b] = [boxes[k - 1], boxes[k]];
+        if (!a || !b) continue; // a replica that is gone
         const [x, y] = [a.right - offset, a.top + a.height / 2 - zero.top];
         const [u, v] = [b.left - offset, b.top + b.height / 2 - zero.top];
         path += `M${x} ${y}C${(x + u) / 2} ${y} ${(x + u) / 2} ${v} ${u} ${v}`;
@@ -131,7 +133,7 @@ function Flows({ chains }) {
     }));
     svg.style.width = `${box.scrollWidth}px`;
   };
-  useEffect(draw, [JSON.stringify(chains)]);
+  useEffect(draw, [JSON.stringify(chains), replicas]);
   useEffect(() => {
     const watch = new ResizeObserver(draw);
     watch.observe(place.current.parentElement);
