@@ -41,7 +41,7 @@ class Tenant:
     priority: int = 0  # higher priorities always run first
     is_operator: bool = False  # may read the metrics, which cover all tenants
     is_suspended: bool = False  # its keys are refused for now
-    suspension: str = ""  # what its clients are told of that, in the operator's words
+    suspension: str = ""  # reason that its clients see, in the operator's words
     keys: tuple[Key, ...] = ()
 
     @property
