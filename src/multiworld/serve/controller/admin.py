@@ -16,6 +16,7 @@ from multiworld.net.threads import in_thread
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.controller.controller import Controller
+from multiworld.serve.controller.identities import find_changes
 from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.controller.spec_shown import shown
 from multiworld.serve.controller.status import decisions_of, nodes_of, with_reports
@@ -189,7 +190,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
                 )
             await _import_code(spec, controller.specs)
             spec = await controller.identify(spec)
-            for name, path in (await controller.find_changes(spec)).items():
+            for name, path in (await find_changes(spec)).items():
                 raise ServeError(f"model {name!r}: {refusal(path)}")
             check_running()
             since = operations.update(spec)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import signal
 from dataclasses import replace
-from typing import Protocol
 
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
 from multiworld.serve.controller.answers import Scaled
-from multiworld.serve.controller.dtypes import Resolved
+from multiworld.serve.controller.dtypes import Resolved, resolve
 from multiworld.serve.controller.fleet import desired_state, events
 from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.controller.fleet.history import History
@@ -18,10 +17,12 @@ from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.controller.launchers.base import RunningProcess
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_bookings import asks_of
+from multiworld.serve.controller.process_links import ProcessLinks
 from multiworld.serve.controller.processes import Processes
+from multiworld.serve.controller.reconciliation import Reconciliation
 from multiworld.serve.controller.spec_shown import text_of
 from multiworld.serve.controller.status import models_order
-from multiworld.serve.controller.versions import Versions
+from multiworld.serve.controller.versions import CurrentSpec, Versions
 from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.gateway.http.tls_handshake import check_certificate
@@ -30,7 +31,6 @@ from multiworld.serve.wire.control_messages import (
     CancelRequest,
     InjectHang,
     InjectPartition,
-    Order,
 )
 
 GATEWAY = "gateway"  # in place of a model; no model may have this name
@@ -45,39 +45,22 @@ class ConfirmationNeededError(ServeError):
     status = 428
 
 
-class OperationsOwner(Protocol):
-    app: AppSpec
-    dtypes: dict[str, str]
-
-    def resolve(self, app: AppSpec) -> Resolved:
-        """Choose a dtype for every model that generates text."""
-
-    def want(self, desired: DesiredState) -> None:
-        """Set the desired state of the service."""
-
-    def happened(self, event: events.Event) -> None:
-        """Handle an event."""
-
-    def send(self, name: str, order: Order) -> None:
-        """Send an order to a process."""
-
-    def send_gateways(self, order: Order) -> None:
-        """Send an order to all gateways."""
-
-
 class Operations:
     def __init__(
         self,
-        owner: OperationsOwner,
+        current: CurrentSpec,
         fleet: Reconciler,
+        reconciliation: Reconciliation,
         versions: Versions,
         placement: PlacementManager,
         processes: Processes,
+        links: ProcessLinks,
         history: History,
     ) -> None:
-        self._owner, self._fleet, self._versions = owner, fleet, versions
+        self._current, self._versions = current, versions
+        self._fleet, self._reconciliation = fleet, reconciliation
         self._placement, self._processes = placement, processes
-        self._history = history
+        self._links, self._history = links, history
         self.before = ""  # the spec before the last update, as YAML
 
     def scale(
@@ -104,7 +87,7 @@ class Operations:
         self._history.say("scale", text)
         if is_updating:
             self._scale_active(desired, model, active, name, replicas)
-        self._owner.want(desired)
+        self._reconciliation.want(desired)
         return Scaled(before, replicas)
 
     def _scale_active(
@@ -144,17 +127,20 @@ class Operations:
     def cancel(self, request: str) -> None:
         """End the streams of a request, by its id, at whichever gateway it is."""
         self._history.say("cancel", f"request {request} is cancelled")
-        self._owner.send_gateways(CancelRequest(request))
+        self._links.send_gateways(CancelRequest(request))
+
+    def resolve(self, app: AppSpec) -> Resolved:
+        """Choose a dtype for every model that generates text."""
+        return resolve(app, self._placement.nodes, self._versions.specs)
 
     def update(self, app: AppSpec) -> int:
         """Start an update; return the number of the last event before it."""
-        owner = self._owner
         if app.host == "auto":
-            app = app.model_copy(update={"host": owner.app.host})
+            app = app.model_copy(update={"host": self._current.app.host})
         self._check_sources(app)
-        resolved = owner.resolve(app)
+        resolved = self.resolve(app)
         app = resolved.app
-        desired_state.check_update(owner.app, app, self._versions.specs)
+        desired_state.check_update(self._current.app, app, self._versions.specs)
         check_policies(app)
         check_certificate(app.gateway)
         self._check_sources(app)  # including modules just imported for the policies
@@ -167,8 +153,8 @@ class Operations:
             desired_state.desired_state_of(app, sizes),
             {name: model.version for name, model in desired.models.items()},
         )
-        before, old_app = self._versions.copy(), owner.app
-        owner.app = app
+        before, old_app = self._versions.copy(), self._current.app
+        self._current.app = app
         self._versions.add(app)
         try:
             specs = self._versions.specs
@@ -178,7 +164,7 @@ class Operations:
                 asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
         except Exception as error:  # also from a user's placement policy
-            owner.app = old_app
+            self._current.app = old_app
             self._versions.restore(before)
             if not isinstance(error, PlacementError):
                 raise
@@ -187,12 +173,12 @@ class Operations:
                 "new one is ready",
                 short=error.short,
             ) from None
-        owner.dtypes = resolved.why
+        self._current.follow(app, resolved.why)
         self.before = text_of(old_app)
         self._fleet.ready_s, self._fleet.drain_s = app.ready_s, app.drain_s
         last = self._history.last_number
-        owner.send_gateways(models_order(self._versions.specs))
-        owner.want(changed)
+        self._links.send_gateways(models_order(self._versions.specs))
+        self._reconciliation.want(changed)
         return last
 
     def _replaced(self, wanted: DesiredState) -> DesiredState:
@@ -224,7 +210,7 @@ class Operations:
         self._history.say(
             "drain requested", f"{name}: to be replaced, then drained", name
         )
-        self._owner.happened(events.DrainRequested(name))
+        self._reconciliation.happened(events.DrainRequested(name))
 
     def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
@@ -243,9 +229,9 @@ class Operations:
         text = f"{action} {name} (process {running.pid})"
         self._history.say("chaos", text, name)
         if action == "cut":
-            self._owner.send(name, InjectPartition(seconds))
+            self._links.send(name, InjectPartition(seconds))
         elif action == "stop" and running.node:  # perhaps on another machine
-            self._owner.send(name, InjectHang())
+            self._links.send(name, InjectHang())
         else:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._processes.signal(name, sent)
@@ -262,7 +248,7 @@ class Operations:
             raise ServeError("no gateway is ready")
         # Those with the lowest numbers have the connections; see ``Keeper``.
         ready.sort(key=lambda name: (len(name), name))
-        return random.choice(ready[: self._owner.app.gateway.replicas])
+        return random.choice(ready[: self._current.app.gateway.replicas])
 
 
 def _growing(before: DesiredState, after: DesiredState) -> DesiredState:

@@ -80,6 +80,10 @@ class ProcessLinks:
     def names(self) -> list[str]:
         return list(self._worlds)
 
+    @property
+    def gateways(self) -> list[str]:
+        return [name for name in self._worlds if name.startswith("gateway/")]
+
     def open(self, name: str) -> None:
         """Wait for a process in the background, and stay connected to it."""
         self._tasks[name] = self._loop.create_task(self._live(name))
@@ -105,6 +109,10 @@ class ProcessLinks:
             task = self._loop.create_task(_send(world, order))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
+
+    def send_gateways(self, order: messages.Order) -> None:
+        for name in self.gateways:
+            self.send(name, order)
 
     async def reports(
         self,

@@ -349,17 +349,7 @@ async def _is_prepared(
     controller: Controller, old: Record | None, ended: asyncio.Event
 ) -> bool:
     """Wait until the service can start; return False if it is shut down first."""
-
-    async def prepare() -> None:
-        if old is None:
-            await controller.await_machines()
-        await controller.decide_dtypes()
-        await controller.identify_first(old)
-        if old is None:
-            await controller.await_machines()  # a wider dtype takes more memory
-            await controller.plan_first()
-
-    return await is_done_before(ended, prepare())
+    return await is_done_before(ended, controller.prepare(old))
 
 
 async def _until_ended(

@@ -10,6 +10,17 @@ from multiworld.serve.controller.placement.replica_bookings import Specs
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
+class CurrentSpec:
+    """The spec that a service follows now; an update replaces it."""
+
+    def __init__(self, app: AppSpec) -> None:
+        self.app = app
+        self.dtypes: dict[str, str] = {}  # the reason for the dtype of each model
+
+    def follow(self, app: AppSpec, dtypes: dict[str, str]) -> None:
+        self.app, self.dtypes = app, dtypes
+
+
 class Versions:
     """Specs by model and version: the desired versions and those that still run."""
 

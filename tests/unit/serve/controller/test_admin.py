@@ -106,9 +106,6 @@ class FakeController:
     async def identify(self, app: AppSpec) -> AppSpec:
         return app
 
-    async def find_changes(self, app: AppSpec) -> dict[str, str]:
-        return {}
-
     async def confirmed(self) -> None:
         pass
 

@@ -9,7 +9,6 @@ import pytest
 
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
-from multiworld.serve.controller.dtypes import Resolved
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
 from multiworld.serve.controller.fleet.desired_state import desired_state_of
 from multiworld.serve.controller.fleet.events import DesiredStateChanged
@@ -18,7 +17,7 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import DesiredState
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
-from multiworld.serve.controller.versions import Versions
+from multiworld.serve.controller.versions import CurrentSpec, Versions
 from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.machines.amounts import Location, Node, needs_of
 from multiworld.serve.machines.assignment import assign
@@ -46,7 +45,6 @@ class Service:
         for version in ("1", new):
             versions.add(app(version))
             self.want(desired_state_of(app(version)))
-        owner = SimpleNamespace(want=self.want)
         self.room = 99
         placement = SimpleNamespace(
             admit=lambda wanted, model: None,
@@ -54,9 +52,20 @@ class Service:
             bookings=SimpleNamespace(admit=self.admit),
         )
         history = SimpleNamespace(say=lambda *words: None)
-        fakes = cast("Any", (owner, placement, history))
+        fakes: Any = SimpleNamespace(
+            reconciliation=SimpleNamespace(want=self.want),
+            placement=placement,
+            history=history,
+        )
         self.operations = Operations(
-            fakes[0], self.fleet, versions, fakes[1], cast("Any", None), fakes[2]
+            CurrentSpec(app(new)),
+            self.fleet,
+            fakes.reconciliation,
+            versions,
+            fakes.placement,
+            cast("Any", None),
+            cast("Any", None),
+            fakes.history,
         )
 
     def admit(self, asks: list[Any]) -> None:
@@ -144,15 +153,18 @@ def after_a_loss() -> tuple[Operations, list[DesiredState]]:
     machines.lose()
     placement.bookings.set_nodes(machines.nodes())
     wanted: list[DesiredState] = []
-    owner = SimpleNamespace(
-        app=app,
-        want=wanted.append,
-        resolve=lambda new: Resolved(new, {}),
-        send_gateways=lambda order: None,
-        dtypes={},
+    reconciliation: Any = SimpleNamespace(want=wanted.append)
+    links: Any = SimpleNamespace(send_gateways=lambda order: None)
+    made = Operations(
+        CurrentSpec(app),
+        fleet,
+        reconciliation,
+        versions,
+        placement,
+        cast("Any", None),
+        links,
+        history,
     )
-    fakes = cast("Any", (owner, None))
-    made = Operations(fakes[0], fleet, versions, placement, fakes[1], history)
     return made, wanted
 
 

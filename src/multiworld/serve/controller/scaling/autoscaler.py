@@ -11,9 +11,9 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from multiworld.errors import PlacementError, ServeError, SpecError
 from multiworld.net.threads import in_thread
@@ -73,21 +73,6 @@ def largest_that_fits(
     return counts
 
 
-class AutoscalerOwner(Protocol):
-    @property
-    def specs(self) -> Specs:
-        """Specs of all known versions, by model and version."""
-
-    async def reports(self, limit_s: float) -> Reports:
-        """Return the reports of processes that answer within ``limit_s`` seconds."""
-
-    def admit(self, wanted: DesiredState, model: str) -> None:
-        """Raise PlacementError if ``model`` has no room beside the other models."""
-
-    def want(self, wanted: DesiredState) -> None:
-        """Set the desired state."""
-
-
 class _Model:
     def __init__(self, spec: ModelSpec, name: str) -> None:
         look_back = [
@@ -144,12 +129,16 @@ class Autoscaler:
         fleet: Reconciler,
         history: History,
         journal: DecisionLog,
-        owner: AutoscalerOwner,
+        specs: Specs,
+        reports: Callable[[float], Awaitable[Reports]],
+        admit: Callable[[DesiredState, str], object],  # raises PlacementError
+        want: Callable[[DesiredState], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._fleet, self._history, self._journal = fleet, history, journal
-        self._owner = owner
+        self._specs, self._reports = specs, reports
+        self._admit, self._want = admit, want
         self._models: dict[str, _Model] = {}
         self._unusable: dict[str, ModelSpec] = {}
         self._woken = asyncio.Event()
@@ -204,7 +193,7 @@ class Autoscaler:
             return
         for name in due:  # before the await, during which ``wake`` may make a model due
             self._models[name].due_at = now + self._models[name].interval_s
-        reports = await self._owner.reports(REPORT_S)
+        reports = await self._reports(REPORT_S)
         order = sorted(due, key=lambda n: -self._models[n].spec.weight)
         asked = [a for name in order if (a := self._ask(name, reports)) is not None]
         await self._carry_out_all(asked)
@@ -240,7 +229,7 @@ class Autoscaler:
 
     def _sync_models(self) -> None:
         specs = {
-            name: self._owner.specs[name][wanted.version]
+            name: self._specs[name][wanted.version]
             for name, wanted in self._fleet.desired.models.items()
         }
         for name in self._models.keys() - specs.keys():
@@ -348,7 +337,7 @@ class Autoscaler:
         if short:
             why = f"{before} → {after}, limited by the machines ({short}); {why}"
         self._history.say("scaled", f"{name}: {why}")
-        self._owner.want(wanted)
+        self._want(wanted)
         facts = {"before": before, "after": after, "short": short, **decision.facts}
         inputs = functools.partial(snapshot_to_json, snapshot)
         self._journal.record("scaling", name, why, facts, inputs)
@@ -359,7 +348,7 @@ class Autoscaler:
         """Return the part of a policy's decision that fits, and what is short."""
         wanted = self._with(name, after)
         try:
-            self._owner.admit(wanted, name)
+            self._admit(wanted, name)
         except PlacementError as error:
             short = str(error)
         else:
@@ -367,7 +356,7 @@ class Autoscaler:
 
         def fits(counts: Sequence[int]) -> bool:
             try:
-                self._owner.admit(self._with(name, counts), name)
+                self._admit(self._with(name, counts), name)
             except PlacementError:
                 return False
             return True

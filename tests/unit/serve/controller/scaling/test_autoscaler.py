@@ -143,7 +143,16 @@ class Service:
         self.owner = FakeOwner(self.fleet)
         self.history = History()
         self.journal = DecisionLog(path)
-        self.scaler = Autoscaler(self.fleet, self.history, self.journal, self.owner)
+        owner = self.owner
+        self.scaler = Autoscaler(
+            self.fleet,
+            self.history,
+            self.journal,
+            owner.specs,
+            owner.reports,
+            owner.admit,
+            owner.want,
+        )
 
     def serve(
         self,
