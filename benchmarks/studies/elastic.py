@@ -48,8 +48,8 @@ from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.scaling import default_policy, reference_policies
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
-from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.pipeline import Arrival
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
 from multiworld.serve.simulation.traces import generated

@@ -31,8 +31,8 @@ from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.scaling import reference_policies, token_policy
 from multiworld.serve.load.summary import quantile
-from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.pipeline import Arrival
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.traces import generated
 from multiworld.serve.spec.loader import parse_spec

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from multiworld.serve.engine.external import server_choice
+from multiworld.serve.engine.external import address_choice
 from multiworld.serve.engine.external.engine_process import EngineProcess, free_port
 from multiworld.serve.engine.external.llama_cpp import LlamaCppEngine
 from multiworld.serve.engine.external.openai_servers import OpenAiEngine
@@ -503,7 +503,7 @@ async def test_replica_leaves_for_a_server_that_serves_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an outage of some servers, each of them has a replica again."""
-    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
+    monkeypatch.setattr(address_choice, "LOOK_S", 0.1)
     late = free_port()
     urls = [server_of_somebody_else(folder), f"http://127.0.0.1:{late}"]
     first, second = (whole(OpenAiEngine, folder, args={"urls": urls}) for _ in range(2))
@@ -521,7 +521,7 @@ async def test_replica_stays_at_its_server_when_the_others_leave_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every update does this: the new replica starts beside the old one."""
-    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
+    monkeypatch.setattr(address_choice, "LOOK_S", 0.1)
     args = {"urls": [server_of_somebody_else(folder)]}
     old, new, last = (whole(OpenAiEngine, folder, args=args) for _ in range(3))
     await load(old)

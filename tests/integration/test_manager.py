@@ -29,7 +29,7 @@ from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import Left, WorldMessage
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
-from multiworld.world import admission
+from multiworld.world import joining
 from multiworld.world.local_member import LocalMember
 from tests import bodies
 from tests.ports import free_port
@@ -247,7 +247,7 @@ async def test_world_that_breaks_between_two_lanes_of_a_collective(
 ) -> None:
     """A world that breaks ends the wait for a lane that was not requested yet."""
     async with Arena("direct") as arena:
-        with recorded(admission, LocalMember) as members:
+        with recorded(joining, LocalMember) as members:
             world, *_ = await arena.world(3)
         (member,) = (m for m in members if m.rank == world.rank)
         watchdog, loop = arena.manager(world.rank).watchdog, asyncio.get_running_loop()

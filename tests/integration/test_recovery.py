@@ -27,7 +27,7 @@ from multiworld.incarnation.lifecycle import WasLost
 from multiworld.rendezvous.joiner import _local_services
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
-from multiworld.world import admission
+from multiworld.world import joining
 from multiworld.world.local_member import LocalMember
 from tests.recorded import recorded
 from tests.traffic import Traffic
@@ -107,7 +107,7 @@ async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
             await stack.enter_async_context(WorldManager(config=CONFIG))
             for _ in range(4)
         ]
-        members = stack.enter_context(recorded(admission, LocalMember))
+        members = stack.enter_context(recorded(joining, LocalMember))
         yield Street(managers, store, request.param, waiting, members)
 
 

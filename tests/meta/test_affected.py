@@ -13,7 +13,7 @@ def names(*changed: str) -> set[str]:
 
 
 def test_tests_of_a_changed_module_are_chosen() -> None:
-    found = names("multiworld.serve.routing.loss_ledger", "multiworld.net.frames")
+    found = names("multiworld.serve.routing.poison_rules", "multiworld.net.frames")
     assert "unit/net/test_frames.py" in found
     assert "unit/rendezvous/test_values.py" not in found
 

@@ -31,15 +31,10 @@ LAYERS = (
         "world_manager",
     },
     {"testing"},
-    {"serve/spec", "serve/queueing"},
+    {"serve/spec", "serve/queueing", "serve/deadlines"},
     {"serve/machines", "serve/tenants", "serve/text"},
     {"serve/keeper", "serve/wire"},
     {"serve/tracing"},
-    {
-        "serve/controller/deadlines",
-        "serve/gateway/deadlines",
-        "serve/replica/deadlines",
-    },
     {"serve/routing"},
     {"serve/engine/models"},
     {"serve/engine/compute"},
@@ -145,7 +140,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.gateway.streams.streams",
         "serve.gateway.admission.authenticator",
         "serve.keeper.process",
-        "serve.tenants.database",
+        "serve.tenants.sqlite_registry",
         "serve.tracing.tracer",
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.mailbox import Mailbox
-from multiworld.rendezvous.registry import Registry
+from multiworld.rendezvous.admission import Registry
 from multiworld.serve.controller.fleet_metrics import Totals
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker

@@ -32,7 +32,7 @@ from multiworld.serve.controller.placement.problem_builder import (
     plan_of,
     problem_of,
 )
-from multiworld.serve.controller.placement.replica_bookings import (
+from multiworld.serve.controller.placement.replica_placement import (
     ReplicaBookings,
     asks_of,
 )

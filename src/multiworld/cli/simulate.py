@@ -24,22 +24,15 @@ from multiworld.cli.options import (
 )
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.controller.scaling import (
-    default_policy,
     reference_policies,
-    token_policy,
 )
+from multiworld.serve.controller.scaling.policies import BUILT_IN, policy_of
 from multiworld.serve.controller.scaling.scaling_plans import plan_for, plans_of
 from multiworld.serve.controller.scaling.snapshot import Policy
 from multiworld.serve.engine.models.factory import import_factory
 from multiworld.serve.machines.amounts import needs_of
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.simulation import traces
-from multiworld.serve.simulation.engine import (
-    Arrival,
-    PipelineModel,
-    Room,
-    SimulationResult,
-)
 from multiworld.serve.simulation.model_builder import (
     Machines,
     costs_of,
@@ -47,6 +40,12 @@ from multiworld.serve.simulation.model_builder import (
     with_fleet,
 )
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.pipeline import (
+    Arrival,
+    PipelineModel,
+    Room,
+    SimulationResult,
+)
 from multiworld.serve.simulation.replay import simulate as replay
 from multiworld.serve.simulation.score import Score, judge
 from multiworld.serve.spec.loader import load_spec
@@ -57,7 +56,7 @@ MAX_REPLICAS = 4096  # per stage; the limit that a spec has, too
 
 OWN = "spec"  # the policy that the spec chooses
 ORACLE = "oracle"  # the policy that knows the future
-COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)  # policies compared by default
+COMPARED = (OWN, *BUILT_IN, ORACLE)  # policies compared by default
 NO_TEXTS = (ORACLE, "fixed")  # policies that do not support text generation
 
 
@@ -205,15 +204,11 @@ def _model(
 
 def _policy(spec: ModelSpec, chosen: str) -> Policy:
     if chosen == OWN:
-        if spec.scaling is None:
-            if spec.generation is not None:
-                return token_policy.decide
-            return default_policy.decide
-        return import_factory(spec.scaling)
-    if chosen in reference_policies.BUILT_IN:
-        return reference_policies.BUILT_IN[chosen]
+        return policy_of(spec)
+    if chosen in BUILT_IN:
+        return BUILT_IN[chosen]
     if ":" not in chosen:
-        names = [OWN, *reference_policies.BUILT_IN, "oracle", "fixed:N,N,…"]
+        names = [OWN, *BUILT_IN, "oracle", "fixed:N,N,…"]
         known = ", ".join([*names, "package.module:function"])
         raise click.UsageError(f"no policy {chosen!r}; there are: {known}")
     return import_factory(chosen)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from multiworld.errors import ConfigError
-from multiworld.rendezvous.registry import RESERVE
+from multiworld.rendezvous.admission import RESERVE
 from multiworld.rendezvous.store_messages import MAX_EPOCH
 
 FORMAT = 1  # the first releases wrote no format

@@ -13,8 +13,8 @@ import msgspec
 
 from multiworld.net.rare_log import RareLog
 from multiworld.rendezvous import claims, store_messages
+from multiworld.rendezvous.admission import Registry
 from multiworld.rendezvous.reform import ReformClaim
-from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.store_messages import (
     ClaimOutcome,
     StoreMessage,

@@ -22,9 +22,9 @@ from multiworld.incarnation.events import Event
 from multiworld.incarnation.lifecycle import CloseAsked
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.security import Security
-from multiworld.world.admission import Admission
 from multiworld.world.communicator import BrokenWorldException, WorldCommunicator
 from multiworld.world.join_request import request_of
+from multiworld.world.joining import Admission
 from multiworld.world.local_member import ManagerServices
 from multiworld.world.rejoin import keep
 from multiworld.world.world import World

@@ -24,7 +24,7 @@ from multiworld.backends.collective import (
 from multiworld.backends.dtypes import CODES
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.testing import Arena
-from multiworld.world import admission
+from multiworld.world import joining
 from tests.unit.waiting import turns
 
 CODE = 200
@@ -45,7 +45,7 @@ def RING(lanes: LaneCollectives, call: Call) -> Steps:
 
 @pytest.fixture
 def ring() -> Iterator[Collective]:
-    with mock.patch.object(admission, "World", Ringed):
+    with mock.patch.object(joining, "World", Ringed):
         yield declare(CODE)(RING)
     del _BY_CODE[CODE]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from multiworld.rendezvous.registry import key_prefix
+from multiworld.rendezvous.admission import key_prefix
 from multiworld.rendezvous.store_messages import (
     AddAmount,
     Admitted,

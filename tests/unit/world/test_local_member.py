@@ -28,7 +28,7 @@ from multiworld.incarnation.lifecycle import Phase
 from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
 from multiworld.liveness.manager_messages import Broken, EndCollectives, Left, OpenLane
 from multiworld.testing import Arena, no_leaks
-from multiworld.world import admission, local_member, manager
+from multiworld.world import joining, local_member, manager
 from multiworld.world.local_member import LocalMember, ManagerServices
 from tests.recorded import recorded
 from tests.unit.waiting import turns
@@ -51,7 +51,7 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     async with no_leaks(), Arena("memory") as arena:
         with (
-            recorded(admission, LocalMember) as members,
+            recorded(joining, LocalMember) as members,
             recorded(manager, ManagerServices) as services,
         ):
             made = Bench(await arena.world(3), members)

@@ -26,8 +26,8 @@ from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage, EndCollectives
 from multiworld.net.threads import in_thread, settle
+from multiworld.rendezvous.admission import key_prefix
 from multiworld.rendezvous.blocking_values import BlockingValues
-from multiworld.rendezvous.registry import key_prefix
 
 __all__ = ["C10dBackend", "check_backend"]
 

@@ -17,7 +17,7 @@ from multiworld.serve.controller import answers
 from multiworld.serve.controller.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.controller.controller import Controller
 from multiworld.serve.controller.identities import find_changes
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.spec_shown import shown
 from multiworld.serve.controller.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.engine.models.factory import fetch, import_new

@@ -9,7 +9,7 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, sizes_before
 from multiworld.serve.controller.fleet.state import DesiredState, Process
 from multiworld.serve.controller.placement.manager import PlacementManager
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.processes import Processes
 from multiworld.serve.spec.schema import AppSpec
 

@@ -52,7 +52,7 @@ from multiworld.serve.controller.observe.observer import Observer
 from multiworld.serve.controller.observe.operation_trace import OperationTrace
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.preparation import (
     await_machines,
     await_measurements,
@@ -64,6 +64,7 @@ from multiworld.serve.controller.reconciliation import Reconciliation
 from multiworld.serve.controller.scaling.autoscaler import Autoscaler
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.controller.versions import CurrentSpec, Versions
+from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.models.factory import (
     import_factory,
 )
@@ -73,7 +74,6 @@ from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.registry import open_registry
 from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
-from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.process_args import ProcessArgs, args_of
 from multiworld.world.manager import WorldManager
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.config import MIB
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.engine.models.factory import build_model
 from multiworld.serve.machines.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec

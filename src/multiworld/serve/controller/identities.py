@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiworld.errors import SpecError
 from multiworld.net.threads import in_thread
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.engine.models.factory import changed_since, identified
 from multiworld.serve.engine.models.identity import forget_copies
 from multiworld.serve.spec.schema import AppSpec

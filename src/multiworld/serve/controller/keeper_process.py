@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.controller.deadlines import KEEPER_BEAT_S, KEEPER_START_S
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
+from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_START_S
 from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts

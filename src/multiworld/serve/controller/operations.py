@@ -16,7 +16,7 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.controller.launchers.base import RunningProcess
 from multiworld.serve.controller.placement.manager import PlacementManager
-from multiworld.serve.controller.placement.replica_bookings import asks_of
+from multiworld.serve.controller.placement.replica_placement import asks_of
 from multiworld.serve.controller.process_links import ProcessLinks
 from multiworld.serve.controller.processes import Processes
 from multiworld.serve.controller.reconciliation import Reconciliation

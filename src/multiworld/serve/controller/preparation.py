@@ -10,7 +10,7 @@ from multiworld.errors import PlacementError
 from multiworld.serve.controller.fleet.desired_state import desired_state_of
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.launchers.base import Launcher
-from multiworld.serve.controller.placement.replica_bookings import (
+from multiworld.serve.controller.placement.replica_placement import (
     ReplicaBookings,
     asks_of,
 )

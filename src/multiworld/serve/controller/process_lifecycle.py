@@ -12,17 +12,17 @@ from multiworld.errors import (
     PlacementError,
     StaleEpochError,
 )
-from multiworld.serve.controller.deadlines import EXIT_S
 from multiworld.serve.controller.fleet import events
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher
-from multiworld.serve.controller.placement.replica_bookings import ReplicaBookings
+from multiworld.serve.controller.placement.replica_placement import ReplicaBookings
 from multiworld.serve.controller.process_links import ProcessLinks
 from multiworld.serve.controller.processes import Processes, end_words
 from multiworld.serve.controller.reconciliation import Reconciliation
 from multiworld.serve.controller.versions import Versions
+from multiworld.serve.deadlines import EXIT_S
 from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.wire.process_args import ProcessArgs

@@ -20,7 +20,7 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.controller.deadlines import JOIN_S, REPORT_S
+from multiworld.serve.deadlines import LINK_S, REPORT_S
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import AGAIN_S, control_world
 from multiworld.serve.wire.process_args import world_config
@@ -65,7 +65,7 @@ class ProcessLinks:
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
         self._owner, self._stalled_s = owner, stalled_s
-        self._config = world_config(silence_s, JOIN_S)
+        self._config = world_config(silence_s, LINK_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
         # Timers by name: when one expires, the process, which has declared this one

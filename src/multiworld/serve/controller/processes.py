@@ -12,7 +12,7 @@ from pathlib import Path
 from multiworld.serve.controller.fleet.record import ProcessRecord
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.status import exit_words, last_words
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings

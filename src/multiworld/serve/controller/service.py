@@ -21,7 +21,6 @@ from multiworld.net.security import Security
 from multiworld.net.tcp import own_address
 from multiworld.serve.controller.admin import is_done_before, make_admin
 from multiworld.serve.controller.controller import Controller
-from multiworld.serve.controller.deadlines import STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
@@ -42,6 +41,7 @@ from multiworld.serve.controller.store_process import (
     start_store,
     store_answers,
 )
+from multiworld.serve.deadlines import STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS
 from multiworld.serve.engine.compute.matmul_speed import bfloat16_cost
 from multiworld.serve.engine.models.factory import (
     build_model,

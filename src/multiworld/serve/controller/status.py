@@ -19,7 +19,7 @@ from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import ProcessRecord, Record, StoreRecord
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import RunningProcess
-from multiworld.serve.controller.placement.replica_bookings import (
+from multiworld.serve.controller.placement.replica_placement import (
     ReplicaBookings,
     Specs,
 )

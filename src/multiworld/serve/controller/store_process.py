@@ -19,10 +19,10 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
-from multiworld.serve.controller.deadlines import STORE_ANSWER_S
 from multiworld.serve.controller.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
+from multiworld.serve.deadlines import STORE_ANSWER_S
 
 STARTED = "store.started"  # file in the state folder: process id and start of a store
 START_S = 30.0  # maximum seconds for the store to start

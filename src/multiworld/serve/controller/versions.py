@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from multiworld.errors import UnknownModelError
 from multiworld.serve.controller.fleet.state import DesiredState
-from multiworld.serve.controller.placement.replica_bookings import Specs
+from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 

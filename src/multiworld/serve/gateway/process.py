@@ -25,13 +25,13 @@ from multiworld.serve.gateway.admission.authenticator import Authenticator, Mode
 from multiworld.serve.gateway.admission.last_usage import store_rest
 from multiworld.serve.gateway.admission.shared_limits import shared_limits
 from multiworld.serve.gateway.http.app import make_app
-from multiworld.serve.gateway.http.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.http.body_limits import BodyBudget, BodyLimits
 from multiworld.serve.gateway.http.cross_origin import with_origins
 from multiworld.serve.gateway.http.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.http.event_logs import EventLogs
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.kept_events import EventLogs
 from multiworld.serve.gateway.http.recorder import (
     DetachedRecorder,
     NoTransport,
@@ -42,7 +42,7 @@ from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.gateway.routes import ROUTES
+from multiworld.serve.gateway.route_table import ROUTES
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.machines.open_files import raise_limit

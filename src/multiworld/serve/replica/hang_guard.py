@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.replica.deadlines import GUARD_S
+from multiworld.serve.deadlines import GUARD_S
 
 EXIT_HUNG = 70  # exit code of a replica whose model hangs
 

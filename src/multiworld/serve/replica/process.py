@@ -17,9 +17,11 @@ import torch
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
+from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.engine.compute.layer_code import DIGEST, can_run
-from multiworld.serve.engine.external.whole_model import maker_of, settings_of
+from multiworld.serve.engine.external.registry import maker_of
+from multiworld.serve.engine.external.whole_model import settings_of
 from multiworld.serve.engine.models.bfloat16_products import instructions
 from multiworld.serve.engine.models.factory import (
     build_model,
@@ -50,7 +52,6 @@ from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
-from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.edges import EdgeKeeper
 from multiworld.serve.wire.process_args import ProcessArgs
 from multiworld.serve.wire.routing_table import edges_of

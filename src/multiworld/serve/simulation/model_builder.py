@@ -15,7 +15,7 @@ from multiworld.serve.controller.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.machines.amounts import Need
 from multiworld.serve.machines.assignment import assign
 from multiworld.serve.machines.bookings import Bookings
-from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
+from multiworld.serve.simulation.pipeline import PipelineModel, Room, StageModel
 from multiworld.serve.spec.profiles import ModelProfile, item_s_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.text.limits import limits_by

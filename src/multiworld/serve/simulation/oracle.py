@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from multiworld.serve.controller.scaling import reference_policies
 from multiworld.serve.routing.load_balancer import Chance
-from multiworld.serve.simulation.engine import Arrival, PipelineModel
 from multiworld.serve.simulation.model_builder import costs_of
+from multiworld.serve.simulation.pipeline import Arrival, PipelineModel
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.serve.load.summary import quantile
-from multiworld.serve.simulation.engine import SimulationResult
+from multiworld.serve.simulation.pipeline import SimulationResult
 
 COLORS = ("#4363d8", "#f58231", "#3cb44b", "#911eb4", "#469990", "#808000")
 POINTS = 300  # maximum number of points in time in a plot

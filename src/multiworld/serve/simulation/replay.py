@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from multiworld.serve.routing.load_balancer import Chance
-from multiworld.serve.simulation.engine import (
+from multiworld.serve.simulation.pipeline import (
     Arrival,
     At,
     Pipeline,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.load.summary import quantile
-from multiworld.serve.simulation.engine import SimulationResult
+from multiworld.serve.simulation.pipeline import SimulationResult
 
 FLAP_S = 60.0  # seconds within which scaling one way and back counts as a flap
 

@@ -25,7 +25,7 @@ from multiworld.serve.replica.scheduling.pipeline_share import adapt
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.routing.load_balancer import Chance
-from multiworld.serve.simulation.engine import (
+from multiworld.serve.simulation.pipeline import (
     Arrival,
     At,
     Pipeline,

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from multiworld.errors import ServeError
-from multiworld.serve.simulation.engine import Arrival
+from multiworld.serve.simulation.pipeline import Arrival
 
 # Titles of columns with the number of prompt tokens.
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")

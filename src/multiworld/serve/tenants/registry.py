@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
+from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import UsageRow
 
 FILE = "registry.db"  # in the folder of a service

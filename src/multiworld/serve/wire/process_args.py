@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from multiworld.config import SERVICE_HEARTBEAT_S, WorldConfig
+from multiworld.serve.deadlines import JOIN_S
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
-from multiworld.serve.wire.deadlines import JOIN_S
 
 
 class ProcessArgs(BaseModel):

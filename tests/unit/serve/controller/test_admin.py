@@ -30,14 +30,14 @@ from multiworld.serve.controller.fleet.state import (
     ProcessPhase,
 )
 from multiworld.serve.controller.launchers.base import RunningProcess
-from multiworld.serve.controller.placement.replica_bookings import ReplicaBookings
+from multiworld.serve.controller.placement.replica_placement import ReplicaBookings
 from multiworld.serve.controller.status import StatusSources, status_of
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
-from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
+from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import UsageRow
 from multiworld.serve.wire.control_messages import (
     GatewayReport,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from multiworld.config import MIB
 from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
-from multiworld.serve.controller.placement.replica_bookings import (
+from multiworld.serve.controller.placement.replica_placement import (
     ReplicaBookings,
     asks_of,
 )

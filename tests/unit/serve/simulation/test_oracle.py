@@ -8,9 +8,9 @@ from dataclasses import replace
 from multiworld.serve.controller.scaling import reference_policies
 from multiworld.serve.controller.scaling.snapshot import StageLimits
 from multiworld.serve.routing.load_balancer import Chance
-from multiworld.serve.simulation.engine import Arrival, PipelineModel, StageModel
 from multiworld.serve.simulation.model_builder import seconds_of
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.pipeline import Arrival, PipelineModel, StageModel
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import Score, judge
 

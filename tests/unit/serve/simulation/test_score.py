@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.simulation.engine import SimulatedDecision, SimulationResult
+from multiworld.serve.simulation.pipeline import SimulatedDecision, SimulationResult
 from multiworld.serve.simulation.score import FLAP_S, flaps, judge
 
 Change = tuple[float, tuple[int, ...], tuple[int, ...]]

@@ -12,8 +12,8 @@ import pytest
 from multiworld.serve.controller.scaling import reference_policies, token_policy
 from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.simulation import token_pipeline
-from multiworld.serve.simulation.engine import SimulationResult
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
+from multiworld.serve.simulation.pipeline import SimulationResult
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.traces import generated
 from multiworld.serve.spec.schema import ModelSpec

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import ServeError
-from multiworld.serve.simulation.engine import Arrival
+from multiworld.serve.simulation.pipeline import Arrival
 from multiworld.serve.simulation.traces import (
     between,
     gamma,

@@ -40,7 +40,6 @@ from multiworld.serve.gateway.admission.rate_limits import RateLimiter
 from multiworld.serve.gateway.admission.usage_meter import RESEND_S, UsageMeter
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.loader import parse_spec
-from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import (
     Key,
     Tenant,
@@ -48,6 +47,7 @@ from multiworld.serve.tenants.directory import (
 )
 from multiworld.serve.tenants.keys import digest_of as key_digest
 from multiworld.serve.tenants.keys import make_key, parse_key
+from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import MAX_UNCONFIRMED, UsageRow
 from multiworld.serve.wire.control_messages import (
     AllTenants,

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiworld.errors import ServeError
-from multiworld.serve.controller.deadlines import PROBE_GRACE_S, PROBE_S
 from multiworld.serve.controller.fleet import events
 from multiworld.serve.controller.fleet.actions import (
     Action,
@@ -25,7 +24,7 @@ from multiworld.serve.controller.fleet.actions import (
     Probe,
 )
 from multiworld.serve.controller.fleet.backoff import CrashBackoff
-from multiworld.serve.controller.fleet.routes import routing_table_of
+from multiworld.serve.controller.fleet.routing_tables import routing_table_of
 from multiworld.serve.controller.fleet.start_order import (
     SLOW_START_S,
     Shortage,
@@ -39,6 +38,7 @@ from multiworld.serve.controller.fleet.state import (
     Process,
     ProcessPhase,
 )
+from multiworld.serve.deadlines import PROBE_GRACE_S, PROBE_S
 from multiworld.serve.spec.identity import CHANGED
 from multiworld.serve.wire.routing_table import RoutingTable
 

@@ -29,7 +29,7 @@ from multiworld.serve.controller.placement.replanner import (
     facts_of,
     snapshot_of,
 )
-from multiworld.serve.controller.placement.replica_bookings import (
+from multiworld.serve.controller.placement.replica_placement import (
     ReplicaBookings,
     Specs,
     asks_of,

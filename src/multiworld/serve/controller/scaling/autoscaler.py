@@ -25,13 +25,13 @@ from multiworld.serve.controller.fleet.state import (
     DesiredState,
     ProcessPhase,
 )
-from multiworld.serve.controller.placement.replica_bookings import Specs
-from multiworld.serve.controller.scaling import default_policy, limits, token_policy
+from multiworld.serve.controller.placement.replica_placement import Specs
+from multiworld.serve.controller.scaling import limits
 from multiworld.serve.controller.scaling.limits import keep_starting, within
+from multiworld.serve.controller.scaling.policies import policy_of
 from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
-from multiworld.serve.controller.scaling.snapshot import Decision, Policy, Snapshot
+from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.controller.scaling.snapshot_json import snapshot_to_json
-from multiworld.serve.engine.models.factory import import_factory
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.wire.control_messages import Reports
 
@@ -87,11 +87,7 @@ class _Model:
         self.memory: Any = None
         self.short = ""
         self._deciding: asyncio.Future[Decision] | None = None
-        self._policy: Policy = (
-            default_policy.decide if spec.generation is None else token_policy.decide
-        )
-        if spec.scaling is not None:
-            self._policy = import_factory(spec.scaling)
+        self._policy = policy_of(spec)
 
     async def decide(self, snapshot: Snapshot) -> Decision:
         """Run the policy in a thread, because it may compute or block for long."""

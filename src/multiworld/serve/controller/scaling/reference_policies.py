@@ -140,10 +140,3 @@ def _needed(coming: Sequence[float], max_wait_s: float) -> float:
 
 
 MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)  # margins to try for an oracle, cheapest first
-
-# Policies by the names that ``multiworld simulate --policy`` knows.
-BUILT_IN: dict[str, Callable[[Snapshot], Decision]] = {
-    "fixed": fixed,
-    "queued": queued,
-    "threshold": threshold,
-}

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.engine.external import llama_cpp, vllm
+from multiworld.serve.engine.external.address_choice import ServerChoice
 from multiworld.serve.engine.external.engine_args import refuse_reserved
 from multiworld.serve.engine.external.engine_server import (
     Answer,
     EngineServer,
     answer_of,
 )
-from multiworld.serve.engine.external.server_choice import ServerChoice
 from multiworld.serve.engine.external.whole_engine import (
     EXIT_LOST,
     BusyError,
@@ -44,7 +45,6 @@ from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.text.folder_json import read_json
 from multiworld.serve.text.text_inputs import Tokenizer
-from multiworld.serve.wire.deadlines import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 

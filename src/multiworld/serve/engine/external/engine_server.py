@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.engine.external.engine_args import gpu_environment
 from multiworld.serve.engine.external.engine_process import EngineProcess, HeldPort
 from multiworld.serve.engine.external.host_locks import all_locked
@@ -23,7 +24,6 @@ from multiworld.serve.engine.external.whole_engine import (
     RunFailedError,
 )
 from multiworld.serve.machines.inventory import visible_gpus
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.origin import ORIGIN
 
 logger = logging.getLogger("multiworld.serve")

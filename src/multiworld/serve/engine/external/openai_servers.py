@@ -16,11 +16,11 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.engine.external import token_servers
+from multiworld.serve.engine.external.address_choice import ServerChoice
 from multiworld.serve.engine.external.engine_server import (
     EngineServer,
     RefusedError,
 )
-from multiworld.serve.engine.external.server_choice import ServerChoice
 from multiworld.serve.engine.external.token_server_engine import TokenServerEngine
 from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
+from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.external import engine_encoder
 from multiworld.serve.engine.external.engine_encoder import EngineEncoder
 from multiworld.serve.engine.external.llama_cpp import weights_of
-from multiworld.serve.engine.external.whole_engine import EngineSettings, WholeEngine
+from multiworld.serve.engine.external.registry import maker_of, wrong_in
+from multiworld.serve.engine.external.whole_engine import EngineSettings
 from multiworld.serve.engine.models import folder_facts, huggingface, weights
-from multiworld.serve.engine.models.factory import folder_of, import_factory
+from multiworld.serve.engine.models.factory import folder_of
 from multiworld.serve.machines import inventory
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
@@ -29,17 +30,8 @@ from multiworld.serve.spec.stage import (
 )
 from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
-from multiworld.serve.wire.deadlines import HUNG_S
 
 PART = re.compile(r"-\d+-of-\d+$")  # suffix of the name of one part of a GGUF file
-HERE = "multiworld.serve.engine.external"
-
-# Functions that make the adapters of known engines, by the engine's name.
-ENGINES = {
-    "vllm": f"{HERE}.vllm:VllmEngine",
-    "llama.cpp": f"{HERE}.llama_cpp:LlamaCppEngine",
-    "openai": f"{HERE}.openai_servers:OpenAiEngine",
-}
 
 
 def model(path: str, spec: ModelSpec) -> Model:
@@ -73,28 +65,11 @@ def model(path: str, spec: ModelSpec) -> Model:
         raise SpecError(
             f"engine: {spec.engine} raised {type(error).__name__}: {error}"
         ) from error
-    if wrong := _wrong(made):
+    if wrong := wrong_in(made):
         raise SpecError(f"engine: what {spec.engine} returns {wrong}")
     if spec.adapters and not getattr(made, "has_adapters", False):
         raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
     return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)
-
-
-def _wrong(made: object) -> str:
-    """Return why something is not a ``WholeEngine``; empty if it is one."""
-    methods = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill"
-    for name in methods:
-        found = getattr(made, name, None)
-        if not callable(found):
-            return f"is a {type(made).__name__} without the method {name}"
-        is_awaited = name in ("start", "wait_lost", "close")
-        if not is_awaited and inspect.iscoroutinefunction(found):
-            how = " without a yield" if name == "generate" else ""
-            return f"has an `async def {name}`{how}"
-    for name in ("usage", "phase"):
-        if not hasattr(made, name):
-            return f"has no attribute {name}"
-    return ""
 
 
 def _load_encoder(spec: ModelSpec, context: StageContext) -> EngineEncoder:
@@ -133,17 +108,6 @@ def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
         return weights.name_of(folder, what)
     except SpecError:
         return ""  # the weights are in a format that only the engine knows
-
-
-def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
-    name = ENGINES.get(engine, engine)
-    if ":" not in name:
-        known = ", ".join(ENGINES)
-        raise SpecError(
-            f"engine {engine!r} is not known; name one of {known}, or give the "
-            "package.module:function of an adapter"
-        )
-    return import_factory(name)
 
 
 def settings_of(

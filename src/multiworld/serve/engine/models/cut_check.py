@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.models.anatomy import Anatomy, Identity, anatomy_of, strip
+from multiworld.serve.engine.models.architectures import (
+    Architecture,
+    Identity,
+    architecture_of,
+    strip,
+)
 from multiworld.serve.engine.models.partition import Span
 
 # Architectures that cannot run without layers; tests compare their stages.
@@ -58,11 +63,11 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
         config.vocab_size_per_layer_input = WORDS
     with torch.device("meta"):
         base = kind(config).base_model
-    anatomy = anatomy_of(base, folder)
-    count = len(base.get_submodule(anatomy.chain))
+    architecture = architecture_of(base, folder)
+    count = len(base.get_submodule(architecture.chain))
     chain = nn.ModuleList(Identity() for _ in range(count))
-    base.set_submodule(anatomy.chain, chain)
-    holder = base.get_submodule(anatomy.chain.rpartition(".")[0])
+    base.set_submodule(architecture.chain, chain)
+    holder = base.get_submodule(architecture.chain.rpartition(".")[0])
     if getattr(holder, "conv", None) is not None:
         return False  # DeBERTa's convolution is between the first two layers
     if config.model_type in NEED_LAYERS:
@@ -73,13 +78,13 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     base = base.to_empty(device="cpu").to(torch.float32).eval()
     _fill(base)
     spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)
-    whole, first, middle = (_part(base, span, anatomy) for span in spans)
-    last = _part(base, Span(1, count, count), anatomy)
+    whole, first, middle = (_part(base, span, architecture) for span in spans)
+    last = _part(base, Span(1, count, count), architecture)
     ids = torch.arange(1, ROWS + 1)[None]
     hidden = _run(first, input_ids=ids)
     passed = _run(middle, inputs_embeds=hidden)
     together = _run(last, inputs_embeds=passed)
-    calls = _counted(whole, anatomy.after)
+    calls = _counted(whole, architecture.after)
     in_one = _run(whole, input_ids=ids)
     # ``strip`` removes these modules from earlier stages, so they must not run twice.
     is_once = all(count <= 1 for count in Counter(calls).values())
@@ -112,11 +117,11 @@ def _tensors(base: nn.Module) -> list[Tensor]:
     return [*base.parameters(), *base.buffers()]
 
 
-def _part(base: nn.Module, span: Span, anatomy: Anatomy) -> nn.Module:
+def _part(base: nn.Module, span: Span, architecture: Architecture) -> nn.Module:
     # The parts share the tensors, which nobody writes.
     part = copy.deepcopy(base, {id(tensor): tensor for tensor in _tensors(base)})
-    strip(part, span, anatomy)
-    part.set_submodule(anatomy.chain, nn.ModuleList())
+    strip(part, span, architecture)
+    part.set_submodule(architecture.chain, nn.ModuleList())
     config: Any = part.config
     config.num_hidden_layers = 0
     return part

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import folder_facts, transformer_stage
-from multiworld.serve.engine.models.anatomy import anatomy_of
+from multiworld.serve.engine.models.architectures import architecture_of
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 from multiworld.serve.engine.models.partition import Span
 
@@ -95,7 +95,7 @@ def _check_attention(
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
     _step.window = None
     chain: Any = stage.whole.base_model
-    chain = chain.get_submodule(anatomy_of(chain, folder).chain)
+    chain = chain.get_submodule(architecture_of(chain, folder).chain)
     calls: list[nn.Module] = []
     hooks = [
         layer.register_forward_pre_hook(lambda one, _: calls.append(one))

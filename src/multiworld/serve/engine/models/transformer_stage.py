@@ -1,9 +1,9 @@
 """One stage of a transformers model, loaded by transformers' own loader.
 
-A subclass of the model's class replaces the modules of other stages (see ``anatomy``)
-with modules without weights. ``from_pretrained`` builds the rest on ``meta``, and reads
-only the weights of the rest. So transformers' handling of renamed and fused weights,
-and of buffers that are in no file, still applies.
+A subclass of the model's class replaces the modules of other stages (see
+``architectures``) with modules without weights. ``from_pretrained`` builds the rest on
+``meta``, and reads only the weights of the rest. So transformers' handling of renamed
+and fused weights, and of buffers that are in no file, still applies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from torch import nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import cut_check
-from multiworld.serve.engine.models.anatomy import COMPARED, anatomy_of, strip
+from multiworld.serve.engine.models.architectures import (
+    COMPARED,
+    architecture_of,
+    strip,
+)
 from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.engine.models.packed_linear import unmap
@@ -99,7 +103,7 @@ def load_owned(
             f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
         )
     base = whole.base_model
-    _drop_other_layers(base, span, anatomy_of(base, folder).chain)
+    _drop_other_layers(base, span, architecture_of(base, folder).chain)
     if is_int8:
         split_experts(whole)
         quantize_linears(whole, by_module)
@@ -148,7 +152,7 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
             base = self.base_model
             # A head that shares its weights with the embeddings needs them, too.
             is_shared = base is not self and config.tie_word_embeddings
-            strip(base, span, anatomy_of(base, folder), keeps_tokens=is_shared)
+            strip(base, span, architecture_of(base, folder), keeps_tokens=is_shared)
 
     # transformers finds its conversions of weights by these names.
     Owned.__name__ = Owned.__qualname__ = kind.__name__

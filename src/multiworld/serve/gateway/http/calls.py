@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
-from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.body_limits import Reservation
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded

@@ -23,11 +23,11 @@ from multiworld.serve.gateway.admission.authenticator import (
     ModelVersion,
     digest_of,
 )
-from multiworld.serve.gateway.http.body_budget import (
+from multiworld.serve.gateway.http.body_limits import (
     BodyBudget,
     BodyLimits,
 )
-from multiworld.serve.gateway.http.event_logs import EventLogs
+from multiworld.serve.gateway.http.kept_events import EventLogs
 from multiworld.serve.gateway.http.metrics import render
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from multiworld.serve.gateway.deadlines import STALL_S
+from multiworld.serve.deadlines import STALL_S
 from multiworld.serve.gateway.http.http_request import (
     CONNECTION,
     IS_COMPLETE,

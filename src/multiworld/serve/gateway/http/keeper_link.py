@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from multiworld.serve.gateway.deadlines import KEEPER_S
+from multiworld.serve.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.frames import (
     PROTOCOL,

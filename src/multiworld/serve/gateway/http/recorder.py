@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from multiworld.serve.gateway.http.event_logs import EventLog
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.kept_events import EventLog
 from multiworld.serve.keeper import counters
 from multiworld.serve.keeper.frames import MAX_ENTRY, Kind, Place
 from multiworld.serve.keeper.record import ConnectionRecord

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.http.body_budget import (
+from multiworld.serve.gateway.http.body_limits import (
     BodyLimits,
     Reservation,
     TooSlowError,

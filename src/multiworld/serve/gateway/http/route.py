@@ -17,7 +17,8 @@ from multiworld.errors import ServeError, UnauthorizedError
 from multiworld.log_format import REQUEST
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.admission.timing import Phases
-from multiworld.serve.gateway.http.body_budget import Reservation
+from multiworld.serve.gateway.http.access_log import log_access
+from multiworld.serve.gateway.http.body_limits import Reservation
 from multiworld.serve.gateway.http.calls import AdmittedCall, Call
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import RECORDER, AnyRequest
@@ -40,7 +41,6 @@ from multiworld.serve.wire.origin import Origin, parent_of
 
 logger = logging.getLogger("multiworld.serve")
 
-access_logger = logging.getLogger("multiworld.access")
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -170,7 +170,7 @@ async def _respond_counted(
         label = name if is_named else "unknown"
         gateway.counts.add(label, "", refusal.status_code, 0.0)
         if gateway.logs_access:
-            _log_access(request, "-", refusal.status_code, 0.0)
+            log_access(request, "-", refusal.status_code, 0.0)
         return _continued(refusal, record)
     record.admitted()
     admitted.origin = Origin(REQUEST.get(), None if trace is None else trace.own)
@@ -191,7 +191,7 @@ async def _respond_counted(
         tenant = admitted.tenant.name
         gateway.counts.add(label, tenant, status, now - began_at, phases)
         if gateway.logs_access:
-            _log_access(request, tenant or "-", status, now - began_at)
+            log_access(request, tenant or "-", status, now - began_at)
         if trace is not None and gateway.tracer is not None and trace.is_kept(status):
             _describe(trace, route, admitted)
             what = OPERATIONS.get(route.path, f"{route.method} {route.path}")
@@ -274,19 +274,3 @@ def _describe(trace: RequestTrace, route: Route, admitted: AdmittedRequest) -> N
         attributes["gen_ai.usage.input_tokens"] = admitted.prompt_tokens
     if admitted.generated_tokens:
         attributes["gen_ai.usage.output_tokens"] = admitted.generated_tokens
-
-
-def _log_access(request: AnyRequest, tenant: str, status: int, took_s: float) -> None:
-    # Log the path as it was sent: a decoded one could contain line breaks.
-    method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
-    text, number = "%s %s %s %s %d %.3f s", REQUEST.get()
-    fields = {
-        "tenant": tenant,
-        "method": method,
-        "path": path,
-        "status": status,
-        "seconds": round(took_s, 6),
-    }
-    access_logger.info(
-        text, number, tenant, method, path, status, took_s, extra={"fields": fields}
-    )

@@ -22,7 +22,7 @@ from multiworld.serve.gateway.openai.choices import (
 from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.gateway.openai.reasoning import AnswerParser, Thought
 from multiworld.serve.gateway.openai.request_lifecycle import Form
-from multiworld.serve.gateway.openai.tools import Call
+from multiworld.serve.gateway.openai.tool_calls import Call
 from multiworld.serve.wire.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # of the output, in one whole answer

@@ -29,7 +29,7 @@ from multiworld.serve.gateway.openai.request_fields import (
     check_supported,
     decoded_with_ignored,
 )
-from multiworld.serve.gateway.openai.tools import Calling, calling_of
+from multiworld.serve.gateway.openai.tool_calls import Calling, calling_of
 from multiworld.serve.text import grammar as grammars
 from multiworld.serve.wire.generation_messages import Sampling
 

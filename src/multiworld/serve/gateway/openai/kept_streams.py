@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from multiworld.errors import UnknownStreamError, wrong_field
 from multiworld.serve.gateway.http.calls import Call
-from multiworld.serve.gateway.http.event_logs import EventLog
 from multiworld.serve.gateway.http.http_request import RECORDER
 from multiworld.serve.gateway.http.http_responses import (
     SSE_HEADERS,
     EventStream,
     json_response,
 )
+from multiworld.serve.gateway.http.kept_events import EventLog
 from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.frames import Place
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
-from multiworld.serve.gateway.deadlines import ENGINE_S, WAIT_S
+from multiworld.serve.deadlines import ENGINE_S, WAIT_S
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_responses import timeout_of
@@ -37,7 +37,7 @@ from multiworld.serve.gateway.openai.request_fields import (
     ChatBody,
     CompletionBody,
 )
-from multiworld.serve.gateway.openai.tools import BEGIN, END, CallParser, Family
+from multiworld.serve.gateway.openai.tool_calls import BEGIN, END, CallParser, Family
 from multiworld.serve.gateway.streams.stream import TimeLimits
 from multiworld.serve.spec.stage import Generation, Model
 from multiworld.serve.text.grammar import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.gateway.openai.tools import Call, CallParser, overlap
+from multiworld.serve.gateway.openai.tool_calls import Call, CallParser, overlap
 
 # Marks of model families, in the order in which chat templates are searched for them:
 # DeepSeek, GLM, Kimi, Qwen and others; Mistral; Seed.

@@ -13,7 +13,7 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError, wrong_field
 from multiworld.serve.gateway.http.json_limits import NOT_JSON, check_values
-from multiworld.serve.gateway.openai.tools import NamedTool, Tool
+from multiworld.serve.gateway.openai.tool_calls import NamedTool, Tool
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

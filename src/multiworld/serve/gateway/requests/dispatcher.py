@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.gateway.admission.timing import Timing
 from multiworld.serve.gateway.requests import actions, events
 from multiworld.serve.gateway.requests.reply_validation import check
@@ -24,7 +25,6 @@ from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of
 from multiworld.serve.wire.control_messages import GatewayReport
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent, WorkItem

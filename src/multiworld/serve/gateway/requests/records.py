@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from multiworld.serve.gateway.requests.events import Submitted
 from multiworld.serve.queueing.fair_queue import FairQueue
-from multiworld.serve.queueing.waiting_tenants import WaitingTenants
-from multiworld.serve.routing.loss_ledger import REQUEST_RULE, LossLedger
+from multiworld.serve.queueing.queue_limits import WaitingTenants
+from multiworld.serve.routing.poison_rules import REQUEST_RULE, LossLedger
 
 
 @dataclass(slots=True)

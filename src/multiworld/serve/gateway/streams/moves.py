@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from multiworld.serve.gateway.deadlines import PREPARE_S
+from multiworld.serve.deadlines import PREPARE_S
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
 from multiworld.serve.gateway.streams.stream import (
     Chain,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from multiworld.serve.gateway.deadlines import LEFT_S
+from multiworld.serve.deadlines import LEFT_S
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.routing.loss_ledger import STREAM_RULE, LossLedger
+from multiworld.serve.routing.poison_rules import STREAM_RULE, LossLedger
 from multiworld.serve.text.prefixes import Digest
 from multiworld.serve.wire.generation_messages import Sampling
 from multiworld.serve.wire.origin import NOWHERE, Origin

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
-from multiworld.serve.gateway.deadlines import DOUBTED_S, KEPT_S
+from multiworld.serve.deadlines import DOUBTED_S, KEPT_S
 from multiworld.serve.gateway.streams import actions as act
 from multiworld.serve.gateway.streams import events
 from multiworld.serve.gateway.streams.chain_selection import ChainSelection
@@ -35,7 +35,7 @@ from multiworld.serve.gateway.streams.stream import (
 )
 from multiworld.serve.gateway.streams.stream_counts import StreamCounts
 from multiworld.serve.queueing.fair_queue import Share
-from multiworld.serve.queueing.waiting_tenants import WaitingTenants
+from multiworld.serve.queueing.queue_limits import WaitingTenants
 from multiworld.serve.routing import refusals
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.routing.replica_view import ReplicaView

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.gateway.streams import actions, events
 from multiworld.serve.gateway.streams.chain_selection import (
     PREFIX_BLOCK,
@@ -24,11 +25,10 @@ from multiworld.serve.gateway.streams.live_streams import chains_of, shown
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.queueing.waiting_tenants import WaitingTenants
+from multiworld.serve.queueing.queue_limits import WaitingTenants
 from multiworld.serve.text.prefixes import digests
 from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
 from multiworld.serve.wire.control_messages import GatewayReport
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.generation_messages import (

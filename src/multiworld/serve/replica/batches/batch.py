@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multiworld.serve.deadlines import HUNG_S, OVERDUE_S
 from multiworld.serve.replica.batches.batch_queue import Work
-from multiworld.serve.replica.deadlines import OVERDUE_S
 from multiworld.serve.wire import control_messages as messages
-from multiworld.serve.wire.deadlines import HUNG_S
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.replica.batches.batch import Batch, BatchCounts
 from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from multiworld.serve.replica.batches.credit_returns import CreditReturns
@@ -30,7 +31,6 @@ from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import group_of, rows_of
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import (

@@ -18,12 +18,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
-from multiworld.serve.replica.scheduling.step_budget import STEP_ROWS
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
+from multiworld.serve.replica.scheduling.tenant_step_limits import STEP_ROWS
 from multiworld.serve.replica.scheduling.tenant_use import TenantUse
 from multiworld.serve.replica.scheduling.token_shares import TokenShares
 from multiworld.serve.replica.scheduling.waiting_queue import WaitingQueue
-from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
+from multiworld.serve.routing.poison_rules import PROOF_TOKENS
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.protocol import Key
 

@@ -6,8 +6,9 @@ in flight, each with an equal part of the running sequences. But a step of one r
 almost as long as one of eight, so if there are only a few sequences, they share one
 step and wait for each other.
 
-The tenant that has received the fewest tokens is first in a step, and ``step_budget``
-limits how much a step may delay each tenant. A probe is always in the next step.
+The tenant that has received the fewest tokens is first in a step, and
+``tenant_step_limits`` limits how much a step may delay each tenant. A probe
+is always in the next step.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from multiworld.serve.replica.scheduling.scheduled_sequence import (
     by_route,
 )
 from multiworld.serve.replica.scheduling.sequence_pool import SequencePool
-from multiworld.serve.replica.scheduling.step_budget import (
+from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
+from multiworld.serve.replica.scheduling.tenant_step_limits import (
     STEP_ROWS,
     StepBudget,
     cost_of,
     rows_of,
 )
-from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.wire.generation_messages import StepPart
 
 # Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step has

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.replica.deadlines import COUNTED_S, GRACE_S, LATE_FACTOR, LATE_S
+from multiworld.serve.deadlines import COUNTED_S, GRACE_S, LATE_FACTOR, LATE_S
 from multiworld.serve.wire.generation_messages import StepPart
 from multiworld.serve.wire.protocol import Key
 

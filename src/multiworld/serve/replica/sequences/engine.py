@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.compute.layer_code import can_run
 from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
 from multiworld.serve.engine.compute.stage_engine import (
@@ -29,7 +30,6 @@ from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.short_steps import ShortSteps
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.text.grammar import Matcher, Matchers
-from multiworld.serve.wire.deadlines import HUNG_S
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import StreamId
 

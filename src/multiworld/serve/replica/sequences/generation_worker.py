@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.deadlines import GRACE_S
 from multiworld.serve.engine.compute.kv_cache import MissingTokensError
 from multiworld.serve.engine.compute.stage_engine import Computed
-from multiworld.serve.replica.deadlines import GRACE_S
 from multiworld.serve.replica.scheduling.pipeline_share import adapt_to
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.scheduling.step_planner import PlannedStep

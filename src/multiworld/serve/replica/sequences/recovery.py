@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.replica.deadlines import UNCONFIRMED_S
+from multiworld.serve.deadlines import UNCONFIRMED_S
 from multiworld.serve.replica.scheduling.sample_costs import costs_of
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import (

@@ -31,7 +31,7 @@ from multiworld.serve.replica.sequences.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
+from multiworld.serve.routing.poison_rules import PROOF_TOKENS
 from multiworld.serve.wire import generation_messages
 from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import (

@@ -20,10 +20,10 @@ from functools import partial
 from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.log_format import REQUEST
+from multiworld.serve.deadlines import BUSY_S, SILENT_S
 from multiworld.serve.engine.compute.sampler import finish_of
 from multiworld.serve.engine.external import whole_engine
 from multiworld.serve.engine.external.whole_engine import EXIT_LOST
-from multiworld.serve.replica.deadlines import BUSY_S
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.actions import Send
 from multiworld.serve.replica.sequences.events import (
@@ -38,7 +38,6 @@ from multiworld.serve.replica.whole_engines import engine_sequences
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire.control_messages import WorkerReport
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.origin import ORIGIN

@@ -15,8 +15,8 @@ from multiworld.rendezvous.epoch_file import EpochFile
 from multiworld.serve.controller.fleet import record
 from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.tenants import database
-from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants import sqlite_registry
+from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import UsageRow
 
 APP: dict[str, Any] = {
@@ -48,14 +48,14 @@ def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
     path = tmp_path / "registry.db"
     TenantDatabase(path).close()
     with sqlite3.connect(path) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (database.FORMAT,)
+        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_registry.FORMAT,)
         db.execute("PRAGMA user_version = 0")
     db.close()
     TenantDatabase(path).close()
     with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version = {database.FORMAT + 1}")
+        db.execute(f"PRAGMA user_version = {sqlite_registry.FORMAT + 1}")
     db.close()
-    with pytest.raises(ServeError, match=f"has format {database.FORMAT + 1}"):
+    with pytest.raises(ServeError, match=f"has format {sqlite_registry.FORMAT + 1}"):
         TenantDatabase(path)
 
 

@@ -20,11 +20,15 @@ from multiworld.serve.controller.scaling.burst_reserve import (
     reserved_replicas,
     update,
 )
-from multiworld.serve.simulation.engine import Arrival, PipelineModel, SimulationResult
 from multiworld.serve.simulation.oracle import with_foresight
+from multiworld.serve.simulation.pipeline import (
+    Arrival,
+    PipelineModel,
+    SimulationResult,
+)
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
-from tests.unit.serve.simulation.test_engine import LIMITS, pipeline, run
+from tests.unit.serve.simulation.test_pipeline import LIMITS, pipeline, run
 
 EVERY_S = 50.0
 BURST = 30

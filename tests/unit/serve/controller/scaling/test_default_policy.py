@@ -18,10 +18,10 @@ from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.controller.scaling import (
     default_policy,
     queue_model,
-    reference_policies,
 )
 from multiworld.serve.controller.scaling.demand import demand_of, envelope
 from multiworld.serve.controller.scaling.limits import within
+from multiworld.serve.controller.scaling.policies import BUILT_IN
 from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.controller.scaling.scaling_plans import (
     StageCost,
@@ -376,7 +376,7 @@ def test_stage_with_a_number_keeps_it() -> None:
 
 @pytest.mark.parametrize("name", ["queued", "threshold", "fixed"])
 def test_other_policies_decide_too(name: str) -> None:
-    at = Situation((0.05, 0.1), policy=reference_policies.BUILT_IN[name])
+    at = Situation((0.05, 0.1), policy=BUILT_IN[name])
     at.ongoing = [4.0, 9.0]
     at.play(9.0, 30)
     assert at.replicas[1] == (1 if name == "fixed" else 5 if name == "queued" else 2)

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, SpecError
-from multiworld.serve.engine.external import engine_encoder, server_choice
+from multiworld.serve.engine.external import address_choice, engine_encoder
 from multiworld.serve.engine.external.engine_process import EngineProcess, free_port
 from multiworld.serve.engine.external.whole_engine import EngineLostError
 from multiworld.serve.engine.models.factory import build_model
@@ -111,7 +111,7 @@ def test_replica_exits_for_a_server_that_serves_again(
     """It also exits once its own server is lost, so that another takes its work."""
     exited = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
-    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
+    monkeypatch.setattr(address_choice, "LOOK_S", 0.1)
     late = Elsewhere(folder)
     stays = loaded(spec_of(folder, **at(server)))
     loaded(spec_of(folder, **at(server, late)))

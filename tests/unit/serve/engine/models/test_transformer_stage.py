@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.models import anatomy, huggingface
+from multiworld.serve.engine.models import architectures, huggingface
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import StageContext
 
@@ -160,7 +160,7 @@ def test_architecture_that_would_be_wrong_in_stages_is_refused(
 
 
 def test_every_listed_architecture_is_tested() -> None:
-    named = set(anatomy.TESTED.replace(";", ",").replace(" ", "").split(","))
+    named = set(architectures.TESTED.replace(";", ",").replace(" ", "").split(","))
     assert named == ARCHITECTURES.keys()
 
 

@@ -19,8 +19,8 @@ from multiworld.serve.gateway.admission.budgets import (
     month_of,
     next_month_of,
 )
-from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageReport
 

@@ -19,7 +19,7 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
-from multiworld.serve.gateway.http.body_budget import TooLargeError
+from multiworld.serve.gateway.http.body_limits import TooLargeError
 from multiworld.serve.gateway.http.http_responses import (
     error_response,
     json_response,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.http import body_budget as budgets
-from multiworld.serve.gateway.http.body_budget import (
+from multiworld.serve.gateway.http import body_limits as budgets
+from multiworld.serve.gateway.http.body_limits import (
     BodyBudget,
     BodyLimits,
     NoMemoryError,

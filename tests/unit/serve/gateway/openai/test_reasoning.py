@@ -16,8 +16,8 @@ from multiworld.serve.gateway.openai.reasoning import (
     marks_of,
     reasoning_after,
 )
-from multiworld.serve.gateway.openai.tools import Call, Calling, CallParser
-from tests.unit.serve.gateway.openai.test_tools import FREE, TOOLS, WEATHER, cut
+from multiworld.serve.gateway.openai.tool_calls import Call, Calling, CallParser
+from tests.unit.serve.gateway.openai.test_tool_calls import FREE, TOOLS, WEATHER, cut
 
 THINK = ("<think>", "</think>")
 OPEN, BEGUN = Reasoning(*THINK), Reasoning(*THINK, is_begun=True)

@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import RequestCancelledError, RequestPoisonedError
+from multiworld.serve.deadlines import UNCONFIRMED_S
 from multiworld.serve.gateway.streams.chain_selection import HOME
 from multiworld.serve.gateway.streams.stream import Returned, SuspectGroup
 from multiworld.serve.queueing.fair_queue import Share
-from multiworld.serve.replica.deadlines import UNCONFIRMED_S
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
     ActivationRows,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from multiworld.serve.deadlines import SILENT_S
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.wire import inference_messages
-from multiworld.serve.wire.deadlines import SILENT_S
 from multiworld.serve.wire.inference_messages import Credit, Note, Spent
 from multiworld.serve.wire.routing_table import ReplicaState
 from tests.unit.serve.edges import HANG_S, Peer, settle, until

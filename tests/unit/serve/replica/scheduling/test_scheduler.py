@@ -14,13 +14,17 @@ from multiworld.serve.replica.scheduling.scheduler import (
     Scheduler,
     TooManyTokensError,
 )
-from multiworld.serve.replica.scheduling.step_budget import BESIDE, cost_of, rows_of
 from multiworld.serve.replica.scheduling.step_planner import (
     SHARED_TOKENS,
     PlannedStep,
 )
+from multiworld.serve.replica.scheduling.tenant_step_limits import (
+    BESIDE,
+    cost_of,
+    rows_of,
+)
 from multiworld.serve.replica.scheduling.token_shares import PRUNE_AT, TokenShares
-from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
+from multiworld.serve.routing.poison_rules import PROOF_TOKENS
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.protocol import Key
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.replica.deadlines import GRACE_S
+from multiworld.serve.deadlines import GRACE_S
 from multiworld.serve.replica.scheduling.steps_in_flight import StepsInFlight
 from multiworld.serve.wire.generation_messages import StepPart
 

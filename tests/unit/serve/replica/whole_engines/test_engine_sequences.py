@@ -37,7 +37,7 @@ from multiworld.serve.replica.whole_engines.engine_sequences import (
     RunEnded,
     RunOver,
 )
-from multiworld.serve.routing.loss_ledger import PROOF_TOKENS
+from multiworld.serve.routing.poison_rules import PROOF_TOKENS
 from multiworld.serve.wire.generation_messages import (
     BeginSequences,
     ComputeBegun,

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
+from multiworld.serve.deadlines import BUSY_S
 from multiworld.serve.engine.external.whole_engine import (
     BusyError,
     EngineSettings,
     EngineToken,
     Run,
 )
-from multiworld.serve.replica.deadlines import BUSY_S
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.replica.whole_engines.engine_worker import (
     LOOK_S,

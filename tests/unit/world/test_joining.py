@@ -25,9 +25,9 @@ from multiworld.rendezvous import joiner
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_messages import MemberGaveUp, NewcomerWaits
 from multiworld.testing import Arena, no_leaks
-from multiworld.world import admission as admission_module
+from multiworld.world import joining as admission_module
 from multiworld.world import manager as manager_module
-from multiworld.world.admission import Admission
+from multiworld.world.joining import Admission
 from tests.recorded import recorded
 from tests.unit.waiting import turns, until
 

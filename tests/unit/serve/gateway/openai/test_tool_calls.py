@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.openai.tools import (
+from multiworld.serve.gateway.openai.tool_calls import (
     Call,
     Calling,
     CallParser,

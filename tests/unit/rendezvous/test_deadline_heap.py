@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.rendezvous.deadlines import SPARE, Deadlines
+from multiworld.rendezvous.deadline_heap import SPARE, Deadlines
 from tests.memory import objects_in
 
 KEYS = st.integers(0, 5)

@@ -28,7 +28,7 @@ from multiworld.rendezvous.claims import (
     SessionKey,
     Ticked,
 )
-from multiworld.rendezvous.deadlines import Deadlines
+from multiworld.rendezvous.deadline_heap import Deadlines
 from multiworld.rendezvous.reform import Reform, ReformClaim
 from multiworld.rendezvous.session_index import SessionIndex
 from multiworld.rendezvous.store_messages import (

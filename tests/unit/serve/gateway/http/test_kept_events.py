@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 import pytest
 
-from multiworld.serve.gateway.http import event_logs
-from multiworld.serve.gateway.http.event_logs import EventLog, EventLogs
+from multiworld.serve.gateway.http import kept_events
+from multiworld.serve.gateway.http.kept_events import EventLog, EventLogs
 
 HANG_S = 20.0
 EVENT = b"data: x\n\n"
@@ -84,13 +84,13 @@ async def test_reader_waits_for_what_comes() -> None:
 async def test_comments_are_of_the_connection_not_of_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_logs, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(kept_events, "KEEP_ALIVE_S", 0.01)
     log, source = begun(EventLogs(1000))
     source.given.put_nowait(b": nothing\n\n")
     async with aclosing(log.read(0)) as events, asyncio.timeout(HANG_S):
-        assert await anext(events) == event_logs.KEEP_ALIVE
+        assert await anext(events) == kept_events.KEEP_ALIVE
         source.give(1)
-        while (event := await anext(events)) == event_logs.KEEP_ALIVE:
+        while (event := await anext(events)) == kept_events.KEEP_ALIVE:
             pass
     assert number_of(event) == 1
 

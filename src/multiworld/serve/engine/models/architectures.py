@@ -63,7 +63,7 @@ FACTORS = ("embedding_multiplier",)
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class Architecture:
     """Names of the modules before, in and after the chain of layers."""
 
     chain: str
@@ -100,7 +100,7 @@ class Identity(nn.Module):
         return hidden
 
 
-def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
+def architecture_of(whole: nn.Module, folder: Path) -> Architecture:
     plan = getattr(whole.config, "base_model_pp_plan", None)
     if not plan:
         return _anatomy_from_tables(whole, folder)
@@ -110,23 +110,23 @@ def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
     return found
 
 
-def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
-    """Return the anatomy that a ``base_model_pp_plan`` describes."""
+def anatomy_from_plan(plan: dict[str, Any]) -> Architecture:
+    """Return the architecture that a ``base_model_pp_plan`` describes."""
     names = list(plan)
     # The first module that takes the attention mask.
     chain = next(n for n in names if "attention_mask" in plan[n][0])
     at = names.index(chain)
     tokens = [name for name in names[:at] if "input_ids" in plan[name][0]]
-    return Anatomy(chain=chain, tokens=tokens, after=names[at + 1 :])
+    return Architecture(chain=chain, tokens=tokens, after=names[at + 1 :])
 
 
-def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
+def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Architecture:
     present = dict(whole.named_modules())
     if "encoder.rel_embeddings" in present:  # DeBERTa's norm is for these
         present.pop("encoder.LayerNorm", None)
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
-            return Anatomy(
+            return Architecture(
                 chain,
                 *(
                     [name for name in names if name in present]
@@ -145,28 +145,32 @@ def _without_chain(whole: nn.Module, folder: Path) -> SpecError:
 
 
 def strip(
-    whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
+    whole: nn.Module,
+    span: Span,
+    architecture: Architecture,
+    *,
+    keeps_tokens: bool = False,
 ) -> None:
     """Replace the modules of other stages, in place, with modules without weights.
 
     ``keeps_tokens``: the token embeddings stay, because the head shares their weights.
     """
     table = _table_of(whole) if keeps_tokens and not span.is_first else None
-    chain = whole.get_submodule(anatomy.chain)
+    chain = whole.get_submodule(architecture.chain)
     assert isinstance(chain, nn.ModuleList)
     # The other layers keep their numbers, which are in the names of weights.
     for number in range(span.count):
         if not span.begin <= number < span.end:
             chain[number] = Identity()
     if not span.is_first:
-        _replace(whole, anatomy.embeddings, PassEmbeddings)
-        _replace(whole, anatomy.positions, NoPositions)
-        _replace(whole, anatomy.tokens, Identity)
+        _replace(whole, architecture.embeddings, PassEmbeddings)
+        _replace(whole, architecture.positions, NoPositions)
+        _replace(whole, architecture.tokens, Identity)
         for name in FACTORS:
             if hasattr(whole, name):
                 setattr(whole, name, 1.0)
     if not span.is_last:
-        _replace(whole, anatomy.after, Identity)
+        _replace(whole, architecture.after, Identity)
     if table is not None:
         name, module = table
         holder, _, last = name.rpartition(".")

@@ -9,6 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.rendezvous.admission import (
+    ASK_S,
+    MAX_CLAIMS,
+    RESERVE,
+    Registry,
+    next_epoch,
+)
 from multiworld.rendezvous.claims import (
     Claimed,
     Forget,
@@ -20,13 +27,6 @@ from multiworld.rendezvous.claims import (
     Ticked,
 )
 from multiworld.rendezvous.reform import ReformClaim
-from multiworld.rendezvous.registry import (
-    ASK_S,
-    MAX_CLAIMS,
-    RESERVE,
-    Registry,
-    next_epoch,
-)
 from multiworld.rendezvous.store_messages import (
     MAX_EPOCH,
     Admitted,

@@ -13,21 +13,22 @@ from hypothesis import strategies as st
 
 from multiworld.errors import ServeError, SpecError
 from multiworld.serve.controller.scaling import default_policy, reference_policies
+from multiworld.serve.controller.scaling.policies import BUILT_IN
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot, StageLimits
 from multiworld.serve.machines.amounts import Need, Node
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.simulation import traces
-from multiworld.serve.simulation.engine import (
-    Arrival,
-    PipelineModel,
-    SimulationResult,
-    StageModel,
-)
 from multiworld.serve.simulation.model_builder import (
     Machines,
     costs_of,
     pipeline_of,
     seconds_of,
+)
+from multiworld.serve.simulation.pipeline import (
+    Arrival,
+    PipelineModel,
+    SimulationResult,
+    StageModel,
 )
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import flaps, judge
@@ -242,7 +243,7 @@ def test_own_policy_is_better_than_a_plain_one_on_bursts() -> None:
     verdicts = {}
     for name, chosen in {
         "own": default_policy.decide,
-        **reference_policies.BUILT_IN,
+        **BUILT_IN,
     }.items():
         model = pipeline(0.03, 0.1, 0.05, policy=chosen, objective_s=1.0)
         verdicts[name] = judge(name, run(model, arrivals))

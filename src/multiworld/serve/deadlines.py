@@ -1,0 +1,69 @@
+"""What counts as hung, silent, late or lost in a service, after how many seconds. Pure.
+
+By the process that measures it. The table in ``docs/serve/architecture.md`` says what
+follows from each limit.
+"""
+
+from __future__ import annotations
+
+# Several processes.
+
+SILENT_S = 0.6  # silence of a replica until its work is hedged: three heartbeats
+HUNG_S = 30.0  # maximum for a batch, a step or a token if a stage has no ``compute_s``
+JOIN_S = 10.0  # maximum wait of a process for the other member of a world
+
+# Gateways.
+
+# Default limits of each wait for a token of a stream without a deadline; ``ENGINE_S``
+# is for external engines, whose replicas take long to start. They bound queueing and
+# stalls, but not a long completion.
+WAIT_S, ENGINE_S = 60.0, 600.0
+
+# Of failing attempts before a stream starts over without its kept KV (a lost connection
+# may come back sooner), and before replicas that lack a connection are avoided.
+KEPT_S, DOUBTED_S = 1.0, 0.5
+
+LEFT_S = 2.0  # for which a returned stream may still be the cause of a loss
+PREPARE_S = 60.0  # after which a move is abandoned
+STALL_S = 30.0  # within which a client must read some of a waiting answer
+KEEPER_S = 1.0  # besides ``silence_s``, without a beat, until a keeper is left
+
+# Replicas.
+
+GUARD_S = 1.0  # between two checks whether a batch or step hangs
+
+# After the last deadline of a batch; it counts as hung if it has also been running for
+# ``HUNG_S``.
+OVERDUE_S = 10.0
+
+# Multiple of the duration of other steps, and minimum seconds, after which a step is
+# late.
+LATE_FACTOR, LATE_S = 3.0, 0.1
+
+# For which a sequence may be missing: the message that ends it may be in flight. Also
+# the time between two checks.
+GRACE_S = 1.0
+
+# After which a sequence ends that only the previous stage has announced.
+UNCONFIRMED_S = 3.0
+
+# Maximum by which one check extends the waiting time of a step. A process that was
+# stopped has not read what arrived; one that is always late must still find faults.
+COUNTED_S = 2 * GRACE_S
+
+BUSY_S = 60.0  # for which an engine without a token may report that it is busy
+
+# The controller.
+
+LINK_S = 20.0  # per attempt for a process to join its control world
+REPORT_S = 2.0  # to wait for the report of a process
+EXIT_S = 0.25  # to wait for an exit code after a connection has ended
+PROBE_S = 10.0  # maximum of a replica's first probe
+PROBE_GRACE_S = 5.0  # beyond a probe's limit; then it counts as lost and is repeated
+
+# To wait for the store's answer to a check, between checks, and consecutive checks
+# without an answer after which the store is replaced.
+STORE_ANSWER_S, STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS = 1.5, 1.0, 3
+
+KEEPER_START_S = 10.0  # for a stream keeper to start
+KEEPER_BEAT_S = 0.25  # between beats to it
