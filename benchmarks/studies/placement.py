@@ -1,12 +1,7 @@
-"""Quality of placements, compared with greedy, published results and bounds.
+"""Quality of placements, compared with greedy and with bounds.
 
-``python -m benchmarks.studies.placement [--limit 20] [--chain-limit 100] [--data
-FOLDER]``. There are two kinds of problem:
-
-- chains of layers that are cut while they are placed, on Helix's public clusters
-  (``data/placement``, with the numbers of its artifact),
-- random models with given stages that share devices, drawn from a seed, with up to 64
-  devices and 20 models of 4 stages.
+``python -m benchmarks.studies.placement [--limit 20]``: random models with given stages
+that share devices, drawn from a seed, with up to 64 devices and 20 models of 4 stages.
 
 The tests' verifier checks every answer. Writes ``placement.json``.
 """
@@ -26,12 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.studies.layer_chains import (
-    Chain,
-    NodeKind,
-    flow_of,
-    place_chain,
-)
 from multiworld.serve.controller.placement.solver import (
     Device,
     ModelNeed,
@@ -43,8 +32,6 @@ from multiworld.serve.controller.placement.solver import (
 from multiworld.serve.controller.placement.solver.problem import GIB
 from multiworld.serve.controller.placement.solver.verify import faults
 
-DATA = Path("benchmarks/data/placement")
-"""Helix's problems, in a checkout of the repository."""
 SHAPES = ((4, 2, 3), (8, 4, 3), (16, 6, 4), (32, 10, 4), (64, 20, 4))
 """Numbers of devices, of models, and of stages of each model."""
 
@@ -56,47 +43,6 @@ PRICE = {"a100": 3.7, "l4": 0.7, "t4": 0.35}
 
 MEMORY = {"a100": 40, "l4": 24, "t4": 16}
 """GiB of each kind of device."""
-
-
-def chain_of(found: dict[str, Any]) -> Chain:
-    """Return the placement problem in the file of an instance."""
-    kinds = tuple(
-        NodeKind(
-            kind["count"],
-            {int(k): v for k, v in kind["throughput_by_layers_held"].items()},
-        )
-        for kind in found["types"]
-    )
-    return Chain(found["layers"], kinds)
-
-
-def chains(folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Place every instance in a folder; return the rows of results."""
-    rows = []
-    for path in sorted(folder.glob("*.json")):
-        given = json.loads(path.read_text())
-        chain = chain_of(given)
-        began = time.monotonic()
-        found = place_chain(chain, limit_s)
-        seconds = time.monotonic() - began
-        again = flow_of(chain, found.ranges)
-        if abs(again - found.flow) > 1e-6 * found.flow:
-            raise SystemExit(f"{path.name}: solver says {found.flow}, verifier {again}")
-        rows.append(
-            {
-                "instance": given["name"],
-                "flow": found.flow,
-                "published": given["published_gurobi"],
-                "best_known": given["best_known"],
-                "to_best_known": found.flow / given["best_known"],
-                "bound": found.bound,
-                "gap": found.gap,
-                "solver": found.solver,
-                "seconds": seconds,
-                "ranges": [(r.kind, r.start, r.layers) for r in found.ranges],
-            }
-        )
-    return rows
 
 
 def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem:
@@ -170,16 +116,6 @@ def shared(limit_s: float, seeds: int) -> list[dict[str, Any]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    table = Table(title="chains of layers (Helix's clusters), tokens/s")
-    for column in ("instance", "ours", "best known", "published", "bound", "s"):
-        table.add_column(column, justify="left" if column == "instance" else "right")
-    for row in found["chains"]:
-        table.add_row(
-            row["instance"],
-            *(f"{row[k]:,.2f}" for k in ("flow", "best_known", "published", "bound")),
-            f"{row['seconds']:.1f}",
-        )
-    Console().print(table)
     table = Table(title="models that share devices")
     for column in ("devices", "models", "to greedy", "gap to bound", "solver", "s"):
         table.add_column(column, justify="right")
@@ -199,16 +135,13 @@ def main() -> None:
     """Measure, write the results, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__ or "")
     parser.add_argument("--limit", type=float, default=20.0)
-    parser.add_argument("--chain-limit", type=float, default=100.0)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path, default=Path("placement.json"))
     given = parser.parse_args()
     found = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {name: version(name) for name in ("ortools", "scipy")},
-        "chains": chains(given.data, given.chain_limit),
         "shared": shared(given.limit, given.seeds),
     }
     given.out.write_text(json.dumps(found, indent=1) + "\n")
