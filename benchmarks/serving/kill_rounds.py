@@ -106,6 +106,7 @@ class Front:
         is_proxied: Whether a broken stream is sent to the next server.
         is_text: Whether prompts are text, and characters are compared, not tokens.
         kinds: Kinds of requests to send.
+        vocabulary: Token ids of prompts are below this number.
         kill: Kills a computing process.
         heal: Waits until all servers are back.
         move: Removes a replica as planned; None if the front cannot do that.
@@ -122,6 +123,7 @@ class Front:
     is_proxied: bool = False
     is_text: bool = False
     kinds: tuple[str, ...] = tuple(KINDS)
+    vocabulary: int = 40_000
 
 
 async def measure(
@@ -205,7 +207,7 @@ async def _stream(
     http: aiohttp.ClientSession, front: Front, place: int, kind: str
 ) -> Text:
     text, draw = Text(), random.Random(kind)
-    prompt = [draw.randrange(100, 40_000) for _ in range(PROMPT)]
+    prompt = [draw.randrange(100, front.vocabulary) for _ in range(PROMPT)]
     words = " ".join(f"{kind} {number:x}" for number in prompt[: PROMPT // 4])
     urls = front.urls[place % len(front.urls) :] + front.urls
     for url in urls[: 3 if front.is_proxied else 1]:

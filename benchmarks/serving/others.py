@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.rivals.environment import HERE
@@ -26,10 +26,18 @@ START_S = 300.0
 
 @contextlib.contextmanager
 def running(
-    who: str, python: Path, folder: Path, scratch: Path, dtype: str = "float32"
+    who: str,
+    python: Path,
+    folder: Path,
+    scratch: Path,
+    dtype: str = "float32",
+    *,
+    length: int = 2048,
+    arguments: Sequence[str] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run the server of another project; yield its URL and its process."""
     # ``python``: interpreter of its environment; ``scratch``: folder of its log.
+    # ``length``: maximum of a sequence in tokens; ``arguments``: more of vLLM's.
     # llama.cpp takes a file of weights, or has its own, with a dtype of theirs.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,8 +50,8 @@ def running(
     else:
         module = "vllm.entrypoints.openai.api_server"
         command = [str(python), "-m", module, "--model", str(folder)]
-        command += ["--dtype", dtype, "--max-model-len", "2048"]
-        command += ["--port", str(port)]
+        command += ["--dtype", dtype, "--max-model-len", str(length)]
+        command += ["--port", str(port), *arguments]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env)

@@ -7,9 +7,10 @@ in three stages. A greedy, a sampled, a penalised and a structured stream, and o
 two choices, run at the same time. In each round, a computing process is killed at a
 random time, and the tokens are compared with those of undisturbed streams of the same
 front. The same number of rounds without a kill shows how often an engine's tokens
-differ by themselves. Our fronts also lose a replica as planned, by scaling in while
-streams run. The proxy is part of the client, so it costs no time of its own. Each vLLM
-server has half of the cores.
+differ by themselves. With ``vllm-cpu-triton``, the three fronts with vLLM also run its
+runner V2, through Triton's interpreter, with a small random model. Our fronts also lose
+a replica as planned, by scaling in while streams run. The proxy is part of the client,
+so it costs no time of its own. Each vLLM server has half of the cores.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 import httpx
@@ -41,7 +44,11 @@ from multiworld.serve.controller.client import Service
 
 PLAIN, PROXY = "vLLM", "vLLM, naive proxy"
 BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"
-"""Names of the fronts."""
+OF_V2 = " (runner V2)"
+"""Names of the fronts, and what is added to those of runner V2."""
+
+V2 = "vllm-cpu-triton"
+"""Environment of vLLM in which its runner V2 runs on a CPU."""
 
 CORES = sorted(os.sched_getaffinity(0))
 HALVES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
@@ -58,24 +65,85 @@ def run(options: Options, on_step: OnStep) -> None:
         scratch.mkdir()
         with _ours(STAGES, _stages(folder), "middle", scratch, draw) as front:
             _measured([front], options.rounds, draw, on_step)
-        if VLLM not in options.apart:
-            return
-        python = python_of(VLLM, Path(options.environments))
-        scratch = Path(name) / "behind"
-        scratch.mkdir()
-        on_step(("step", (0.2, f"starting {BEHIND} (may take minutes)")))
-        with _ours(BEHIND, _engine(folder, python), "0", scratch, draw) as front:
-            _measured([front], options.rounds, draw, on_step)
-        on_step(("step", (0.6, f"starting {PLAIN} (may take minutes)")))
-        servers = Servers(python, folder, Path(name), stack, draw)
-        fronts = [
-            Front(
-                *(who, servers.urls, str(folder), servers.kill, servers.heal),
-                is_proxied=is_proxied,
-            )
-            for who, is_proxied in ((PLAIN, False), (PROXY, True))
-        ]
-        _measured(fronts, options.rounds, draw, on_step)
+        if VLLM in options.apart:
+            python = python_of(VLLM, Path(options.environments))
+            engine = Engine(folder, python)
+            _measure_vllm(engine, Path(name) / "v1", options, draw, stack, on_step)
+        if V2 in options.apart:
+            scratch = Path(name) / "v2"
+            engine = _engine_v2(scratch, options, stack)
+            _measure_vllm(engine, scratch, options, draw, stack, on_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """vLLM with a model.
+
+    Attributes:
+        folder: Folder of the model.
+        python: Interpreter of vLLM's environment.
+        suffix: Added to the names of its fronts.
+        length: Maximum of a sequence in tokens.
+        is_eager: Whether the model must not be compiled.
+        vocabulary: Token ids of prompts are below this number.
+        hung_s: Seconds without a token after which it counts as hung; None: 30.
+    """
+
+    folder: Path
+    python: Path
+    suffix: str = ""
+    length: int = 2048
+    is_eager: bool = False
+    vocabulary: int = 40_000
+    hung_s: float | None = None
+
+
+def _engine_v2(scratch: Path, options: Options, stack: contextlib.ExitStack) -> Engine:
+    """Return vLLM with runner V2; until the stack ends, its servers start with it."""
+    from tests import vllm_stub
+    from tests.tiny_decoder import VOCABULARY
+
+    (scratch / "stub").mkdir(parents=True)
+    for name, value in vllm_stub.write(scratch / "stub").items():
+        stack.enter_context(patch.dict(os.environ, {name: value}))
+    folder = vllm_stub.save_model(scratch / "model")
+    python = python_of(V2, Path(options.environments))
+    return Engine(
+        folder, python, OF_V2, 256, is_eager=True, vocabulary=VOCABULARY, hung_s=120.0
+    )
+
+
+def _measure_vllm(
+    engine: Engine,
+    scratch: Path,
+    options: Options,
+    draw: random.Random,
+    stack: contextlib.ExitStack,
+    on_step: OnStep,
+) -> None:
+    """Measure vLLM behind multiworld, alone, and behind a proxy."""
+    behind = BEHIND + engine.suffix
+    (scratch / "behind").mkdir(parents=True)
+    on_step(("step", (0.2, f"starting {behind} (may take minutes)")))
+    model = _spec_of(engine)
+    with _ours(behind, model, "0", scratch / "behind", draw) as front:
+        front.vocabulary = engine.vocabulary
+        _measured([front], options.rounds, draw, on_step)
+    on_step(("step", (0.6, f"starting {PLAIN + engine.suffix} (may take minutes)")))
+    servers = Servers(engine, scratch, stack, draw)
+    fronts = [
+        Front(
+            who + engine.suffix,
+            servers.urls,
+            str(engine.folder),
+            servers.kill,
+            servers.heal,
+            is_proxied=is_proxied,
+            vocabulary=engine.vocabulary,
+        )
+        for who, is_proxied in ((PLAIN, False), (PROXY, True))
+    ]
+    _measured(fronts, options.rounds, draw, on_step)
 
 
 def _measured(
@@ -98,14 +166,17 @@ def _stages(folder: Path) -> dict[str, Any]:
     }
 
 
-def _engine(folder: Path, python: Path) -> dict[str, Any]:
+def _spec_of(engine: Engine) -> dict[str, Any]:
+    eager: dict[str, Any] = {"engine_args": {"enforce_eager": True}}
     return {
-        "path": str(folder),
+        "path": str(engine.folder),
         "engine": "vllm",
-        "engine_python": str(python),
-        "generation": {"dtype": "float32", "max_model_len": 2048},
+        "engine_python": str(engine.python),
+        "generation": {"dtype": "float32", "max_model_len": engine.length},
         "cpus": len(HALVES[0]),
         "replicas": 2,
+        **({} if engine.hung_s is None else {"compute_s": engine.hung_s}),
+        **(eager if engine.is_eager else {}),
     }
 
 
@@ -142,13 +213,12 @@ class Servers:
 
     def __init__(
         self,
-        python: Path,
-        folder: Path,
+        engine: Engine,
         scratch: Path,
         stack: contextlib.ExitStack,
         draw: random.Random,
     ) -> None:
-        self._python, self._folder, self._scratch = python, folder, scratch
+        self._engine, self._scratch = engine, scratch
         self._stack, self._draw, self._starts = stack, draw, 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self.urls: list[str] = []
@@ -161,7 +231,15 @@ class Servers:
         self._starts += 1
         scratch = self._scratch / f"vllm-{self._starts}"
         scratch.mkdir()
-        running = others.running(VLLM, self._python, self._folder, scratch)
+        engine = self._engine
+        running = others.running(
+            VLLM,
+            engine.python,
+            engine.folder,
+            scratch,
+            length=engine.length,
+            arguments=["--enforce-eager"] if engine.is_eager else (),
+        )
         os.sched_setaffinity(0, HALVES[place])  # for this thread and its children
         try:
             return self._stack.enter_context(running)
