@@ -38,60 +38,90 @@ OF_REPLICA = (*OF_STAGE, "replica")
 OF_WORK = {
     "requests": "Requests computed.",
     "failed": "Requests for which the model raised an error.",
-    "cancelled": "Requests cancelled before they were computed.",
-    "dropped": "Requests sent to the next stage that may be lost.",
-    "stuck": "Requests sent to a replica of the next stage that fell silent.",
-    "returned": "Requests that the next stage did not take; the gateway replays them.",
-    "preemptions": "Sequences preempted and recomputed for lack of memory.",
-    "evicted": "Sequences that a stage had no memory for and returned to stage 0.",
-    "refilled": "Tokens computed to rebuild the KV of a lost replica.",
+    "cancelled": "Requests whose client hung up before they were computed.",
+    "dropped": "Requests that may be lost with a replica of the next stage; the "
+    "gateway replays them.",
+    "stuck": "Requests sent to a replica of the next stage that became silent; the "
+    "gateway hedges them.",
+    "returned": "Requests returned because the next stage had no replica; the gateway "
+    "replays them.",
+    "preemptions": "Sequences computed again because there was no memory for their "
+    "keys and values.",
+    "evicted": "Sequences that a replica had no memory for; stage 0 computes them "
+    "again later.",
+    "refilled": "Tokens computed for KV rebuilds after the loss of a replica.",
     "prefix_cache_queries": "Tokens of prompts.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 # Help text and labels of each counter, by kind.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "requests": ("Requests answered, by HTTP status.", ("model", "status")),
+    "requests": (
+        "Requests answered, by HTTP status. 499: the client hung up. The model is "
+        "'unknown' if there is no such model, or the key is not valid.",
+        ("model", "status"),
+    ),
     "phase_seconds": (
-        "Seconds spent by requests answered with 200, by phase.",
+        "Seconds of the requests answered with 200 (as in multiworld_request_seconds), "
+        "by phase: parse, queue, hop, compute, render.",
         ("model", "phase"),
     ),
-    "attained": ("Requests answered within objective_ms of their model.", ("model",)),
+    "attained": (
+        "Requests answered within the model's objective_ms; without one, all answered "
+        "requests.",
+        ("model",),
+    ),
     "missed": (
         "Requests answered late, abandoned, or refused by a full queue.",
         ("model",),
     ),
     "fleet_events": (
-        "Events of the fleet, by kind (lost, ready, scale, updated, …).",
+        "Events of the service since the controller started, by kind. Model and stage "
+        "(its number) are empty where an event has none.",
         ("kind", "model", "stage"),
     ),
-    "router_events": ("Answers, replays and refusals, by kind.", ("kind",)),
-    "stream_events": ("Tokens and replays of streams, by kind.", ("kind",)),
+    "router_events": (
+        "Requests with one answer: answered, replayed, and one kind for each error "
+        "class, such as NoReplicaError.",
+        ("kind",),
+    ),
+    "stream_events": (
+        "Tokens delivered (tokens), and streams replayed on another chain after a "
+        "loss, moved to another one ahead of time, given_up (a move that could not be "
+        "prepared), cut (ended with an error after their first token) or continued on "
+        "an other_kind (another hardware fingerprint).",
+        ("kind",),
+    ),
     "completions": ("Completions that have ended.", ("model",)),
     "prompt_tokens": ("Tokens of the prompts of ended streams.", ("model",)),
     "generation_tokens": ("Tokens generated in ended streams.", ("model",)),
     "refused": (
-        "Requests refused, by reason and by tenant (empty: no valid key).",
+        "Requests refused before they were accepted, by tenant (empty: no valid key) "
+        "and reason: no or wrong key, suspended, not an operator, model, rpm_limit, "
+        "max_parallel_requests, bytes_per_s, tpm_limit, tokens_per_day, "
+        "tokens_per_month, quarantined, poisonous.",
         ("tenant", "why"),
     ),
     "tenant_requests": (
-        "Requests of a tenant answered, by HTTP status.",
+        "Requests of a tenant, by HTTP status.",
         ("tenant", "model", "status"),
     ),
     "tenant_seconds": (
-        "Total seconds of the answered requests of a tenant.",
+        "Total seconds of the tenant's requests that were answered with 200.",
         ("tenant", "model"),
     ),
     **{f"stage_{what}": (text, OF_STAGE) for what, text in OF_WORK.items()},
     "stage_rows": ("Rows computed.", OF_STAGE),
-    "stage_batches": ("Batches computed.", OF_STAGE),
+    "stage_batches": ("Batches computed; not of models that generate text.", OF_STAGE),
     "stage_seconds": ("Seconds spent computing batches.", OF_STAGE),
 }
 
 GAUGES = {
-    "queued": "Requests waiting to be computed.",
+    "queued": "Requests that wait to be computed.",
     "computing": "Requests in the batch being computed.",
-    "waiting_for_next": "Outputs waiting for room at the next stage.",
-    "kv_usage": "Share of the memory for keys and values that is in use, from 0 to 1.",
+    "waiting_for_next": "Outputs that wait for room at the next stage. If it stays "
+    "above 0, the next stage is the bottleneck.",
+    "kv_usage": "Stage 0 of a model that generates text: share of the memory for keys "
+    "and values in use, from 0 to 1.",
 }
 
 
@@ -137,7 +167,9 @@ def _families(
     ends = {what: ENDS if what == "request" else STREAM_ENDS for what in kinds}
     yield from vllm_families(sums, gateways, fleet.replicas, table, ends)
     cpu = CounterMetricFamily(
-        "multiworld_process_cpu_seconds", "CPU time of a process.", labels=["process"]
+        "multiworld_process_cpu_seconds",
+        "CPU time of a gateway or replica.",
+        labels=["process"],
     )
     for name, gateway in gateways.items():
         cpu.add_metric([name], gateway.cpu_s)
@@ -151,7 +183,7 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
 
 
 def _build_info() -> Metric:
-    text = "Always 1; versions of this gateway's software."
+    text = "Always 1; versions of the gateway that was scraped."
     info = _gauge("build_info", text, "version", "python", "torch")
     python = platform.python_version()
     info.add_metric([multiworld.__version__, python, torch.__version__], 1.0)
@@ -160,7 +192,12 @@ def _build_info() -> Metric:
 
 # Name and help text of each histogram, by the prefix of its counts.
 HISTOGRAMS = {
-    "request": ("request_seconds", "Seconds from the request's headers to its answer."),
+    "request": (
+        "request_seconds",
+        "Seconds from the headers of a request to its answer, or to the end of its "
+        "stream, for requests answered with 200. The time that the body takes to "
+        "arrive is included.",
+    ),
     "first_token": (
         "time_to_first_token_seconds",
         "Seconds from the acceptance of a stream to its first token.",
@@ -190,11 +227,15 @@ def _gateways(
     gateways: Mapping[str, messages.GatewayReport], table: RoutingTable
 ) -> Iterator[Metric]:
     of_one = ("gateway", *OF_REPLICA)
-    in_flight = _gauge("in_flight", "Requests accepted and not answered.", "gateway")
-    waiting = _gauge("waiting", "Requests waiting at the gateway.", "gateway", "model")
-    text = "Attempts of a gateway at a replica."
+    in_flight = _gauge(
+        "in_flight", "Requests accepted and not yet answered.", "gateway"
+    )
+    text = "Requests that wait at the gateway for a replica with room."
+    waiting = _gauge("waiting", text, "gateway", "model")
+    text = "Attempts in flight of a gateway at a replica."
     held = _gauge("replica_in_flight", text, *of_one)
-    silent = _gauge("replica_silent", "1 while a replica is silent.", *of_one)
+    text = "1 while the replica is silent; its requests are hedged elsewhere."
+    silent = _gauge("replica_silent", text, *of_one)
     for gateway, report in gateways.items():
         in_flight.add_metric([gateway], report.in_flight)
         for model, count in report.waiting.items():
@@ -208,7 +249,11 @@ def _gateways(
 
 def _stages(table: RoutingTable) -> Metric:
     labels = ("model", "version", "stage", "state")
-    gauge = _gauge("stage_replicas", "Replicas of a stage, by state.", *labels)
+    gauge = _gauge(
+        "stage_replicas",
+        "Replicas of a stage, by state; 0 where there are none.",
+        *labels,
+    )
     found = Counter(
         (each.model, each.version, each.stage, each.state)
         for each in table.replicas.values()
@@ -241,12 +286,10 @@ def _replicas(
         for name, report in reports.items():
             gauge.add_metric(_labels(name, table), float(getattr(report, what)))
         yield gauge
-    sizes = HistogramMetricFamily(
-        "multiworld_batch_rows", "Rows of a batch.", labels=OF_REPLICA
-    )
-    times = HistogramMetricFamily(
-        "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
-    )
+    text = "Rows of a batch. Not of models that generate text, in steps."
+    sizes = HistogramMetricFamily("multiworld_batch_rows", text, labels=OF_REPLICA)
+    text = "Seconds of computing a batch. Not of models that generate text."
+    times = HistogramMetricFamily("multiworld_batch_seconds", text, labels=OF_REPLICA)
     for name, report in reports.items():
         if not report.batch_rows:
             continue  # its model generates text, in steps instead of batches
@@ -261,9 +304,12 @@ def _replicas(
 
 
 def _paces(fleet: messages.FleetReport, table: RoutingTable) -> Iterator[Metric]:
-    text = "Seconds for a step of a replica, in the last ten seconds."
+    text = "Mean seconds of a step or a batch, in the last ten seconds."
     steps = _gauge("replica_step_seconds", text, *OF_REPLICA)
-    text = "1 while a replica is slower than its peers and than before."
+    text = (
+        "1 while a replica is slower than its peers and than before; multiworld "
+        "explain says by how much, and whether it lacks processor time."
+    )
     slow = _gauge("replica_slow", text, *OF_REPLICA)
     for name, seconds in fleet.steps_s.items():
         steps.add_metric(_labels(name, table), seconds)

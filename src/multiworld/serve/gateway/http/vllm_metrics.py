@@ -26,8 +26,14 @@ ENGINE = "0"  # a model is one engine to its clients
 
 # By vLLM's name: kind of counts here, and help text.
 COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens of ended requests."),
-    "generation_tokens": ("generation_tokens", "Tokens generated in ended requests."),
+    "prompt_tokens": (
+        "prompt_tokens",
+        "Prompt tokens of ended requests. vLLM counts them while they run.",
+    ),
+    "generation_tokens": (
+        "generation_tokens",
+        "Tokens generated in ended requests. vLLM counts them while they run.",
+    ),
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
@@ -40,7 +46,7 @@ HISTOGRAMS = {
     ),
     "inter_token_latency_seconds": (
         "inter_token",
-        "Seconds between two tokens of a request.",
+        "Seconds between two tokens of a request, as they arrive at the gateway.",
     ),
     "request_decode_time_seconds": (
         "decode",
@@ -79,8 +85,11 @@ def vllm_families(
         for model in models
     }
     running = _gauge("num_requests_running", "Requests that are computed.")
-    waiting = _gauge("num_requests_waiting", "Requests that wait to be computed.")
-    usage = _gauge("kv_cache_usage_perc", "Used part of the KV memory; 1: all of it.")
+    waiting = _gauge(
+        "num_requests_waiting", "Requests that wait, at gateways and replicas."
+    )
+    text = "Used part of the KV memory, the mean of the replicas of stage 0; 1: all."
+    usage = _gauge("kv_cache_usage_perc", text)
     for model, reports in first.items():
         label = model, ENGINE
         running.add_metric(label, sum(each.computing for each in reports))
