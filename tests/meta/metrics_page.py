@@ -1,7 +1,8 @@
 """Writer of the tables in ``docs/reference/metrics.md``.
 
 ``python -m tests.meta.metrics_page`` fills each block between
-``<!-- metrics NAMES -->`` and ``<!-- end -->`` with what a gateway shows. NAMES are patterns, as in shells.
+``<!-- metrics NAMES -->`` and ``<!-- end -->`` with what a gateway shows. NAMES are
+patterns, as in shells.
 """
 
 from __future__ import annotations
