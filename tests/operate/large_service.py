@@ -89,6 +89,7 @@ class LargeService:
             chain=chain_of(number % REPLICAS),
             attempt=0,
             losses=0,
+            longest_s=0.1,
         )
 
 

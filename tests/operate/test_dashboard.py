@@ -14,6 +14,7 @@ import openai
 import pytest
 import uvicorn
 
+from multiworld.serve.controller.answers import TenantShown
 from multiworld.serve.controller.client import Service
 from multiworld.serve.dashboard.server import make_dashboard
 from tests.operate.browser import CHROMIUM, Tab, opened
@@ -146,6 +147,51 @@ async def test_spec_is_updated_and_rolled_back(service: Served, page: str) -> No
         await tab.until("!document.querySelector('dialog')")
         await tab.click("Read it again")
         await tab.until(f"{box}.value.includes('deadline_s: 60.0')")
+        assert tab.errors == []
+
+
+async def test_tenant_gets_a_key_is_suspended_and_loses_the_key(
+    service: Served, page: str
+) -> None:
+    def tenant() -> TenantShown:
+        asking = Service(None, service.state)
+        found: list[TenantShown] = asking.ask("GET", "/tenants", list[TenantShown])
+        return next(each for each in found if each.name == "acme")
+
+    async def press(label: str, words: str = "") -> None:
+        await tab.value(f"document.querySelector('[aria-label=\"{label}\"]').click()")
+        await tab.until("Boolean(document.querySelector('dialog'))")
+        if words:
+            await fill("reason", words)
+        await tab.click("Do it", "dialog")
+        await tab.until("!document.querySelector('dialog')")
+
+    async def fill(label: str, text: str) -> None:
+        box = f"document.querySelector('input[aria-label=\"{label}\"]')"
+        await tab.value(f"{box}.value = {text!r}")
+        await tab.value(f"{box}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+    async with opened(page) as tab:
+        await tab.click("Show tenants and keys")
+        name = "name of a new tenant"
+        await tab.until(f"Boolean(document.querySelector('[aria-label=\"{name}\"]'))")
+        await fill(name, "acme")
+        await tab.click("Create")
+        await tab.click("Do it", "dialog")
+        await tab.until("document.body.innerText.includes('mw-')")
+        (key,) = tenant().keys
+        await press("suspend acme", "the bill is not paid")
+        assert tenant().suspension == "the bill is not paid"
+        await tab.until("document.body.innerText.includes('the bill is not paid')")
+        await press("resume acme")
+        assert not tenant().is_suspended
+        await press("new key of acme")
+        assert len(tenant().keys) == 2
+        await tab.until(
+            f"Boolean(document.querySelector('[aria-label=\"revoke {key.id}\"]'))"
+        )
+        await press(f"revoke {key.id}")
+        assert key.id not in {each.id for each in tenant().keys}
         assert tab.errors == []
 
 

@@ -20,6 +20,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -71,6 +72,18 @@ OPERATIONS: dict[str, type] = {
     "chaos": answers.FaultInjected,
     "update": answers.Updated,
     "cancel": answers.Cancelled,
+    "tenant_create": answers.TenantWithKey,
+    "tenant_change": answers.TenantShown,
+    "tenant_rotate": answers.TenantWithKey,
+    "tenant_revoke": answers.TenantShown,
+}
+
+# Method and path of the operations on the tenant that a body names.
+OF_TENANTS = {
+    "tenant_create": ("POST", "/tenants"),
+    "tenant_change": ("PATCH", "/tenants/{name}"),
+    "tenant_rotate": ("POST", "/tenants/{name}/rotate"),
+    "tenant_revoke": ("POST", "/tenants/{name}/revoke"),
 }
 
 
@@ -182,6 +195,12 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         found = await asyncio.to_thread(service.ask, "GET", "/spec", answers.SpecShown)
         return Response(answers.encode(found), media_type="application/json")
 
+    async def tenants(request: Request) -> Response:
+        found = await asyncio.to_thread(
+            service.ask, "GET", "/tenants", list[answers.TenantShown]
+        )
+        return Response(answers.encode(found), media_type="application/json")
+
     async def way(request: Request) -> Response:
         paths = sorted(service.folder.logs.glob("*.log"))
         found = await asyncio.to_thread(way_of, request.path_params["id"], paths)
@@ -193,9 +212,15 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         if kind is None:
             return JSONResponse({"error": f"no operation {name!r}"}, 404)
         body = orjson.loads(await _body(request))
-        done: Any = await asyncio.to_thread(
-            service.ask, "POST", f"/{name}", kind, json=body
-        )
+        if name in OF_TENANTS:
+            method, path = OF_TENANTS[name]
+            if not isinstance(body, dict) or not isinstance(body.get("name"), str):
+                raise ValueError("the name of the tenant is missing")
+            if "{name}" in path:
+                path = path.format(name=quote(body.pop("name"), safe=""))
+        else:
+            method, path = "POST", f"/{name}"
+        done: Any = await asyncio.to_thread(service.ask, method, path, kind, json=body)
         return Response(answers.encode(done), media_type="application/json")
 
     async def log(request: Request) -> Response:
@@ -229,6 +254,7 @@ def make_dashboard(service: Service, key: str = "") -> Any:
             Route("/facts", facts),
             Route("/series", series),
             Route("/spec", spec),
+            Route("/tenants", tenants),
             Route("/requests/{id}", way),
             Route("/do/{operation}", do, methods=["POST"]),
             Route("/logs/{name:path}", log),

@@ -136,6 +136,7 @@ class StreamShown(msgspec.Struct, frozen=True, array_like=True):
     chain: tuple[str, ...]  # replicas by stage; empty: none
     attempt: int  # 0: the first one, or the first replicas prepared for a move
     losses: int  # of replicas, while it was computed there
+    longest_s: float = 0.0  # longest time between two tokens
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

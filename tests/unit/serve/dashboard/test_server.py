@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import msgspec
 import orjson
 import pytest
 
@@ -48,6 +49,22 @@ def facts(**changes: Any) -> Facts:
     )
 
 
+TENANT = answers.TenantShown(
+    name="acme",
+    models=("*",),
+    rpm_limit=None,
+    max_parallel_requests=None,
+    bytes_per_s=None,
+    tpm_limit=None,
+    weight=1.0,
+    priority=0,
+    is_operator=False,
+    is_suspended=False,
+    keys=(answers.KeyShown("k1", 1.0, None),),
+)
+TENANT_WITH_KEY = answers.TenantWithKey(**msgspec.structs.asdict(TENANT), key="mw-k1-s")
+
+
 class Controller:
     """Answers in place of a service's controller."""
 
@@ -60,6 +77,8 @@ class Controller:
         if self.error:
             raise ServeError(self.error)
         self.asked.append((path, more.get("json")))
+        if path.startswith("/tenants"):
+            return [TENANT] if method == "GET" else TENANT_WITH_KEY
         return {
             "/spec": answers.SpecShown("app: a", "", ("m: no version serves, not 1",)),
             "/facts": self.facts,
@@ -111,6 +130,19 @@ async def test_operation_is_asked_of_the_controller() -> None:
         answer = await http.post("/do/scale", json=what, headers=ORIGIN)
     assert (answer.status_code, answer.json()) == (200, {"before": 1, "replicas": 2})
     assert controller.asked == [("/scale", what)]
+
+
+async def test_keys_are_those_of_tenants() -> None:
+    controller = Controller()
+    async with visitor(controller) as http:
+        (shown,) = (await http.get("/tenants")).json()
+        body = {"name": "a/../b", "grace_s": 5}
+        made = await http.post("/do/tenant_rotate", json=body, headers=ORIGIN)
+        unnamed = await http.post("/do/tenant_rotate", json={}, headers=ORIGIN)
+    assert (shown["name"], shown["keys"][0]["id"]) == ("acme", "k1")
+    assert made.json()["key"] == "mw-k1-s"
+    assert controller.asked[-1] == ("/tenants/a%2F..%2Fb/rotate", {"grace_s": 5})
+    assert unnamed.status_code == 400
 
 
 async def test_refusal_of_the_controller_is_shown() -> None:

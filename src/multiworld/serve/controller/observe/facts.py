@@ -93,6 +93,7 @@ class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
     chain: tuple[str, ...]  # replicas by stage
     attempt: int
     losses: int
+    longest_s: float  # longest time between two tokens
 
 
 class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +115,8 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     in_flight: int
     p99: float  # of answers, in seconds; 0: there was none
     first_p99: float  # of first tokens
+    kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
+    prefix_hits: float = 0.0  # share of prompt tokens; 0: there was no prompt
 
 
 class Series(msgspec.Struct, frozen=True):

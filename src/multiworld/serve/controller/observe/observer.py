@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
@@ -88,19 +88,24 @@ class Observer:
         }
         self.paces.seen(work, now)
         self._tell(before)
-        self._draw({model for model, _, _ in posts.values()})
+        self._draw(posts)
 
     @property
     def series(self) -> Series:
         """The load of each model in the last ten minutes."""
         return Series({name: tuple(each) for name, each in self._series.items()})
 
-    def _draw(self, models: Iterable[str]) -> None:
-        for name in self._series.keys() - set(models):
+    def _draw(self, posts: Mapping[str, tuple[str, str, int]]) -> None:
+        fullest = dict.fromkeys((model for model, _, _ in posts.values()), 0.0)
+        for name, report in self._reports.workers.items():
+            if name in posts:
+                model = posts[name][0]
+                fullest[model] = max(fullest[model], report.kv_usage)
+        for name in self._series.keys() - fullest.keys():
             del self._series[name]
         answered = self._window.rates("requests")
         tokens = self._window.rates("stage_tokens")
-        for name in models:
+        for name, kv_usage in fullest.items():
             answers_s = self._spread("request_buckets", name)
             first_s = self._spread("first_token_buckets", name)
             point = Point(
@@ -110,6 +115,8 @@ class Observer:
                 sum(g.in_flight for g in self._reports.gateways.values()),
                 answers_s.p99 if answers_s else 0.0,
                 first_s.p99 if first_s else 0.0,
+                kv_usage,
+                self._prefix_hits(name) or 0.0,
             )
             self._series.setdefault(name, deque(maxlen=POINTS)).append(point)
 
@@ -317,6 +324,7 @@ class Observer:
                     chain=each.chain,
                     attempt=each.attempt,
                     losses=each.losses,
+                    longest_s=each.longest_s,
                 )
         self._began_at = {key: each.began_at for key, each in found.items()}
         return found

@@ -21,6 +21,14 @@ export function follow(tell) {
   source.onerror = () => tell(facts, true); // it connects again by itself
 }
 
+/** Ask for the tenants and their keys; throw an Error with the service's words if it refuses. */
+export async function tenants() {
+  const answer = await fetch("/tenants");
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error || answer.statusText);
+  return found;
+}
+
 /** Do an operation; throw an Error with the service's words if it refuses. */
 export async function ask(operation, body) {
   const answer = await fetch(`/do/${operation}`, {
@@ -38,6 +46,8 @@ export const seconds = (s) =>
     : s < 0.001 ? `${(1e6 * s).toFixed(0)} µs`
     : s < 1 ? `${(1e3 * s).toPrecision(3)} ms`
     : s < 100 ? `${s.toPrecision(3)} s` : `${Math.round(s)} s`;
+
+export const share = (part) => `${Math.round(100 * part)} %`;
 
 export const rate = (r) => (!r ? "0" : r < 10 ? r.toFixed(1) : Math.round(r).toLocaleString("en"));
 

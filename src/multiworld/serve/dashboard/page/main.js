@@ -1,6 +1,6 @@
 // The page: what is chosen on it, what is asked, and its parts.
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { ask, bytes, clock, follow, seconds } from "./facts.js";
+import { ask, bytes, clock, follow, seconds, tenants } from "./facts.js";
 import { Alerts, Events, Gateways, Machines, Model, Numbers, stateOf, stateOfStream, Streams, Tenants, Thoughts } from "./parts.js";
 
 const POINTS = 300;
@@ -26,7 +26,7 @@ function Page() {
   }, []);
 
   if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Looking at the service …"}</p>`;
-  const act = (text, operation, body) => setAsked({ text, operation, body });
+  const act = (text, operation, body, then, field) => setAsked({ text, operation, body, then, field });
   const process = facts.replicas[opened] || facts.gateways[opened];
   return html`<main>
     <header><h1>${facts.app}</h1>
@@ -39,7 +39,7 @@ function Page() {
     <${Streams} facts=${facts} look=${look} act=${act} />
     <${Events} facts=${facts} kind=${kind} choose=${choose} />
     <div class="two"><${Gateways} facts=${facts} open=${open} act=${act} /><${Tenants} facts=${facts} />
-      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /><${Spec} facts=${facts} act=${act} /></div>
+      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /><${Keys} act=${act} /><${Spec} facts=${facts} act=${act} /></div>
     ${request && html`<${Way} request=${request} facts=${facts} act=${act} close=${() => look("")} />`}
     ${process && html`<${Details} name=${opened} process=${process} facts=${facts} act=${act} close=${() => open("")} />`}
     ${asked && html`<${Confirm} asked=${asked} close=${() => setAsked(null)} />`}
@@ -53,7 +53,8 @@ function extended(series, facts) {
     const points = found[name] || [];
     if (points.length && facts.at - points[points.length - 1][0] < POINT_S) continue;
     const point = [facts.at, model.requests_s + model.failures_s, model.tokens_s, model.in_flight,
-      model.answers ? model.answers.p99 : 0, model.first_tokens ? model.first_tokens.p99 : 0];
+      model.answers ? model.answers.p99 : 0, model.first_tokens ? model.first_tokens.p99 : 0,
+      model.kv_usage, model.prefix_hits || 0];
     found[name] = [...points, point].slice(-POINTS);
   }
   return found;
@@ -68,15 +69,20 @@ function Dialog({ close, children, label }) {
 
 function Confirm({ asked, close }) {
   const [said, say] = useState("");
+  const [words, setWords] = useState("");
   const go = async () => {
     try {
-      await ask(asked.operation, asked.body);
+      const body = asked.field ? { ...asked.body, [asked.field]: words } : asked.body;
+      const done = await ask(asked.operation, body);
+      if (asked.then) asked.then(done);
       close();
     } catch (error) {
       say(error.message);
     }
   };
   return html`<${Dialog} close=${close} label="confirm"><p>${asked.text}</p>
+    ${asked.field && html`<p><input value=${words} onInput=${(e) => setWords(e.target.value)} placeholder="what its clients are told"
+      aria-label="reason" maxlength="500" /></p>`}
     ${said && html`<p class="bad" role="alert">${said}</p>`}
     <div class="row"><button class="act danger" onClick=${go}>Do it</button><button class="act" onClick=${close}>Leave it</button></div></${Dialog}>`;
 }
@@ -118,7 +124,7 @@ function Way({ request, facts, act, close }) {
   return html`<${Dialog} close=${close} label="request ${request}"><h2>Request ${request}</h2>
     ${mine.map((s) => html`<dl class="facts"><dt>state</dt><dd>${stateOfStream(s)}, at ${s.gateway}</dd>
       <dt>tokens</dt><dd>${s.made}, after a prompt of ${s.prompt}</dd><dt>chain</dt><dd>${s.chain.join(" → ") || "none"}</dd>
-      <dt>tenant</dt><dd>${s.tenant || "–"}</dd></dl>`)}
+      <dt>longest pause</dt><dd>${s.longest_s ? seconds(s.longest_s) : "–"}</dd><dt>tenant</dt><dd>${s.tenant || "–"}</dd></dl>`)}
     ${!mine.length && html`<p class="quiet">It does not run, or is not among the streams that are shown.</p>`}
     ${entries && (entries.length ? html`<div class="scroll" tabindex="0"><table class="events"><tbody>${entries.map((e) =>
       html`<tr><td>${e.at ? clock(e.at) : ""}</td><td>${e.process}</td><td><span class="line">${e.text}</span></td></tr>`)}</tbody></table></div>`
@@ -144,6 +150,39 @@ function Spec({ facts, act }) {
       <button class="act danger" disabled=${!spec.before} onClick=${() => act("Go back to the spec before the last update?", "update",
         { text: spec.before })}>Roll back</button>
       <button class="act" onClick=${show}>Read it again</button></div></section>`;
+}
+
+/** Tenants and their keys: new ones, new keys, keys that end, and suspension. */
+function Keys({ act }) {
+  const [found, setFound] = useState(null);
+  const [made, setMade] = useState(null);
+  const [name, setName] = useState("");
+  const [trouble, say] = useState("");
+  const show = () => tenants().then(setFound, (error) => say(error.message));
+  const then = (done) => { setMade(done.key ? done : null); show(); };
+  if (!found) return html`<section><h2>Keys</h2><button class="act" onClick=${show}>Show tenants and keys</button>
+    ${trouble && html`<p class="bad" role="alert">${trouble}</p>`}</section>`;
+  const create = (event) => {
+    event.preventDefault();
+    act(`Create the tenant ${name.trim()}, with a key?`, "tenant_create", { name: name.trim() }, then);
+  };
+  return html`<section><h2>Keys</h2>
+    ${made && html`<p role="status">The key of ${made.name}, which is not shown again: <code>${made.key}</code></p>`}
+    <div class="scroll" tabindex="0"><table><thead><tr><th>tenant</th><th>keys</th><th></th></tr></thead>
+    <tbody>${found.map((tenant) => html`<tr key=${tenant.name} class=${tenant.is_suspended ? "warn" : ""}>
+      <td>${tenant.name}${tenant.is_operator ? " (operator)" : ""}${tenant.is_suspended ? ` – suspended: ${tenant.suspension || "no reason given"}` : ""}</td>
+      <td>${tenant.keys.map((key) => html`<div class="row"><code>${key.id}</code>
+        <span class="quiet">${key.expires_at ? `until ${new Date(1000 * key.expires_at).toLocaleString("en-GB")}` : ""}</span>
+        <button class="act danger" aria-label="revoke ${key.id}" onClick=${() => act(`Revoke the key ${key.id} of ${tenant.name}? Requests with it are refused at once.`,
+          "tenant_revoke", { name: tenant.name, key: key.id }, then)}>revoke</button></div>`)}</td>
+      <td><button class="act" aria-label="new key of ${tenant.name}" onClick=${() => act(`Make a new key for ${tenant.name}? Its other keys end in an hour.`,
+          "tenant_rotate", { name: tenant.name, grace_s: 3600 }, then)}>new key</button>
+        <button class="act danger" aria-label="${tenant.is_suspended ? "resume" : "suspend"} ${tenant.name}" onClick=${() => act(
+          tenant.is_suspended ? `Serve ${tenant.name} again?` : `Suspend ${tenant.name}? Its requests are refused.`, "tenant_change",
+          { name: tenant.name, is_suspended: !tenant.is_suspended }, then, tenant.is_suspended ? "" : "suspension")}>${tenant.is_suspended ? "resume" : "suspend"}</button></td></tr>`)}
+    </tbody></table></div>
+    <form class="find" onSubmit=${create}><input value=${name} onInput=${(e) => setName(e.target.value)} placeholder="name of a new tenant"
+      aria-label="name of a new tenant" required /><button class="act">Create</button></form></section>`;
 }
 
 function Chat({ facts }) {

@@ -1,6 +1,6 @@
 // The parts of the page that show facts.
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { bytes, clock, rate, seconds } from "./facts.js";
+import { bytes, clock, rate, seconds, share } from "./facts.js";
 
 const MANY = 24; // replicas of a stage, from which on each is a small square
 
@@ -99,6 +99,8 @@ export function Model({ name, model, facts, series, open, act }) {
       <${Chart} title=${generates ? "tokens/s" : "requests/s"} points=${series} at=${generates ? 2 : 1} shown=${rate} events=${facts.events} />
       <${Chart} title="in flight" points=${series} at=${3} shown=${String} events=${facts.events} />
       <${Chart} title=${generates ? "first token, p99" : "answer, p99"} points=${series} at=${generates ? 5 : 4} shown=${seconds} events=${facts.events} />
+      ${generates && html`<${Chart} title="KV memory, fullest replica" points=${series} at=${6} shown=${share} events=${facts.events} />
+        <${Chart} title="prompt tokens in prefix caches" points=${series} at=${7} shown=${share} events=${facts.events} />`}
     </div>
     <p class="quiet">${inShort(model)}</p>
   </section>`;
@@ -157,11 +159,12 @@ export function Streams({ facts, look, act }) {
       <form class="find" onSubmit=${go}><input value=${given} onInput=${(e) => give(e.target.value)} placeholder="id of a request"
         aria-label="id of a request" /><button class="act">Its way</button></form></h2>
     ${found.length > 0 && html`<div class="scroll" tabindex="0"><table><thead><tr><th>request</th><th>tenant</th><th>model</th><th>state</th>
-      <th class="number">tokens</th><th class="number">for</th><th>chain</th><th></th></tr></thead>
+      <th class="number">tokens</th><th class="number">for</th><th class="number">longest pause</th><th>chain</th><th></th></tr></thead>
     <tbody>${found.map(([key, s]) => html`<tr key=${key} class=${s.losses ? "warn" : ""}>
       <td><button class="act" title=${s.request} onClick=${() => look(s.request)}>${s.request.slice(0, 12)}</button></td>
       <td>${s.tenant || "–"}</td><td>${s.model}</td><td>${stateOfStream(s)}</td>
       <td class="number">${s.made} after ${s.prompt}</td><td class="number">${seconds(Math.max(0, facts.at - s.began_at))}</td>
+      <td class="number">${s.longest_s ? seconds(s.longest_s) : "–"}</td>
       <td>${s.chain.map((name) => name.split("/").pop()).join(" → ") || "–"}</td>
       <td><button class="act danger" aria-label="cancel ${s.request}" onClick=${() => act(`Cancel request ${s.request}? Its client gets an error.`,
         "cancel", { request: s.request })}>cancel</button></td></tr>`)}</tbody></table></div>`}</section>`;

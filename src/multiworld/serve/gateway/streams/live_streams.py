@@ -33,6 +33,7 @@ def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
             stream.chain,
             stream.attempt,
             stream.losses.counted,
+            round(stream.longest_s, 3),
         )
         for stream in theirs[:SHOWN]
     )

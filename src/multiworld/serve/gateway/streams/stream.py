@@ -158,6 +158,7 @@ class Stream:
     not_before: float = 0.0  # monotonic time before which no attempt starts
     first_at: float | None = None
     last_at: float = 0.0
+    longest_s: float = 0.0  # longest time between two tokens
     phase: Phase = Phase.WAITING
 
     def become(self, phase: Phase) -> None:

@@ -346,7 +346,9 @@ class StreamRouter:
         stream.returned = None
         stream.returns = 0
         if stream.first_at is not None and not stream.via:
-            self.timed.between(stream.model, self._now - stream.last_at)
+            took_s = self._now - stream.last_at
+            self.timed.between(stream.model, took_s)
+            stream.longest_s = max(stream.longest_s, took_s)
         stream.last_at = self._now
         if stream.first_at is None:
             stream.first_at = self._now

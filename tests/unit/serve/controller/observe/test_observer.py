@@ -85,3 +85,5 @@ def test_memory_caches_and_budgets_are_shown() -> None:
     assert model.prefix_hits == pytest.approx(0.25)
     assert model.kv_usage == pytest.approx(0.75)
     assert looked.facts().tenants["acme"].budgets == {"tokens_per_day": (5, 10)}
+    (*_, point) = looked.observer.series.models["m"]
+    assert (point.kv_usage, point.prefix_hits) == pytest.approx((0.75, 0.25))

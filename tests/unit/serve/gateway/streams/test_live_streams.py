@@ -32,10 +32,12 @@ def test_streams_in_trouble_come_first_and_then_the_oldest() -> None:
     waiting = stream(9, began_at=9.5)
     for each in found:
         each.become(Phase.COMPUTING)
+        each.longest_s = 1.25
     probe = stream(8, via={0: "a"})
     told = shown([*found, probe, waiting], 20.0)
     assert [each.request for each in told] == ["r-9", "r-3", "r-2", "r-1"]
     assert (told[1].made, told[1].prompt, told[1].age_s) == (2, 2, 13.0)
+    assert told[1].longest_s == 1.25
 
 
 def test_few_of_many_are_shown() -> None:
