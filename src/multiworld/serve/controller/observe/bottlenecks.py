@@ -7,8 +7,8 @@ from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
 
-BUSY = 0.85  # share of the time that a stage computes; from then on, it holds others up
-FULL = 0.95  # share of the memory for keys and values
+BUSY = 0.85  # share of the time spent computing from which on a stage is a bottleneck
+FULL = 0.95  # share of the KV memory in use from which on it is full
 READY = "ready"
 
 
@@ -20,7 +20,7 @@ def bottleneck_of(
     Args:
         stages: The model's stages.
         replicas: The service's replicas, by name.
-        waiting: Number of requests or streams that wait at gateways.
+        waiting: Number of requests and streams that wait at gateways.
     """
     ready = [
         [
