@@ -25,7 +25,7 @@ def shown(app: AppSpec, before: str, status: StatusAnswer) -> SpecShown:
 
 
 def _differences(app: AppSpec, status: StatusAnswer) -> Iterator[str]:
-    """Yield what runs otherwise than the spec says."""
+    """Yield a line for each difference between the running service and its spec."""
     for name, model in app.models.items():
         serving = status.active.get(name, "")
         if serving != model.version:
