@@ -123,7 +123,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamShown(msgspec.Struct, frozen=True, array_like=True):
-    """A live stream, for people to look at."""
+    """A live stream, for display to operators."""
 
     request: str  # id
     number: int  # at its gateway

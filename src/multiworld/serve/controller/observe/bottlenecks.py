@@ -54,7 +54,7 @@ def bottleneck_of(
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
         return (
-            f"{waiting} wait although no stage is busy: a limit holds them "
+            f"{waiting} wait although no stage is busy: a limit holds them back "
             "(max_num_seqs, max_ongoing_requests, a tenant's share)"
         )
     return ""

@@ -166,7 +166,7 @@ def _words(
     if peers:
         parts.append(f"{beside_peers:.1f} times that of its peers")
     if beside_past:
-        parts.append(f"{beside_past:.1f} times its own before")
+        parts.append(f"{beside_past:.1f} times its own past")
     text = ", ".join(parts)
     usual = median(p.cpu for p in peers) if peers else 1.0
     if pace.cpu < STARVED * usual:
@@ -175,4 +175,4 @@ def _words(
             f"second of computing, its peers {usual:.2f} s: something else runs on its "
             "cores, or it is throttled"
         )
-    return f"{text}; it has its processor time: what it computes has become slower"
+    return f"{text}; it gets enough processor time: its computation is slower"

@@ -89,7 +89,7 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def makers_of(dtype: torch.dtype) -> Sequence[Callable[[Tensor, Any], Product]]:
-    """Return what packs weights of a dtype, the fastest first."""
+    """Return the classes that pack weights of a dtype, the fastest first."""
     return [Bfloat16Linear, PackedLinear] if dtype is torch.bfloat16 else [PackedLinear]
 
 
