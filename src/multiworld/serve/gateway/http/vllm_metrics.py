@@ -95,7 +95,7 @@ def vllm_families(
         for model in models:
             counter.add_metric((model, ENGINE), sums.get((kind, (model,)), 0))
         yield counter
-    text = "Requests that have come to their end, by why they ended."
+    text = "Requests that have finished, by the reason why they ended."
     ended = CounterMetricFamily(
         "vllm:request_success", text, labels=(*LABELS, "finished_reason")
     )
