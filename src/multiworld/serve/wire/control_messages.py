@@ -177,7 +177,7 @@ class FleetReport(Message, frozen=True, tag="fleet_report"):
     replicas: dict[str, WorkerReport] = {}  # noqa: RUF012
     gateways: dict[str, GatewayReport] = {}  # noqa: RUF012
     others: tuple[Counted, ...] = ()
-    slow: dict[str, str] = {}  # noqa: RUF012 - why each slow replica is said to be
+    slow: dict[str, str] = {}  # noqa: RUF012 - reason for each slow replica
     steps_s: dict[str, float] = {}  # noqa: RUF012 - seconds for a step, by replica
 
 
