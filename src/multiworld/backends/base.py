@@ -187,7 +187,7 @@ class Backend(Protocol):
         """Fail all operations and free everything, without waiting."""
 
     def begin_close(self) -> None:
-        """Queue a final frame behind the sent data, without waiting."""
+        """Queue a final frame after the sent data, without waiting."""
 
     async def close(self) -> None:
         """Wait until sent data has left this process, then free all resources. The

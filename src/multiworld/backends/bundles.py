@@ -38,7 +38,7 @@ def decode_object(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a bundle lie in its message."""
+    """Positions of the parts of a bundle in its message."""
 
     manifest: bytes
     pieces: list[tuple[int, Tensor]]  # tensors, with offsets in bytes

@@ -33,7 +33,7 @@ class Lane(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True once the member's fin has arrived, behind all its messages."""
+        """True once the member's fin has arrived, after all its messages."""
 
     async def send(
         self, description: Description, memory: memoryview, owner: object

@@ -32,7 +32,7 @@ class Rest:
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
-    """Run a coroutine until it first waits or returns; return the rest, if any."""
+    """Run a coroutine until it suspends or returns; return an awaitable of the rest."""
     # The coroutine must not call ``asyncio.current_task`` before it first waits.
     try:
         awaited = coroutine.send(None)

@@ -22,7 +22,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def of(self, key: Hashable) -> AsyncIterator[None]:
-        """Hold the key's lock; if the wait is cancelled, those behind it move up."""
+        """Hold the key's lock; if the wait is cancelled, later waiters move up."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] = self._users.get(key, 0) + 1
         try:

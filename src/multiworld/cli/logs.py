@@ -15,7 +15,7 @@ from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.log_files import END, entries_of, last_lines
 from multiworld.serve.controller.processes import LOG_NAME
 
-LINES = 20  # of each log; of those about a request, or since a time, all
+LINES = 20  # lines of each log; all lines with --request or --since
 
 
 def _chosen(

@@ -26,7 +26,7 @@ OPERATIONS_SHOWN = 5  # maximum number of operations below the table
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is shown: the status, and the facts about load.
+    """Content to show: the status, and the facts about load.
 
     Attributes:
         since: Epoch seconds from which on events are shown; None: the last ones.

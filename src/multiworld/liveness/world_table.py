@@ -28,7 +28,7 @@ KEPT_S = 60.0  # seconds that early messages are kept
 
 
 class WorldPort(Protocol):
-    """Interface of a world to the watchdog."""
+    """The methods of a world that the watchdog calls."""
 
     def on_message(self, rank: int, message: WorldMessage) -> None:
         """Handle a control message of a member."""

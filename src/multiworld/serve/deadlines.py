@@ -1,7 +1,7 @@
-"""What counts as hung, silent, late or lost in a service, after how many seconds. Pure.
+"""Seconds after which work or a process counts as silent, late, hung or lost. Pure.
 
-By the process that measures it. The table in ``docs/serve/architecture.md`` says what
-follows from each limit.
+Grouped by the process that measures them. The table in ``docs/serve/architecture.md``
+says what follows from each limit.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ JOIN_S = 10.0  # maximum wait of a process for the other member of a world
 # stalls, but not a long completion.
 WAIT_S, ENGINE_S = 60.0, 600.0
 
-# Of failing attempts before a stream starts over without its kept KV (a lost connection
-# may come back sooner), and before replicas that lack a connection are avoided.
+# Seconds of failing attempts until a stream starts over without its kept KV (a lost
+# connection may come back sooner), and until replicas without a connection are avoided.
 KEPT_S, DOUBTED_S = 1.0, 0.5
 
-LEFT_S = 2.0  # for which a returned stream may still be the cause of a loss
-PREPARE_S = 60.0  # after which a move is abandoned
-STALL_S = 30.0  # within which a client must read some of a waiting answer
-KEEPER_S = 1.0  # besides ``silence_s``, without a beat, until a keeper is left
+LEFT_S = 2.0  # seconds for which a returned stream may still be the cause of a loss
+PREPARE_S = 60.0  # seconds after which a move is abandoned
+STALL_S = 30.0  # seconds within which a client must read a part of a waiting answer
+KEEPER_S = 1.0  # seconds of silence beyond ``silence_s`` until a keeper counts as hung
 
 # Replicas.
 
-GUARD_S = 1.0  # between two checks whether a batch or step hangs
+GUARD_S = 1.0  # seconds between checks whether a batch or step hangs
 
-# After the last deadline of a batch; it counts as hung if it has also been running for
-# ``HUNG_S``.
+# Seconds after the last deadline of a batch until it counts as hung, if it has also
+# been running for ``HUNG_S``.
 OVERDUE_S = 10.0
 
 # Multiple of the duration of other steps, and minimum seconds, after which a step is
 # late.
 LATE_FACTOR, LATE_S = 3.0, 0.1
 
-# For which a sequence may be missing: the message that ends it may be in flight. Also
-# the time between two checks.
+# Seconds for which a sequence may be missing, as the message that ends it may be in
+# flight. Also the seconds between two checks.
 GRACE_S = 1.0
 
-# After which a sequence ends that only the previous stage has announced.
+# Seconds after which a sequence that only the previous stage has announced is ended.
 UNCONFIRMED_S = 3.0
 
-# Maximum by which one check extends the waiting time of a step. A process that was
-# stopped has not read what arrived; one that is always late must still find faults.
+# Maximum seconds by which one check extends the waiting time of a step. A process that
+# was stopped has not read what arrived; one that is always late must still find faults.
 COUNTED_S = 2 * GRACE_S
 
-BUSY_S = 60.0  # for which an engine without a token may report that it is busy
+BUSY_S = 60.0  # seconds for which an engine without a token may report that it is busy
 
 # The controller.
 
-LINK_S = 20.0  # per attempt for a process to join its control world
-REPORT_S = 2.0  # to wait for the report of a process
-EXIT_S = 0.25  # to wait for an exit code after a connection has ended
-PROBE_S = 10.0  # maximum of a replica's first probe
-PROBE_GRACE_S = 5.0  # beyond a probe's limit; then it counts as lost and is repeated
+LINK_S = 20.0  # seconds per attempt for a process to join its control world
+REPORT_S = 2.0  # seconds to wait for the report of a process
+EXIT_S = 0.25  # seconds to wait for an exit code after a connection has ended
+PROBE_S = 10.0  # maximum seconds of a replica's first probe
+PROBE_GRACE_S = 5.0  # seconds beyond a probe's limit until it is lost, and repeated
 
-# To wait for the store's answer to a check, between checks, and consecutive checks
-# without an answer after which the store is replaced.
+# Seconds to wait for the store's answer to a check, seconds between checks, and
+# consecutive checks without an answer after which the store is replaced.
 STORE_ANSWER_S, STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS = 1.5, 1.0, 3
 
-KEEPER_START_S = 10.0  # for a stream keeper to start
-KEEPER_BEAT_S = 0.25  # between beats to it
+KEEPER_START_S = 10.0  # seconds for a stream keeper to start
+KEEPER_BEAT_S = 0.25  # seconds between heartbeats to it

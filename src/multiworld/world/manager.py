@@ -196,7 +196,7 @@ class WorldManager:
             WrongSecretError: The store or a member holds another secret.
             MemberLostError: A member was lost while the members connected.
 
-        Cancellation: Safe; the claim is withdrawn and nothing stays behind.
+        Cancellation: Safe; the claim is withdrawn and no state is left.
         """
         self._check_usable(name)
         config = self._config if config is None else config

@@ -32,7 +32,7 @@ TURN_BYTES = FRAGMENT_BYTES
 SHARED_IS_FASTER = 16
 # Bytes of a large payload to wait for before TCP wakes the reader.
 LOW_WATER_BYTES = 256 * 1024
-HOLD_TURNS = 4  # turns of the loop for which a message is held for a receive
+HOLD_TURNS = 4  # iterations of the loop for which a message is held for a receive
 TAKE_IN_BYTES = 16 * 1024 * 1024  # maximum to read from the kernel when a world breaks
 
 
@@ -46,7 +46,7 @@ class LaneOwner(Protocol):
         """Handle bytes that are not a valid frame of this lane."""
 
     def lane_finished(self, rank: int) -> None:
-        """Handle the member's fin, which arrives behind all its messages."""
+        """Handle the member's fin, which arrives after all its messages."""
 
 
 class Lane:
@@ -193,7 +193,7 @@ class Lane:
 
     def poll(self) -> None:
         if self._inbound.is_held:
-            self._go_on()  # the caller waits for this message, or for one behind it
+            self._go_on()  # the caller waits for this message, or for a later one
         elif self._socket.is_reading:
             self._on_readable()
 

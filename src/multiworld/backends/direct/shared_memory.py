@@ -21,7 +21,7 @@ from multiworld.backends.header import HeaderError
 # is a multiple of every dtype's size, so that a slot holds whole elements.
 SLOT_BYTES = 512 * 1024
 MAX_SLOTS = 64  # maximum number of slots in a ring
-_WAITING = MAX_SLOTS  # offset of a byte behind the marks; 1 while the sender waits
+_WAITING = MAX_SLOTS  # offset of a byte after the marks; 1 while the sender waits
 CONTROL_BYTES = 4096  # bytes before the first slot, for the marks: one page
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -1,1 +1,1 @@
-"""Worlds demo: a leader in three worlds loses a worker, and only its worlds break."""
+"""Worlds demo: a leader loses a worker; only the worlds of that worker break."""

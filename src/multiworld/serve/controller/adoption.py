@@ -1,4 +1,4 @@
-"""How a controller begins: afresh, or with the processes of the one before it."""
+"""Start of a controller: a new service, or the processes of an earlier controller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def first_state(
             placement.admit(found)
             return found
         except PlacementError:
-            pass  # there is less room than before
+            pass  # the machines have less room than before
     placement.admit(desired)
     return desired
 

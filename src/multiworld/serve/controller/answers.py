@@ -46,8 +46,8 @@ class SpecShown(msgspec.Struct, frozen=True):
     """The spec that a service runs."""
 
     text: str  # YAML
-    before: str  # of the update before, to roll back; empty: none since its start
-    differences: tuple[str, ...]  # what runs otherwise
+    before: str  # YAML before the last update, to roll back; empty: no update so far
+    differences: tuple[str, ...]  # between the running service and the spec
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class TenantShown(msgspec.Struct, frozen=True):
     keys: tuple[KeyShown, ...]
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
-    suspension: str = ""  # an operator's words, while it is suspended
+    suspension: str = ""  # reason that an operator gave; empty: not suspended, or none
 
 
 class TenantWithKey(TenantShown, frozen=True, kw_only=True):

@@ -81,7 +81,7 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 TICK_S = 0.25  # seconds between checks of deadlines and of memory
-WATCHED_S = 10.0  # after somebody has looked, for which live streams are asked for
+WATCHED_S = 10.0  # seconds of reports with live streams after a request for facts
 COLLECT_TICKS = 8  # ticks between collections of the counts of all processes
 RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
 LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
@@ -319,7 +319,7 @@ class Controller:
         )
 
     def facts(self) -> Facts:
-        """Return what is known of the service, for people to look at."""
+        """Return all facts of the service, for display to operators."""
         self._watched_until = self._clock() + WATCHED_S
         nodes = status.nodes_of(self.bookings.ledger)
         return self.observer.facts(

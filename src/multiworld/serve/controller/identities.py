@@ -1,4 +1,4 @@
-"""Identities of versions: a hash of every byte that decides about their tokens."""
+"""Identities of versions: a hash of all bytes that their tokens depend on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Identities:
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
         """Add the identity of each version; SpecError if a file cannot be read.
 
-        ``used``: models and versions that keep the identity that they have.
+        ``used``: models and versions that keep their present identity.
         """
         known = {
             name: spec

@@ -1,4 +1,4 @@
-"""The stream keeper of a service: a process that the controller starts and watches."""
+"""Supervision of the stream keeper, a process that the controller starts."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
-AGAIN_S = 0.5  # between attempts to start one
-# In the history, by what was counted.
+AGAIN_S = 0.5  # seconds between attempts to start a keeper
+# Texts in the history, by the field of ``Counts``.
 WORDS = {
-    "handed_over": "connections of a gateway that ended are continued by another: {}",
-    "closed": "connections of a gateway that ended are cut, as it took bytes along: {}",
-    "refused": "connections are refused with 503, without a gateway: {}",
-    "unprotected": "requests are not protected, beyond gateway.keeper_memory_mb: {}",
+    "handed_over": "connections of an exited gateway are continued by another: {}",
+    "closed": "connections of an exited gateway are closed; they cannot continue: {}",
+    "refused": "connections are refused with 503, as no gateway takes them: {}",
+    "unprotected": "requests are unprotected, as gateway.keeper_memory_mb is full: {}",
 }
 
-# So that large answers, once forgotten, are given back to the kernel (mallopt(3)).
+# Makes malloc return the memory of large dropped answers to the kernel (mallopt(3)).
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
 
-END_S = 2.0  # for its exit after SIGTERM
+END_S = 2.0  # seconds for the keeper's exit after SIGTERM
 
 
 class KeeperSupervisor:
-    """Starts a keeper, and the next one when it is lost or hangs.
+    """Starts a keeper, and replaces it when it is lost or hangs.
 
-    A keeper of an earlier controller is adopted.
+    A running keeper of an earlier controller is adopted.
 
     Args:
-        folder: Of the service.
+        folder: State folder of the service.
         listener: Bound socket of the gateways' address; stays open until the service
-            ends, so that no client is refused while there is no keeper.
-        history: Of the service.
+            exits, so that no client is refused while there is no keeper.
+        history: Log of the service's events.
         app: Returns the service's spec, which an update changes.
     """
 
@@ -66,18 +66,18 @@ class KeeperSupervisor:
         self._counts = Counts()
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
-        self._silence_s = app().silence_s  # which no update changes
+        self._silence_s = app().silence_s  # no update changes it
         self._channel: Channel | None = None
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._others: list[socket.socket] = []  # that the keeper listens on
+        self._others: list[socket.socket] = []  # sockets of earlier keepers
         self._lost = asyncio.Event()
         self._heard_at = 0.0
         self._has_answered = False
-        self.pid = 0  # of the keeper; 0: there is none
+        self.pid = 0  # of the keeper; 0: none runs
 
     async def run(self) -> None:
-        """Watch the keeper until cancelled; it then runs on."""
+        """Supervise the keeper until cancelled, which leaves the keeper running."""
         is_first = True
         while True:
             channel = self._reach()
@@ -97,9 +97,9 @@ class KeeperSupervisor:
             finally:
                 channel.close()
             if not self._has_answered:
-                text = "the stream keeper does not answer, and is replaced"
+                text = "the stream keeper does not answer and is replaced"
                 self._history.say("keeper", text)
-                _signal(self.pid, signal.SIGKILL)  # it is of another release
+                _signal(self.pid, signal.SIGKILL)  # a keeper of another release
                 await asyncio.sleep(AGAIN_S)
             self.pid = 0
 
@@ -117,7 +117,7 @@ class KeeperSupervisor:
         self._heard_at, self._has_answered = self._loop.time(), False
         channel = Channel(sock, self._framed, self._lost.set)
         channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
-        # The keeper of an earlier controller does not have it.
+        # An earlier controller's keeper does not have this controller's listener.
         greeting = frame([entry(Kind.LISTENER), self._beat()])
         channel.send(greeting, [self._listener.fileno()])
         self._channel = channel
@@ -149,7 +149,7 @@ class KeeperSupervisor:
                 self._report(Counts(*COUNTS.unpack(each.payload)))
 
     def _report(self, counts: Counts) -> None:
-        """Record in the history what has happened to connections."""
+        """Record changes of the keeper's counts in the history."""
         before, self._counts = self._counts, counts
         self._history.handed_over += counts.handed_over - before.handed_over
         for name, text in WORDS.items():
@@ -187,19 +187,19 @@ class KeeperSupervisor:
         async with asyncio.timeout(KEEPER_START_S):
             line = await process.stdout.readline()
         if line.strip() != READY:
-            raise OSError(f"it ended; see {self._log}")
+            raise OSError(f"it exited before it was ready; see {self._log}")
 
     def ending(self) -> None:
-        """Have the keeper hold connections for the next service, if the spec says so.
+        """Make the keeper hold connections for the next service, if the spec says so.
 
-        To be called before the gateways end.
+        Call it before the gateways exit.
         """
         if self._gateway.handover_s and self._channel is not None:
             wait_ms = int(1000 * self._gateway.handover_s)
             self._channel.send(frame([entry(Kind.AWAIT, 0, wait_ms)]))
 
     async def end(self) -> None:
-        """End the keeper of a service that has ended, unless it waits for the next."""
+        """Stop the keeper of an exited service, unless it waits for the next one."""
         if self.pid and not self._gateway.handover_s:
             _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -224,7 +224,7 @@ def _pid_of(sock: socket.socket) -> int:
 def port_of_keeper(path: Path) -> int:
     """Return the port that a running keeper listens on; 0 if none runs.
 
-    One that hangs, or speaks another protocol, is killed.
+    A keeper that hangs, or speaks another protocol, is killed.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(KEEPER_START_S)

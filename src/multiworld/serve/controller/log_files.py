@@ -16,13 +16,13 @@ TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # of the standard library's line
 
 @dataclass(slots=True)
 class Entry:
-    """A line of a log with those that belong to it, such as a stack trace."""
+    """A log line and its continuation lines, such as a stack trace."""
 
     at: float | None  # seconds since 1970; None: its time cannot be read
     lines: list[str]
 
     def is_about(self, request: str) -> bool:
-        """Return whether it names a request by its id."""
+        """Return whether the entry names a request by its id."""
         pattern = rf"(?<![\w-]){re.escape(request)}(?![\w-])"
         return any(re.search(pattern, line) for line in self.lines)
 
@@ -34,13 +34,13 @@ def last_lines(path: Path) -> list[str]:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - END))
             lines = file.read(END).decode(errors="replace").splitlines()
-            return lines[size > END :]  # the first one may be cut
+            return lines[size > END :]  # drops the first line if it is incomplete
     except FileNotFoundError:  # removed in the meantime, like other old logs
         return []
 
 
 def entries_of(lines: Iterable[str]) -> list[Entry]:
-    """Return lines as entries; those without a time belong to the one before."""
+    """Group lines into entries; a line without a time continues the previous entry."""
     found: list[Entry] = []
     for line in lines:
         at = time_of(line)
@@ -62,7 +62,7 @@ def time_of(line: str) -> float | None:
 
 
 def about(request: str, paths: Iterable[Path]) -> Iterator[tuple[str, Entry]]:
-    """Yield the entries of logs that name a request, each with its log's name."""
+    """Yield the log entries that name a request, each with its log's name."""
     for path in paths:
         for entry in entries_of(last_lines(path)):
             if entry.is_about(request):

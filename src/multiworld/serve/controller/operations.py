@@ -239,7 +239,7 @@ class Operations:
 
     def _ready_gateway(self, action: str) -> str:
         if action == "cut":
-            raise ServeError("a gateway can be killed or stopped; only replicas be cut")
+            raise ServeError("a gateway can be killed or stopped, but not cut off")
         found = self._fleet.processes.values()
         ready = [
             p.name for p in found if p.is_gateway and p.phase is ProcessPhase.READY

@@ -1,4 +1,4 @@
-"""What a new service waits for before its first processes start."""
+"""Conditions that a new service waits for before its first processes start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def await_machines(
 
 
 async def await_measurements(app: AppSpec, launcher: Launcher) -> None:
-    """Wait until the machines have reported what the choice of a dtype depends on."""
+    """Wait until the machines have reported the measurements that set the dtype."""
     # A cluster's machines report their bfloat16 speed and their GPUs late.
     is_asked = any(
         (m.generation and m.generation.dtype is None)

@@ -1,4 +1,4 @@
-"""From the launch of each process to the reason of its end."""
+"""Lifecycle of processes, from launch to the reason of their exit."""
 
 from __future__ import annotations
 

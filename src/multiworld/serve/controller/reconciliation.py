@@ -1,4 +1,4 @@
-"""The one way to change the fleet: events in, the reconciler's actions out."""
+"""The only way to change the fleet: events in, the reconciler's actions out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiworld.serve.controller.fleet.state import DesiredState
 
 
 class Reconciliation:
-    """Gives events to the reconciler, and has what it decides carried out.
+    """Passes events to the reconciler, and its actions to ``carry_out``.
 
     Events before the start and during the shutdown change nothing.
     """

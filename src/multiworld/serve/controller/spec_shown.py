@@ -1,4 +1,4 @@
-"""The spec that a service runs, as text, and what differs from it. Pure."""
+"""The spec of a running service as text, and differences from it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiworld.serve.spec.schema import AppSpec
 
 
 def text_of(app: AppSpec) -> str:
-    """Return a spec as YAML, without defaults and without what was computed of it."""
+    """Return a spec as YAML, without defaults and computed fields."""
     found = app.model_dump(
         mode="json",
         exclude_defaults=True,
@@ -25,7 +25,7 @@ def shown(app: AppSpec, before: str, status: StatusAnswer) -> SpecShown:
 
 
 def _differences(app: AppSpec, status: StatusAnswer) -> Iterator[str]:
-    """Yield what runs otherwise than the spec says."""
+    """Yield a line for each difference between the running service and its spec."""
     for name, model in app.models.items():
         serving = status.active.get(name, "")
         if serving != model.version:

@@ -1,1 +1,1 @@
-"""A page that shows a running service, and the server of the page."""
+"""The dashboard: a page that shows a running service, and the page's server."""

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def patch_of(before: Any, after: Any) -> Any:
-    """Return the merge patch that makes ``after`` of ``before``; None of it is null.
+    """Return the merge patch that turns ``before`` into ``after``.
 
-    Null removes a key, so a value that is null cannot be told apart from one that is
-    absent; readers of the facts treat both the same.
+    In a patch, null removes a key. So a value that becomes null is removed instead;
+    readers of the facts treat null and absent values alike.
     """
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return after

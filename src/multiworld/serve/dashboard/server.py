@@ -1,8 +1,8 @@
 """Server of the dashboard: one page, the facts as events, and operations.
 
-It asks the controller over its Unix socket, as every command does, and so may do what
-the user may who has started it. Whoever reaches its address may do the same: it
-listens on loopback, or wants a key.
+Like every command, it talks to the controller over a Unix socket, with the permissions
+of the user who started it. Whoever reaches its address has the same permissions, so it
+listens on loopback only, or requires a key.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from multiworld.serve.controller.observe.facts import Facts, Series
 from multiworld.serve.dashboard.patches import patch_of
 
 PAGE = Path(__file__).with_name("page")
-LOOK_S = 1.0  # between two looks at the service, while somebody looks at the page
-QUIET_S = 10.0  # without a change, after which readers get a comment
-READERS = 64  # pages at the same time
-WAY = 500  # entries of logs about a request
-LOG_BYTES = 64 * 1024  # of the end of a log
-BODY_BYTES = 1024 * 1024  # of a chat
+LOOK_S = 1.0  # seconds between polls of the service, while a page is open
+QUIET_S = 10.0  # seconds without a change after which readers get a comment
+READERS = 64  # maximum number of open pages
+WAY = 500  # maximum number of log entries shown of a request
+LOG_BYTES = 64 * 1024  # maximum bytes shown of the end of a log
+BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
 COOKIE = "multiworld_key"
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
-# Nothing comes from elsewhere, and no other page may show this one.
+# The page loads nothing from other origins, and no other page may frame it.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
@@ -65,7 +65,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-# What the page may ask the controller to do, with the type of its answer.
+# Operations that the page may request of the controller, with the types of the answers.
 OPERATIONS: dict[str, type] = {
     "scale": answers.Scaled,
     "drain": answers.Drained,
@@ -88,7 +88,7 @@ OF_TENANTS = {
 
 
 class Watch:
-    """The facts of a service, looked at while somebody reads them."""
+    """The facts of a service, polled while somebody reads them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -108,7 +108,7 @@ class Watch:
         return str(found["url"])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield all facts, then what changes of them."""
+        """Yield all facts as an event, then each change as a patch."""
         patches: asyncio.Queue[bytes] = asyncio.Queue(maxsize=16)
         self._readers.add(patches)
         if self._looking is None:
@@ -144,14 +144,14 @@ class Watch:
             await asyncio.sleep(max(LOOK_S - took_s, LOOK_S / 2))
 
     def _tell(self, found: dict[str, Any]) -> None:
-        # Events have numbers, and so are patched one by one.
+        # A patch replaces a list as a whole, but can add single keys to an object.
         if isinstance(found.get("events"), list):
             found["events"] = {str(each["number"]): each for each in found["events"]}
         before, self.facts = self.facts, found
         whole = _event("facts", found)
         event = whole if not before else _event("patch", patch_of(before, found))
         for reader in self._readers:
-            if reader.full():  # it reads slowly, and gets all facts again
+            if reader.full():  # a slow reader gets all facts again
                 while not reader.empty():
                     reader.get_nowait()
                 event = whole
@@ -168,7 +168,7 @@ def _event(kind: str, content: Any) -> bytes:
 
 
 def make_dashboard(service: Service, key: str = "") -> Any:
-    """Return the ASGI application; ``key``: that visitors need, or empty."""
+    """Return the ASGI application; visitors need ``key``, unless it is empty."""
     watch = Watch(service)
 
     @asynccontextmanager
@@ -181,7 +181,8 @@ def make_dashboard(service: Service, key: str = "") -> Any:
 
     async def facts(request: Request) -> Response:
         if watch.is_full:
-            return JSONResponse({"error": "too many pages look at this service"}, 503)
+            text = f"{READERS} pages are open, the maximum; close one"
+            return JSONResponse({"error": text}, 503)
         events, headers = watch.events(), {"Vary": "Accept-Encoding"}
         if "gzip" in request.headers.get("accept-encoding", ""):
             events, headers["Content-Encoding"] = compressed(events), "gzip"
@@ -210,7 +211,7 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         name = request.path_params["operation"]
         kind = OPERATIONS.get(name)
         if kind is None:
-            return JSONResponse({"error": f"no operation {name!r}"}, 404)
+            return JSONResponse({"error": f"operation {name!r} is unknown"}, 404)
         body = orjson.loads(await _body(request))
         if name in OF_TENANTS:
             method, path = OF_TENANTS[name]
@@ -227,7 +228,7 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         name = request.path_params["name"]
         found = watch.facts.get("replicas", {}) | watch.facts.get("gateways", {})
         if name not in found:
-            return JSONResponse({"error": f"there is no process {name!r}"}, 404)
+            return JSONResponse({"error": f"process {name!r} is unknown"}, 404)
         text = await asyncio.to_thread(end_of, Path(found[name]["log"]))
         return Response(text, media_type="text/plain; charset=utf-8")
 
@@ -272,7 +273,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         found += part
         if len(found) > BODY_BYTES:
-            raise ValueError(f"the body has more than {BODY_BYTES} bytes")
+            raise ValueError(f"body is larger than {BODY_BYTES} bytes; send less")
     return bytes(found)
 
 
@@ -286,15 +287,15 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def compressed(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield events in gzip, each as it comes: a quarter of the bytes."""
-    packer = zlib.compressobj(wbits=31)  # with a header of gzip
+    """Yield events compressed with gzip, flushed one by one; saves three quarters."""
+    packer = zlib.compressobj(wbits=31)  # gzip format
     async with aclosing(events):
         async for event in events:
             yield packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH)
 
 
 def way_of(request: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what the logs say of a request, in order; at most ``WAY`` entries."""
+    """Return the last log entries about a request, in order; at most ``WAY``."""
     found = list(about(request, paths))
     found.sort(key=lambda each: each[1].at or 0.0)
     return [
@@ -304,25 +305,24 @@ def way_of(request: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def end_of(path: Path) -> bytes:
-    """Return the end of a log."""
+    """Return the last ``LOG_BYTES`` of a log, or why it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - LOG_BYTES))
             return file.read(LOG_BYTES)
     except OSError as error:
-        return f"{path} cannot be read here: {error.strerror}".encode()
+        return f"{path} cannot be read on this machine: {error.strerror}".encode()
 
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Guard:
-    """Lets visitors in who may see the page, and only to this page.
+    """Access control of the dashboard; also adds its security headers.
 
-    Without a key, requests have to name this machine as their host, so that a page of
-    elsewhere whose name leads here cannot ask. Requests that change something have to
-    come from the page itself.
+    Without a key, the ``Host`` header must name this machine, which prevents DNS
+    rebinding. Requests other than GET and HEAD must have the ``Origin`` of the page.
     """
 
     def __init__(self, app: Asgi, key: str) -> None:
@@ -361,7 +361,8 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             origin = request.headers.get("origin", "")
             if origin.partition("://")[2] != host:
-                return JSONResponse({"error": f"not from {origin or 'nowhere'}"}, 403)
+                text = f"the Origin header is {origin!r}, not that of this page"
+                return JSONResponse({"error": text}, 403)
         return None
 
     def _has_key(self, request: Request) -> bool:

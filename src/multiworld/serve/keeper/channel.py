@@ -1,4 +1,4 @@
-"""A connection between keeper and gateway: frames and descriptors, without waiting."""
+"""A non-blocking connection between keeper and gateway, for frames and descriptors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from multiworld.serve.keeper.frames import Entry, FrameError, FrameReader
 
 READ_BYTES = 256 * 1024
-ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for the descriptors that a read may bring
-BUFFER_BYTES = 1024 * 1024  # asked of the kernel, which may allow less
+ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for up to 16 descriptors in one read
+BUFFER_BYTES = 1024 * 1024  # send buffer to request; the kernel may allow less
 
 
 def is_same(one: socket.socket, other: socket.socket) -> bool:
-    """Return whether two descriptors are of one socket."""
+    """Return whether two descriptors refer to the same socket."""
     return os.path.sameopenfile(one.fileno(), other.fileno())
 
 
@@ -27,11 +27,11 @@ class Channel:
 
     Args:
         sock: Connected Unix stream socket; the channel closes it.
-        on_frame: Gets each frame, and the descriptors that came until then, which it
-            takes from the front.
+        on_frame: Called with each frame and the queue of descriptors received so far;
+            it removes the frame's descriptors from the front.
         on_lost: Called once, when the peer is gone or speaks another protocol.
-        rest_s: Seconds after a read in which nothing is read: what waits in the socket
-            is safe there, and many small frames are read at once.
+        rest_s: Seconds to pause after a small read, so that the next one gets many
+            frames. Meanwhile they are safe in the socket's buffer.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Channel:
         self._sock, self._on_frame, self._on_lost = sock, on_frame, on_lost
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        # Allocated once: a new buffer for each read would be new pages each time.
+        # Allocated once: a new buffer for each read would fault in new pages.
         self._read = memoryview(bytearray(READ_BYTES))
         self._descriptors: deque[int] = deque()
-        # Bytes to send, with the descriptors that go with their first one, and what is
-        # called once they are sent.
+        # Bytes to send, descriptors to send with the first of them, and the callback
+        # once all are sent.
         self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
         self._queue = deque()
         self._is_open = True
-        self._has_failed = False  # to send
-        self._is_resting = False  # until it is read again
-        self._is_waiting = False  # for the peer to take what is queued
+        self._has_failed = False  # a send has failed
+        self._is_resting = False  # reading pauses for ``rest_s``
+        self._is_waiting = False  # the socket is full, and watched for room
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -63,7 +63,7 @@ class Channel:
 
     @property
     def is_blocked(self) -> bool:
-        """True while the peer does not take what was sent to it."""
+        """True while data waits for room in the socket."""
         return bool(self._queue)
 
     def send(
@@ -72,10 +72,11 @@ class Channel:
         descriptors: Sequence[int] = (),
         on_sent: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Send a frame; ``on_sent`` is called when the kernel has all of it.
+        """Send a frame; call ``on_sent`` when the kernel has all of it.
 
-        Descriptors that have to wait are duplicated. Nothing is called if the channel
-        is lost before. Return False if there are no descriptors left for that.
+        If the frame has to wait, its descriptors are duplicated; return False if the
+        process has none left for that. If the channel is lost before the frame is
+        sent, ``on_sent`` is not called.
         """
         if not self._is_open or self._has_failed:
             return True
@@ -128,7 +129,7 @@ class Channel:
             self._loop.remove_writer(self._sock)
 
     def _fail(self) -> None:
-        """Send nothing more: the peer is gone; what it has said is read first."""
+        """Stop sending, because the peer is gone; read the rest of its frames."""
         if not self._has_failed:
             self._has_failed = True
             self._loop.call_soon(self._read_rest)
@@ -139,12 +140,12 @@ class Channel:
         self.lose()
 
     def read_now(self) -> None:
-        """Read what is there, also while nothing is read otherwise."""
+        """Read what the socket has, even while reading pauses."""
         if self._is_open:
             self._readable()
 
     def _readable(self) -> bool:
-        """Read once; return whether there may be more."""
+        """Read once; return whether the socket may have more."""
         try:
             size, more, flags, _ = self._sock.recvmsg_into(
                 [self._read], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -157,7 +158,7 @@ class Channel:
             numbers = array("i")
             numbers.frombytes(found[: len(found) - len(found) % numbers.itemsize])
             self._descriptors.extend(numbers)
-        if not size or flags & socket.MSG_CTRUNC:  # there was no room for descriptors
+        if not size or flags & socket.MSG_CTRUNC:  # descriptors were discarded
             self.lose()
             return False
         if self._rest_s and size < READ_BYTES // 4 and not self._is_resting:
@@ -176,7 +177,7 @@ class Channel:
         self._is_resting = False
         if not self._is_open:
             return
-        # While frames keep coming, a read in each turn of the timer needs no selector.
+        # While frames keep coming, the timer alone reads them, without the selector.
         self._readable()
         if self._is_open and not self._is_resting:
             self._loop.add_reader(self._sock, self._readable)
@@ -188,7 +189,7 @@ class Channel:
             self._on_lost()
 
     def close(self) -> None:
-        """Close the channel; nothing is called any more."""
+        """Close the channel without any further callback."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,6 +1,6 @@
 """Frames between the stream keeper and the gateways of its host. Pure.
 
-A frame is applied as a whole or, if its sender died while it was sent, not at all.
+The receiver applies whole frames only, so a sender that dies within one leaves no part.
 """
 
 from __future__ import annotations
@@ -10,48 +10,48 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-PROTOCOL = 2  # version; both ends name theirs in ``HELLO``
+PROTOCOL = 2  # version, which the gateway sends in ``HELLO``
 
 _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
 
-MAX_FRAME = 256 * 2**20  # bytes; a longer one is not from a gateway
-MAX_ENTRY = MAX_FRAME // 2  # bytes of an answer that are recorded at once
-PIECE_BYTES = 1024 * 1024  # maximum payload of an entry of a record
+MAX_FRAME = 256 * 2**20  # bytes; a longer frame is a protocol error
+MAX_ENTRY = MAX_FRAME // 2  # maximum bytes of an answer in one entry
+PIECE_BYTES = 1024 * 1024  # maximum payload of an entry when a whole record is sent
 
 
 class Kind(IntEnum):
-    """What an entry says; gateway → keeper unless both directions are named."""
+    """Kind of an entry; gateway → keeper, unless the comment says otherwise."""
 
     # About the gateway.
     HELLO = 1  # value: ``PROTOCOL``; payload: name of the gateway
-    READY = 2  # it takes connections
-    BEAT = 3  # its event loop runs; both directions, the keeper returns the value
-    LEAVING = 4  # it takes no more connections
+    READY = 2  # the gateway takes connections
+    BEAT = 3  # heartbeat of its event loop; the keeper answers with the same value
+    LEAVING = 4  # the gateway takes no more connections
     # keeper → gateway. value: 1 if another gateway takes its connections; payload: the
-    # numbers of those that it cannot.
+    # numbers of those that must stay.
     HAND_OVER = 5
-    # About a connection; ``CONNECTION`` in both directions, with a descriptor. What
-    # follows it, up to ``COMPLETE``, is the connection's record.
+    # About a connection. ``CONNECTION`` goes in both directions, with a descriptor. The
+    # entries from it to ``COMPLETE`` are the connection's record.
     CONNECTION = 16  # payload: ``COUNTERS``
     # Bytes read from the client; value: monotonic time in ns, which all processes of
     # a host share.
     INPUT = 17
-    REQUEST = 18  # what was drawn for the current request; replaces what was before
-    ITEM = 19  # a part of what the current answer shows: a token
-    OUTPUT = 20  # bytes of the answer; value: events of it that they complete
+    REQUEST = 18  # random key and choices (``Drawn``) of the request; replaces earlier
+    ITEM = 19  # a token of the current answer
+    OUTPUT = 20  # bytes of the answer; value: number of its events up to these bytes
     ANSWERED = 21  # the current answer has ended; value: monotonic time in ns
     IDLE = 22  # every request that was read is answered
-    CLOSED = 23  # the connection
-    COMPLETE = 24  # both directions: the record is whole
-    INTERIM = 25  # bytes that go out before the answer: a ``100 Continue``
-    CLOSING = 26  # the connection ends after what was recorded for the client
+    CLOSED = 23  # the connection is closed
+    COMPLETE = 24  # both directions: end of a record; value: index of its ``State``
+    INTERIM = 25  # bytes sent before the answer: a ``100 Continue``
+    CLOSING = 26  # the connection closes after the recorded output
     ADMITTED = 27  # the current request is within its tenant's limits
-    SKIPPED = 28  # bytes read that are not kept; value: how many
-    KEPT = 29  # the current answer is read again by this id (payload); empty: no more
-    WRITTEN = 30  # bytes of the answer that are not kept; value: how many
-    # About a connection's place.
-    # The gateway lets go of the connection. Payload: id of a stream, whose gateway gets
+    SKIPPED = 28  # bytes read and not recorded; value: how many
+    KEPT = 29  # clients may read the current answer again; payload: id of its stream
+    WRITTEN = 30  # bytes of the answer that are not recorded; value: how many
+    # About the gateway of a connection.
+    # The gateway releases the connection. Payload: id of a stream, whose gateway gets
     # it; empty: any gateway.
     RELEASED = 64
     # The current request moves to a connection without a client; value: its number.
@@ -61,13 +61,13 @@ class Kind(IntEnum):
     # About the service.
     # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
     LISTENER = 7  # with a descriptor
-    # Supervisor → keeper: the service ends, and the next one takes its connections
-    # over. value: ms for which they wait.
+    # Supervisor → keeper: the service shuts down, and the next one takes over its
+    # connections. value: ms for which they wait.
     AWAIT = 8
 
 
 class Place(IntEnum):
-    """Where a stream is that is kept."""
+    """Location of a kept stream."""
 
     NOWHERE = 0
     ELSEWHERE = 1  # at another gateway
@@ -79,7 +79,7 @@ class FrameError(Exception):
 
 
 class Entry(NamedTuple):
-    """One statement of a frame."""
+    """One message of a frame."""
 
     kind: Kind
     connection: int = 0
@@ -101,9 +101,9 @@ def frame(entries: Iterable[bytes]) -> bytes:
 
 
 def frames(entries: list[bytes]) -> list[bytes]:
-    """Return entries as frames that are not longer than the peer allows; at least one.
+    """Return entries as frames of at most ``MAX_FRAME`` bytes; at least one frame.
 
-    Each entry has to be shorter than ``MAX_ENTRY``.
+    Each payload must have at most ``MAX_ENTRY`` bytes.
     """
     found: list[list[bytes]] = [[]]
     size = 0
@@ -132,7 +132,7 @@ class FrameReader:
         while len(self._bytes) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._bytes)
             if size > MAX_FRAME:
-                raise FrameError(f"a frame of {size} bytes")
+                raise FrameError(f"frame of {size} bytes is longer than {MAX_FRAME}")
             end = _LENGTH.size + size
             if len(self._bytes) < end:
                 return
@@ -151,8 +151,8 @@ def _entries(body: bytes) -> Iterator[Entry]:
             number, connection, value, size = _ENTRY.unpack_from(body, at)
             kind = _KINDS[number]
         except (struct.error, KeyError) as error:
-            raise FrameError(f"not an entry: {error}") from error
+            raise FrameError(f"invalid entry: {error}") from error
         at += _ENTRY.size + size
         if at > end:
-            raise FrameError("an entry is cut off")
+            raise FrameError("frame ends within an entry")
         yield Entry(kind, connection, value, body[at - size : at])

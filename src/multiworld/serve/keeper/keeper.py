@@ -1,7 +1,7 @@
 """The keeper's decisions: which gateway serves which connection. Pure.
 
-A connection belongs to one gateway, or waits for one. When its gateway is lost, the
-record decides: another gateway goes on with it, or it is refused, or closed.
+A connection belongs to one gateway, or waits for one. When its gateway is lost, its
+record decides whether another gateway continues it, or it is refused, or closed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from multiworld.serve.keeper.record import (
     State,
 )
 
-WAIT_S = 60.0  # for a gateway, while there is none; then 503
-MAX_LOSSES = 4  # of gateways with a request; it may be the cause, and is refused
-TICK_S = 0.2  # between checks of gateways and of waiting connections
-SLOW_S = 1.0  # between looks at what slow clients have taken
-PAUSE_S = 0.5  # between two ticks: the keeper itself was stopped meanwhile
+WAIT_S = 60.0  # seconds that a connection waits for a gateway before it gets 503
+MAX_LOSSES = 4  # gateways lost with a request; then it may be the cause, and is refused
+TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
+SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
+PAUSE_S = 0.5  # seconds between two ticks from which on the keeper itself was stopped
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The kernel's counts of a connection's bytes; see ``counters``."""
+    """The kernel's counts of a connection's bytes; see ``counters.py``."""
 
     written: int
     read: int
 
 
 class Counts(NamedTuple):
-    """What has happened to connections since the keeper started."""
+    """Counts of connections since the keeper started."""
 
     handed_over: int = 0  # to another gateway
-    closed: int = 0  # cut, as their records were not whole
+    closed: int = 0  # closed, as they could be neither continued nor refused
     refused: int = 0  # with 503
-    unprotected: int = 0  # requests for whose records there was no memory
+    unprotected: int = 0  # requests whose records did not fit into memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Forget what the kernel has of a connection's output."""
+    """Drop recorded output that the kernel has already taken."""
 
     connection: int
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill a gateway that hangs, so that never two write to a connection."""
+    """Kill a hung gateway, so that no two gateways write to one connection."""
 
     gateway: int
 
@@ -89,7 +89,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Call ``released`` with the connection's counters: its gateway has let go."""
+    """Call ``released`` with the connection's counters, as its gateway released it."""
 
     connection: int
     stream: bytes = b""
@@ -110,7 +110,7 @@ class Gateway:
     is_killed: bool = False
     connections: set[int] = field(default_factory=set)
     busy: int = 0  # connections with a request
-    given: int = 0  # connections so far
+    given: int = 0  # connections that it has got so far
 
     @property
     def takes_connections(self) -> bool:
@@ -121,8 +121,8 @@ class Keeper:
     """State of all connections of one host.
 
     Args:
-        silence_s: Seconds without a beat after which a gateway is killed.
-        max_bytes: Of all records; what exceeds it is not protected.
+        silence_s: Seconds without a message after which a gateway is killed.
+        max_bytes: Maximum bytes of all records; beyond it, requests are unprotected.
         active: Gateways that take connections at the same time; others are spare.
     """
 
@@ -132,14 +132,14 @@ class Keeper:
         self.gateways: dict[int, Gateway] = {}
         self.records: dict[int, ConnectionRecord] = {}
         self.size = 0  # bytes of all records
-        # Until when connections wait for the next service, while there is none.
+        # Time until which connections wait for the next service.
         self.awaited_until: float | None = None
-        # Connections without a gateway, with the time since which they wait.
+        # Connections without a gateway, and the time when they began to wait.
         self.waiting: dict[int, float] = {}
         self._owner: dict[int, Gateway] = {}
-        self.streams: dict[bytes, int] = {}  # that are kept: their connections
+        self.streams: dict[bytes, int] = {}  # connection number of each kept stream
         self._ticked_at: float | None = None
-        # Connections whose clients had not taken all output at the last look.
+        # Connections whose clients had not taken all output at the last check.
         self._slow: set[int] = set()
         self._looked_at = 0.0
         self.handed_over = self.unprotected = self.refused = self.closed = 0
@@ -147,7 +147,7 @@ class Keeper:
     # Connections.
 
     def accepted(self, number: int, counters: Counters, now: float) -> list[Action]:
-        """Place a new connection."""
+        """Give a new connection to a gateway."""
         record = ConnectionRecord(number, counters.written, counters.read)
         self.records[number] = record
         return self._place(number, now)
@@ -165,14 +165,14 @@ class Keeper:
                 return self._give_up(number)  # the service shuts down
             return []
         self.waiting.pop(number, None)
-        # Equals take turns.
+        # ``given`` makes equally loaded gateways alternate.
         chosen = min(able, key=lambda g: (g.busy, len(g.connections), g.given))
         chosen.given += 1
         self._own(chosen, self.records[number])
         return [Give(number, chosen.number)]
 
     def _able(self) -> list[Gateway]:
-        """Return the gateways that take connections, the lowest number first."""
+        """Return the gateways that take connections, the lowest name first."""
         found = (each for each in self.gateways.values() if each.takes_connections)
         return sorted(found, key=lambda each: (len(each.name), each.name))
 
@@ -213,7 +213,7 @@ class Keeper:
 
     def _split(self, gateway: Gateway, record: ConnectionRecord, number: int) -> None:
         if number in self.records:
-            raise FrameError(f"there is a connection {number}")
+            raise FrameError(f"connection {number} exists already")
         before = record.size
         made = record.split(number)
         self.records[number] = made
@@ -222,11 +222,11 @@ class Keeper:
         self._own(gateway, made)
 
     def gone(self, number: int) -> None:
-        """Forget a connection that waits, and whose client has left."""
+        """Remove a waiting connection whose client has left."""
         self._forget(self.records[number])
 
     def trimmed(self, number: int, written: int) -> None:
-        """Forget the output that the kernel has, by its counter."""
+        """Drop the output that the kernel has taken; ``written`` is its count."""
         record = self.records.get(number)
         if record is not None:
             before = record.size
@@ -242,13 +242,13 @@ class Keeper:
         self.awaited_until = now + wait_s
 
     def begun(self, now: float) -> None:
-        """Wait for the gateways of a service that starts."""
+        """Let connections wait for the gateways of a service that starts."""
         self.awaited_until = None
         for number in self.waiting:
             self.waiting[number] = now
 
     def ended(self) -> list[Action]:
-        """Give up what waits, as there is no next service."""
+        """Refuse or close waiting connections, as there is no next service."""
         return [a for number in list(self.waiting) for a in self._give_up(number)]
 
     # Gateways.
@@ -258,10 +258,10 @@ class Keeper:
         self.gateways[number] = Gateway(number, now)
 
     def said(self, number: int, entries: Iterable[Entry], now: float) -> list[Action]:
-        """Apply a frame of a gateway.
+        """Apply a gateway's frame.
 
         Raises:
-            FrameError: It is not possible in the state of a connection.
+            FrameError: An entry does not fit the state of its connection.
         """
         gateway = self.gateways[number]
         gateway.heard_at = now
@@ -299,7 +299,7 @@ class Keeper:
         number = said.connection
         record = self.records.get(number)
         if record is None or self._owner.get(number) is not gateway:
-            return []  # it was closed meanwhile
+            return []  # the connection was closed meanwhile
         kind = said.kind
         if kind >= Kind.RELEASED:
             return self._done(gateway, record, said)
@@ -317,7 +317,7 @@ class Keeper:
         return [Trim(number)] if len(record.output) > limit else []
 
     def _give_up_record(self, record: ConnectionRecord) -> None:
-        """Keep nothing more of a connection, as there is no memory for it."""
+        """Stop recording a connection, as there is no memory for it."""
         before = record.size
         self.unprotected += record.is_protected
         record.give_up()
@@ -327,7 +327,7 @@ class Keeper:
     def _done(
         self, gateway: Gateway, record: ConnectionRecord, said: Entry
     ) -> list[Action]:
-        """Do what is said about the place of a connection."""
+        """Apply an entry about the gateway of a connection."""
         match said.kind:
             case Kind.RELEASED:
                 return [Release(record.number, said.payload)]
@@ -336,7 +336,7 @@ class Keeper:
             case Kind.SPLIT:
                 self._split(gateway, record, said.value)
                 return []
-        raise FrameError(f"{said.kind.name} is not about a connection")
+        raise FrameError(f"entry {said.kind.name} is not about a connection")
 
     def _found(self, gateway: Gateway, said: Entry) -> bytes:
         owner = self._owner_of(said.payload)
@@ -346,7 +346,7 @@ class Keeper:
         return entry(Kind.FIND, said.connection, place)
 
     def restored(self, number: int, record: ConnectionRecord, now: float) -> None:
-        """Take over a connection of a gateway that was an earlier keeper's."""
+        """Add a gateway's connection that an earlier keeper had recorded."""
         gateway = self.gateways[number]
         gateway.heard_at = now
         self.records[record.number] = record
@@ -359,16 +359,16 @@ class Keeper:
     def lost(
         self, number: int, counters: Mapping[int, Counters], now: float
     ) -> list[Action]:
-        """Give the connections of a gateway that has ended to others.
+        """Give the connections of a gateway that has exited to others.
 
         Args:
-            number: Of the gateway; nothing of it is unread.
-            counters: The kernel's, of each of its connections, after its end.
+            number: Number of the gateway, whose frames have all been read.
+            counters: The kernel's counts of its connections, taken after its exit.
             now: Monotonic time.
         """
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
-        # Streams that are kept come first; other connections may read them.
+        # Kept streams come first, because other connections may read them.
         records = [self.records[number] for number in gateway.connections]
         records.sort(key=lambda each: (not each.is_detached, each.number))
         for record in records:
@@ -380,9 +380,9 @@ class Keeper:
     def released(
         self, number: int, counters: Counters, now: float, stream: bytes = b""
     ) -> list[Action]:
-        """Give a connection to another gateway, as its own has let go of it.
+        """Give a connection that its gateway has released to another gateway.
 
-        ``stream``: id of a stream whose gateway is to have it.
+        ``stream``: id of a stream whose gateway gets it, if there is one.
         """
         owner = self._owner.get(number)
         if owner is None:
@@ -426,11 +426,11 @@ class Keeper:
     # Time.
 
     def ticked(self, now: float) -> list[Action]:
-        """Kill gateways that hang; refuse connections that have waited too long."""
+        """Kill hung gateways; refuse or close connections that waited too long."""
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > PAUSE_S:
             for gateway in self.gateways.values():
-                gateway.heard_at = now  # what they sent meanwhile is not read yet
+                gateway.heard_at = now  # messages of the meantime are not read yet
         actions: list[Action] = []
         if now - self._looked_at > SLOW_S:
             self._looked_at = now

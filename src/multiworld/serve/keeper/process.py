@@ -1,6 +1,6 @@
 """The process of the stream keeper: sockets, clocks and signals around ``Keeper``.
 
-It imports neither torch nor an HTTP parser, and is started by ``python -m``.
+It imports neither torch nor an HTTP parser, and is started with ``python -m``.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from multiworld.serve.keeper.record import record_of
 from multiworld.serve.machines.open_files import raise_limit
 
 MIB = 2**20
-BACKLOG = 2048  # connections that wait to be accepted
-ACCEPTS = 64  # in one turn of the loop
-OTHER_FILES = 256  # besides clients' connections
-FULL_S = 0.1  # until the next accept when there are no descriptors left
-END_S = 1.0  # for a killed gateway's end; in a driver it may take longer
-REST_S = 0.03  # between two reads of what gateways say; see ``Channel``
-LOCK_S = 1.0  # between checks whether the service has ended
-LINGER_S = 0.5  # for a refused client to read its refusal
+BACKLOG = 2048  # maximum connections that wait to be accepted
+ACCEPTS = 64  # maximum connections accepted in one iteration of the event loop
+OTHER_FILES = 256  # descriptors that are not clients' connections
+FULL_S = 0.1  # seconds until the next accept when no descriptors are left
+END_S = 1.0  # seconds to wait for the exit of a killed gateway
+REST_S = 0.03  # seconds to pause between reads from gateways; see ``Channel``
+LOCK_S = 1.0  # seconds between checks whether the service runs
+LINGER_S = 0.5  # seconds for a refused client to read its refusal
 
 READY = b"ready"  # line that a keeper prints once it listens
-ALONE = 3  # checks in a row that find no process of the service
+ALONE = 3  # checks in a row without a process of the service after which it exits
 
-COUNTS = struct.Struct("<4Q")  # ``Counts``, in the beats for the supervisor
+COUNTS = struct.Struct("<4Q")  # ``Counts``, in the heartbeats to the supervisor
 
-SUPERVISOR = b"supervisor"  # name in the ``HELLO`` of whoever watches the keeper
+SUPERVISOR = b"supervisor"  # the supervisor's name in its ``HELLO``
 
-LEFT = 72  # exit code of a keeper that was stopped for too long
+LEFT = 72  # exit code of a keeper that was paused for too long
 
 REFUSAL = b'{"error":"no gateway can answer now; retry later"}'
 REFUSED = (
@@ -75,7 +75,7 @@ REFUSED = (
 
 
 class KeeperProcess:
-    """Carries out what ``Keeper`` decides."""
+    """Carries out the actions that ``Keeper`` returns."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class KeeperProcess:
         self.keeper = Keeper(silence_s, max_bytes, active)
         self._listeners = listeners
         self._loop = asyncio.get_running_loop()
-        # A successor numbers from the time, as its predecessor's connections live on.
+        # From the clock, since connections keep the numbers of an earlier keeper.
         self._connections = itertools.count(time.time_ns() >> 10)
         self._numbers = itertools.count(1)
         self._sockets: dict[int, socket.socket] = {}
         self._channels: dict[int, Channel] = {}
-        self._processes: dict[int, int] = {}  # descriptors: an id may be used again
+        self._processes: dict[int, int] = {}  # pidfds, as a pid may be reused
         self._restoring: dict[int, list[Entry]] = {}
         self._supervisors: set[int] = set()
         self._discarded = memoryview(bytearray(64 * 1024))
@@ -114,12 +114,12 @@ class KeeperProcess:
         self._loop.add_reader(sock, self._accept, sock)
 
     def _pause(self, listener: socket.socket) -> None:
-        """Accept nothing for a moment; clients wait in the kernel."""
+        """Stop accepting for ``FULL_S``; clients wait in the kernel's backlog."""
         self._loop.remove_reader(listener)
         self._loop.call_later(FULL_S, self._start, listener)
 
     def add_listener(self, sock: socket.socket) -> None:
-        """Listen on a socket that a gateway has kept for a lost keeper."""
+        """Listen on a socket that a gateway or the supervisor has kept open."""
         if any(is_same(sock, each) for each in self._listeners):
             sock.close()
             return
@@ -135,7 +135,7 @@ class KeeperProcess:
                 sock, _ = listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors, or the client is gone already
+            except OSError:  # no descriptors are left, or the client is gone
                 self._pause(listener)
                 return
             sock.setblocking(False)
@@ -148,14 +148,14 @@ class KeeperProcess:
     # Gateways.
 
     def joined(self, sock: socket.socket) -> None:
-        """Serve a process that has connected."""
+        """Open a channel to a process that has connected."""
         number = next(self._numbers)
         pid, _, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
         try:
             self._processes[number] = os.pidfd_open(pid)
-        except OSError:  # it is gone
+        except OSError:  # the process is gone
             sock.close()
             return
 
@@ -177,10 +177,10 @@ class KeeperProcess:
         if number not in self.keeper.gateways:
             first = entries[0]
             if first.kind is not Kind.HELLO or first.value != PROTOCOL:
-                raise FrameError("no greeting")
+                raise FrameError(f"first entry is not HELLO of version {PROTOCOL}")
             self._send_listeners(number)
             if number not in self._channels:
-                return  # it is gone already
+                return  # the peer is gone
             if first.payload == SUPERVISOR:
                 self._supervisors.add(number)
                 self.keeper.begun(now)
@@ -190,7 +190,7 @@ class KeeperProcess:
         self._carry_out(self.keeper.said(number, own, now))
 
     def _find(self, number: int, asked: Entry) -> None:
-        """Answer where a stream is, after reading what all gateways have said."""
+        """Answer where a stream is, after reading all gateways' pending frames."""
         for channel in list(self._channels.values()):
             channel.read_now()
         if number in self.keeper.gateways:
@@ -214,13 +214,13 @@ class KeeperProcess:
     def _without_records(
         self, number: int, entries: list[Entry], descriptors: deque[int], now: float
     ) -> Iterable[Entry]:
-        """Take what a new keeper is given out of a frame; yield the rest."""
+        """Handle listeners, restored connections and look-ups; yield other entries."""
         for each in entries:
             if each.kind is Kind.LISTENER:
                 self.add_listener(socket.socket(fileno=descriptors.popleft()))
             elif each.kind is Kind.CONNECTION:
                 self._restoring[number] = [each]
-                if not each.value:  # it has a client
+                if not each.value:  # not detached, so it has a client
                     sock = socket.socket(fileno=descriptors.popleft())
                     self._sockets[each.connection] = sock
             elif each.kind is Kind.FIND:
@@ -234,7 +234,7 @@ class KeeperProcess:
                 yield each
 
     def _send_listeners(self, number: int) -> None:
-        # Whoever has them gives them to the next keeper.
+        # The receiver sends them to the next keeper if this one is lost.
         for sock in self._listeners:
             self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
 
@@ -246,7 +246,7 @@ class KeeperProcess:
             channel.send(frame(entries), list(descriptors))
 
     def _lost(self, number: int) -> None:
-        """Hand over what a gateway had; its process has ended, or ends now."""
+        """Kill a lost gateway that still has connections, and hand those over."""
         self._exit_if_left()
         del self._channels[number]
         self._supervisors.discard(number)
@@ -255,7 +255,7 @@ class KeeperProcess:
             self._close(each.connection)
         gateway = self.keeper.gateways.get(number)
         if gateway is not None and gateway.connections and not gateway.is_leaving:
-            # It may have closed the channel by mistake: never two write.
+            # It may still run: no two gateways may write to one connection.
             _kill(process)
             _await_end(process)
         os.close(process)
@@ -266,7 +266,7 @@ class KeeperProcess:
 
     def _counters(self, connection: int) -> Counters:
         sock = self._sockets.get(connection)
-        if sock is None:  # it has no client
+        if sock is None:  # a kept stream, which has no client
             return Counters(0, 0)
         return Counters(counters.written(sock), counters.read(sock))
 
@@ -303,7 +303,7 @@ class KeeperProcess:
     def _give(self, connection: int, gateway: int) -> None:
         channel = self._channels.get(gateway)
         if channel is None:
-            return  # its loss is handled next
+            return  # the gateway's loss is handled next
         record = self.keeper.records[connection]
         sock = self._sockets.get(connection)
         descriptors = [] if sock is None else [sock.fileno()]
@@ -317,7 +317,8 @@ class KeeperProcess:
         with contextlib.suppress(OSError):
             sock.send(REFUSED)
             sock.shutdown(socket.SHUT_WR)
-        # Closed with unread bytes, it would be reset before the client has read.
+        # Closing a socket with unread bytes resets it, possibly before the client has
+        # read the refusal.
         self._loop.add_reader(sock, self._discard, sock)
         self._loop.call_later(LINGER_S, self._end_refused, sock)
 
@@ -349,9 +350,9 @@ class KeeperProcess:
         return until is not None and self._loop.time() < until
 
     def _exit_if_left(self) -> None:
-        """Exit after a long pause: the gateways have left, and wait for the next one.
+        """Exit if this process was paused for longer than ``silence_s``.
 
-        What is recorded here may be old.
+        The gateways may have given this keeper up since, so its records may be stale.
         """
         if self._loop.time() - self._ticked_at > self._silence_s:
             os._exit(LEFT)
@@ -382,8 +383,8 @@ def _kill(process: int) -> None:
 
 
 def _await_end(process: int) -> None:
-    """Wait until a killed process has given back its descriptors."""
-    # Not ``select``, which takes no more than 1024 descriptors. Readable at its end.
+    """Wait for the exit of a killed process, which closes its descriptors."""
+    # A pidfd is readable after the exit. ``select`` cannot wait for numbers over 1023.
     waiting = select.poll()
     waiting.register(process, select.POLLIN)
     waiting.poll(1000 * END_S)
@@ -396,17 +397,17 @@ def _is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # it is locked, or there are no descriptors
+    except OSError:  # it is locked, or no descriptors are left
         return True
     return False
 
 
 async def run(args: argparse.Namespace, own: socket.socket) -> None:
-    """Keep connections until a signal, or until the service has ended.
+    """Run a keeper until a signal, or until the service has exited.
 
     Args:
-        args: Of the command line.
-        own: Bound socket that gateways connect to.
+        args: Parsed command line.
+        own: Listening socket that gateways connect to.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -420,7 +421,7 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
             process.joined(own.accept()[0])
         except BlockingIOError:
             pass
-        except OSError:  # no descriptors
+        except OSError:  # no descriptors are left
             loop.remove_reader(own)
             loop.call_later(FULL_S, loop.add_reader, own, joined)
 
@@ -442,7 +443,7 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run the keeper of the command line."""
+    """Run a keeper with the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="multiworld-keeper")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--listener", type=int, action="append", default=[])

@@ -1,8 +1,8 @@
 """The record of one client's connection, from which another gateway continues it. Pure.
 
-The gateway that serves the connection and the keeper hold the same record: whichever of
-them is lost, the other can give it on. Bytes that were written to the client are those
-of the connection's first ``written`` bytes, as the kernel counts them.
+Both the keeper and the gateway that serves the connection have the record: if one of
+them is lost, the other still has it. The client gets the first ``written`` bytes of the
+connection's output, as the kernel counts them.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ COUNTED = (
     *("is_closing", "is_protected", "is_detached"),
 )
 
-# Bytes of output from which on the kernel is asked what it has: of an answer, and of a
-# connection without a request.
+# Bytes of recorded output above which output that the kernel has is dropped: during an
+# answer, and on a connection without a request.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
 
-# What is noted before it is recorded: entries, and their bytes.
+# Maximum number of noted entries, and of their bytes, before they are applied.
 NOTED, NOTED_BYTES = 64, 16 * 1024
 
-# Of input with answered requests, which is kept whole until all are answered.
+# Maximum bytes of recorded input that includes answered requests.
 ANSWERED_BYTES = 256 * 1024
 
 
 class State(StrEnum):
-    """State of a connection, as its record shows it."""
+    """State of a connection."""
 
     IDLE = "idle"  # no request
-    READING = "reading"  # a request has begun to arrive, or is computed
-    RECORDED = "recorded"  # so is what was drawn for it, which its answer shows
-    ANSWERING = "answering"  # a part of its answer was recorded
+    READING = "reading"  # a request is arriving, or being computed
+    RECORDED = "recorded"  # the same, and its random key and choices are recorded
+    ANSWERING = "answering"  # a part of its answer is recorded
     CLOSED = "closed"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.IDLE: frozenset({State.READING, State.CLOSED}),
-    # Idle: an empty line between requests. Answering: nothing was drawn for it.
+    # Idle: the input was an empty line. Answering: a request without random choices.
     State.READING: frozenset(
         {State.RECORDED, State.ANSWERING, State.IDLE, State.CLOSED}
     ),
     State.RECORDED: frozenset({State.ANSWERING, State.CLOSED}),
-    # Reading: of several requests that were sent at once, one is answered.
+    # Reading: one of several pipelined requests is answered.
     State.ANSWERING: frozenset({State.READING, State.IDLE, State.CLOSED}),
     State.CLOSED: frozenset(),
 }
@@ -66,32 +66,32 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False)
 class ConnectionRecord:
-    """What is recorded of a connection.
+    """The record of a connection.
 
     Attributes:
         number: Unique among the connections of a keeper and its successors.
         written_before: The kernel's count of bytes written, at the accept.
-        read_before: The same of bytes read.
-        input: Bytes that were read, from the first request without an answer on.
-        input_at: Number of bytes that were read before those.
-        began_ns: Monotonic time at which their first one was read, in ns.
-        answered: Requests in ``input`` that are answered all the same.
+        read_before: The kernel's count of bytes read, at the accept.
+        input: Bytes read since the connection was last idle.
+        input_at: Number of bytes read before ``input``.
+        began_ns: Monotonic time at which the current request began, in ns.
+        answered: Number of answered requests in ``input``.
         is_admitted: Whether the current request was within its tenant's limits.
-        request: What was drawn for the current request; empty: nothing yet.
-        items: Parts of what the current answer shows, in their order.
-        events: Events of the current answer that are recorded.
-        losses: Gateways that were lost with the current request, since something of
-            its answer was recorded.
-        has_interim: Whether what comes before the current answer is recorded.
+        request: Encoded ``Drawn`` of the current request; empty: none yet.
+        items: Encoded tokens of the current answer, in order.
+        events: Number of the current answer's events in the recorded output.
+        losses: Gateways lost with the current request since a part of its answer was
+            last recorded.
+        has_interim: Whether the current answer's interim response is recorded.
         has_begun: Whether bytes of the current answer are recorded.
-        output: The last bytes that were recorded for the client, of all answers.
-        output_at: Number of bytes that were recorded before those.
-        is_closing: Whether the connection ends after ``output``.
-        is_protected: Whether there was room for the record; without it, a request of
-            the connection is lost with its gateway.
-        is_detached: It is not a client's, but of a stream that is kept.
-        stream: Id of that stream, or of the one whose events the current answer has.
-        noted: What happened since, and is not in the other attributes yet.
+        output: Last bytes for the client, of all answers.
+        output_at: Number of bytes for the client before ``output``.
+        is_closing: Whether the connection closes after ``output``.
+        is_protected: Whether there was room for the record; if not, a request of the
+            connection is lost with its gateway.
+        is_detached: Whether this is the record of a kept stream, without a client.
+        stream: Id of the kept stream, or of the stream that the current answer reads.
+        noted: Entries that are not applied to the other attributes yet.
     """
 
     number: int
@@ -121,13 +121,13 @@ class ConnectionRecord:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that it takes, without those of Python's objects."""
+        """Bytes of the record's contents, roughly."""
         held = len(self.input) + len(self.output) + len(self.request)
         return held + self.item_bytes + 64 * len(self.items)
 
     @property
     def is_busy(self) -> bool:
-        """True while there is a request."""
+        """True while a request is in flight."""
         return self.state not in (State.IDLE, State.CLOSED)
 
     def become(self, state: State) -> None:
@@ -136,24 +136,24 @@ class ConnectionRecord:
         self.state = state
 
     def apply(self, said: Entry) -> None:
-        """Record what the gateway says of it.
+        """Apply a gateway's entry.
 
         Raises:
-            FrameError: It is not possible in the connection's state.
+            FrameError: It does not fit the connection's state.
         """
         apply = _APPLY.get(said.kind)
         if apply is None:
-            raise FrameError(f"{said.kind.name} is not about a connection")
+            raise FrameError(f"entry {said.kind.name} is not about a connection")
         apply(self, said.value, said.payload)
 
     def note(self, kind: Kind, value: int, payload: bytes) -> bool:
-        """Record something later, in ``settle``; return whether it should be now."""
+        """Note an entry, to be applied in ``settle``; return whether that is due."""
         self.noted.append(Entry(kind, self.number, value, payload))
         self.noted_bytes += len(payload)
         return self.noted_bytes > NOTED_BYTES or len(self.noted) > NOTED
 
     def settle(self) -> None:
-        """Record all that was noted."""
+        """Apply all noted entries."""
         noted, self.noted, self.noted_bytes = self.noted, [], 0
         for said in noted:
             self.apply(said)
@@ -240,7 +240,7 @@ class ConnectionRecord:
         self.item_bytes = 0
 
     def give_up(self) -> None:
-        """Keep no more of the current requests."""
+        """Drop the input and tokens of the current requests; protect them no more."""
         self.is_protected = False
         self.settle()
         self.input_at += len(self.input)
@@ -249,14 +249,14 @@ class ConnectionRecord:
         self.item_bytes = 0
 
     def drop_output(self) -> None:
-        """Keep no output; until the client has it, nobody else can go on."""
+        """Drop the output; until the kernel has all of it, no gateway can take over."""
         self.output_at += len(self.output)
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Return the record of the current stream alone, which needs no client.
+        """Split off a record of the current stream, which needs no client; return it.
 
-        This one is a reader's of it from now on.
+        From then on, this record is that of a connection that reads the stream.
         """
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
@@ -270,7 +270,7 @@ class ConnectionRecord:
         return made
 
     def trim(self, written: int) -> None:
-        """Forget output that the kernel has; ``written`` is its count."""
+        """Drop output that the kernel has taken; ``written`` is its count."""
         done = written - self.written_before - self.output_at
         if done > 0:
             done = min(done, len(self.output))
@@ -278,13 +278,16 @@ class ConnectionRecord:
             self.output_at += done
 
     def has_all(self, written: int, read: int) -> bool:
-        """Return whether all is here, or at the client, by the kernel's counts."""
+        """Return whether the record has all input, and all output not yet written.
+
+        ``written`` and ``read`` are the kernel's counts.
+        """
         has_read = read - self.read_before <= self.input_at + len(self.input)
         end = self.output_at + len(self.output)
         return has_read and self.output_at <= written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
-        """Yield the record; ``CONNECTION`` needs a descriptor if there is a client."""
+        """Yield the record; a client's descriptor must go with ``CONNECTION``."""
         yield entry(Kind.CONNECTION, self.number, self.is_detached, self._counters())
         for piece in _pieces(self.input):
             yield entry(Kind.INPUT, self.number, self.began_ns, piece)
@@ -299,7 +302,7 @@ class ConnectionRecord:
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
     def frames(self) -> Iterator[bytes]:
-        """Yield the record as frames; the descriptor goes with the first one."""
+        """Yield the record as frames; the descriptor must go with the first."""
         held: list[bytes] = []
         size = 0
         for each in self.entries():
@@ -338,10 +341,10 @@ def _pieces(data: bytearray) -> Iterator[bytes]:
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:
-    """Return the record that entries from ``CONNECTION`` to ``COMPLETE`` make.
+    """Return the record from its entries, ``CONNECTION`` to ``COMPLETE``.
 
     Raises:
-        FrameError: They are not of a connection.
+        FrameError: The entries are not a record.
     """
     first, *rest, last = entries
     record = ConnectionRecord(first.connection)
@@ -366,6 +369,6 @@ def record_of(entries: list[Entry]) -> ConnectionRecord:
             case Kind.OUTPUT:
                 record.output += said.payload
             case _:
-                raise FrameError(f"{said.kind.name} is not of a record")
+                raise FrameError(f"entry {said.kind.name} is not part of a record")
     record.state = state
     return record

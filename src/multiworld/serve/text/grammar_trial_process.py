@@ -51,7 +51,7 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Why a grammar cannot be enforced, or what is wrong with its tokenizer."""
+    """Outcome of a trial: why the grammar, or its tokenizer, cannot be used."""
 
     why: str | None = None
     error: str | None = None

@@ -1,7 +1,7 @@
 """The spans of a request at its gateway, kept until it ends. Pure.
 
-Then they are exported, if the trace is sampled, if the request has failed, or if a loss
-was recovered from.
+They are exported if the trace is sampled, if the request failed, or if it recovered
+from a loss.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from multiworld.serve.tracing.spans import MAX_EVENTS, Attributes, Kind, Span, V
 from multiworld.serve.wire.origin import Parent
 
 MAX_SPANS = 1024
-"""Maximum number of spans that are kept of a request."""
+"""Maximum number of spans kept for a request."""
 
 FAILED = 500
 """HTTP status from which on a request counts as failed."""
 
 
 class RequestTrace:
-    """The span of a request, and those below it.
+    """The span of a request, and its child spans.
 
     Args:
-        own: Its own span.
-        client: Span of its client; None: it has none.
+        own: Span of the request.
+        client: Span of the client; None: it sent none.
         began_at: Monotonic time.
     """
 
@@ -43,7 +43,7 @@ class RequestTrace:
         attributes: Attributes,
         error: str = "",
     ) -> None:
-        """Add a span below that of the request."""
+        """Add a child span of the request's span."""
         if len(self._spans) < MAX_SPANS:
             self._spans.append(
                 Span(name, self.own, began_at, ended_at, attributes, error=error)
@@ -55,11 +55,11 @@ class RequestTrace:
             self._events.append((name, at, attributes))
 
     def is_kept(self, status: int) -> bool:
-        """Return whether its spans are exported, when it has ended with a status."""
+        """Return whether the spans are exported if the request ends with ``status``."""
         return self.own.is_sampled or self.is_recovered or status >= FAILED
 
     def ended(self, name: str, now: float, status: int) -> list[Span]:
-        """Return all spans to export, at the end of the request."""
+        """Return all spans to export after the end of the request."""
         is_failed = status >= FAILED
         if not self.is_kept(status):
             return []
@@ -89,9 +89,9 @@ class WorkTrace:
     """Attempts of one stream, or of one part of a request.
 
     Args:
-        trace: Of its request.
+        trace: Trace of the request.
         opened_at: Monotonic time.
-        first: What an attempt does until something has arrived of it.
+        first: Name of the span of an attempt until its first token.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class WorkTrace:
         self._phase, self._first = "queue", first
 
     def attempt(self, number: int, replicas: Sequence[str], now: float) -> None:
-        """An attempt begins, at these replicas, by stage."""
-        if number == self._number:  # a message to another of its replicas
+        """Begin the span of an attempt; ``replicas`` are its chain, by stage."""
+        if number == self._number:  # another message of the same attempt
             return
         self._end(now)
         self._number, self._phase, self._since = number, self._first, now
@@ -114,21 +114,21 @@ class WorkTrace:
         }
 
     def answered(self, now: float) -> None:
-        """A token has arrived."""
+        """Begin the decode span at the first token."""
         if self._phase == self._first:
             self._end(now)
             self._phase, self._since = "decode", now
 
     def note(self, text: str, now: float) -> None:
-        """Something has happened, in words."""
+        """Add an event to the request's span."""
         self._trace.event(text, now, self._about)
 
     def ended(self, now: float, error: str = "") -> None:
-        """It is complete, or has failed."""
+        """End the last span; ``error`` is empty on success."""
         self._end(now, error)
 
     def lost(self, why: str, now: float) -> None:
-        """The current attempt is over; another one follows."""
+        """End the current attempt, which was lost; another one follows."""
         self._trace.is_recovered = True
         self._end(now, why)
         self._phase, self._since = "queue", now
@@ -138,4 +138,4 @@ class WorkTrace:
 
 
 CURRENT: ContextVar[RequestTrace | None] = ContextVar("trace", default=None)
-"""Trace of the request that the current task answers; None: it is not traced."""
+"""Trace of the request that the current task answers; None: not traced."""

@@ -1,4 +1,4 @@
-"""Spans, as this package records them. Pure."""
+"""Spans of traces, independent of OpenTelemetry's SDK. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_EVENTS = 64
 
 
 class Kind(Enum):
-    """OpenTelemetry's kinds of spans, as far as there are such here."""
+    """OpenTelemetry's kinds of spans that are used here."""
 
     INTERNAL = "INTERNAL"
     SERVER = "SERVER"
@@ -31,10 +31,9 @@ class Span:
     """Operation with a start and an end, in seconds of the monotonic clock.
 
     Attributes:
-        parent: Span that it belongs to. The root of a trace has a parent with an empty
-            span id.
-        id: Hexadecimal digits; empty: any.
-        error: What failed; empty: nothing.
+        parent: Parent span; for the root of a trace, one with an empty span id.
+        id: Hexadecimal digits; empty: drawn at the export.
+        error: Description of the failure; empty: success.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The spans of a replica: one for each request or sequence that is sampled."""
+"""The spans of a replica: one for each sampled request, or attempt of a sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiworld.serve.wire.protocol import Key, StreamId
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that this replica has, since its latest attempt began here."""
+    """The latest attempt of a sequence at this replica."""
 
     origin: Origin
     attempt: int
@@ -31,7 +31,7 @@ class _Sequence:
 
 
 class StageTrace:
-    """Spans of what one replica computes.
+    """Spans of one replica's computations.
 
     Args:
         replica: Name of the replica.
@@ -52,8 +52,8 @@ class StageTrace:
         self,
         origin: Origin,
         attempt: int | None,  # None: not known
-        times: tuple[float, float, float],  # arrived, begun and done; monotonic
-        rows: int,  # of its batch
+        times: tuple[float, float, float],  # of arrival, start and end; monotonic
+        rows: int,  # of the batch
         error: str = "",
     ) -> None:
         """Export the span of one request's computation, if it is sampled."""
@@ -81,7 +81,7 @@ class StageTrace:
         self._export([span])
 
     def opened(self, key: Key, origin: Origin, now: float) -> None:
-        """Begin an attempt of a sequence; the one before, if any, ends."""
+        """Begin an attempt of a sequence, and end its previous attempt, if any."""
         self.closed(key[:2], now)
         if origin.is_sampled:
             self._sequences[key[:2]] = _Sequence(origin, key[2], now)
@@ -91,7 +91,7 @@ class StageTrace:
         parts: Iterable[tuple[StreamId, int]],  # sequences, and their rows
         began_at: float,
         now: float,
-        what: str = "",  # other than a step
+        what: str = "",  # name of the work if it is not a step
     ) -> None:
         """Count rows that were computed together."""
         if not self._sequences:
@@ -108,7 +108,7 @@ class StageTrace:
             found.computed_s += now - began_at
 
     def closed(self, stream: StreamId, now: float) -> None:
-        """End a sequence; export its span, if it is sampled."""
+        """End a sequence, and export its span if it is sampled."""
         found = self._sequences.pop(stream, None)
         if found is None or found.origin.parent is None:
             return

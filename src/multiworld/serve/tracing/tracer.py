@@ -1,8 +1,8 @@
 """Sampling and export of spans, through OpenTelemetry's SDK.
 
-The variables of its specification configure it:
-https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. An
-exporter that is slow or gone costs memory for a bounded number of spans, nothing else.
+OpenTelemetry's environment variables configure it:
+https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. A
+slow or failed exporter costs only the memory of a bounded number of spans.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OTLP = {
 }
 """Modules with an ``OTLPSpanExporter``, by protocol."""
 
-FLUSH_S = 1.0  # for the last spans of a process
+FLUSH_S = 1.0  # maximum seconds to export the last spans of a process
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for traces."""
+    """Return whether the environment enables traces."""
     exporter = environment.get(EXPORTER, "").strip()
     if environment.get(DISABLED, "").strip().lower() == "true" or exporter == "none":
         return False
@@ -44,10 +44,10 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Check that what the environment asks for is there.
+    """Check the exporter and the protocol that the environment selects.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: One is not supported, or its package is not installed.
     """
     if not is_wanted(environment):
         return
@@ -66,7 +66,7 @@ def check(environment: Mapping[str, str]) -> None:
 def _exists(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -79,13 +79,13 @@ def _otlp_module(environment: Mapping[str, str]) -> str:
 
 
 class Tracer:
-    """Tracer of one process; ``tracer_of`` makes it.
+    """Tracer of one process, made by ``tracer_of``.
 
     Args:
         sampler: OpenTelemetry's ``Sampler``.
         processor: OpenTelemetry's ``SpanProcessor``, which exports.
-        resource: OpenTelemetry's ``Resource``: this process.
-        clock: Monotonic clock of all times of spans.
+        resource: OpenTelemetry's ``Resource``, which describes this process.
+        clock: Monotonic clock that all spans' times are of.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Tracer:
         """Return the span of a request, sampled or not.
 
         Args:
-            parent: Span of its client; None: it has none.
-            trace: Id of the trace, if the client has none.
+            parent: Span of the client; None: it sent none.
+            trace: Id of the trace, if the client sent none.
             span: Id of the span.
-            name: Of the span, for the sampler.
+            name: Name of the span, for the sampler.
         """
         context = None
         if parent is not None:
@@ -120,11 +120,11 @@ class Tracer:
         return Parent(trace, span, found.decision.is_sampled())
 
     def begun(self, name: str) -> Parent:
-        """Return the span of an operation that no client has asked for."""
+        """Return the root span of an operation that no client requested."""
         return self.root(None, secrets.token_hex(16), secrets.token_hex(8), name)
 
     def export(self, spans: Iterable[Span]) -> None:
-        """Export spans, whether they were sampled or not; never waits."""
+        """Queue spans for export, whether sampled or not; never blocks."""
         offset_ns = time.time_ns() - int(self._clock() * 1e9)
         for span in spans:
             self._processor.on_end(self._exported(span, offset_ns))
@@ -158,12 +158,12 @@ class Tracer:
         return self._api.SpanContext(int(trace, 16), int(span, 16), is_remote, flags)
 
     def close(self) -> None:
-        """Export what is left, for at most ``FLUSH_S``; blocks meanwhile."""
+        """Export the remaining spans; blocks for at most ``FLUSH_S``."""
         self._processor.force_flush(int(1000 * FLUSH_S))
 
 
 def modules(environment: Mapping[str, str]) -> list[str]:
-    """Return the modules that a tracer needs, to be imported before a fork."""
+    """Return the modules that a tracer needs, for import before a fork."""
     if not is_wanted(environment):
         return []
     found = [f"{SDK}.export", "opentelemetry.sdk.resources"]
@@ -175,14 +175,14 @@ def modules(environment: Mapping[str, str]) -> list[str]:
 def tracer_of(
     environment: Mapping[str, str], app: str, process: str, about: Attributes
 ) -> Tracer | None:
-    """Return the tracer of a process; None if the environment asks for none.
+    """Return the tracer of a process; None if the environment enables none.
 
-    Call it in the process itself, as it starts a thread.
+    Call it in the process itself, because it starts a thread.
 
     Args:
-        environment: Of the process.
+        environment: Environment variables of the process.
         app: Name of the service.
-        process: Name of the process in it.
+        process: Name of the process in the service.
         about: Further attributes of the process.
     """
     if not is_wanted(environment):
@@ -207,6 +207,6 @@ def tracer_of(
     }
     given = resources.OTELResourceDetector().detect().attributes
     resource = resources.Resource.create({**own, **given})
-    # As the environment says.
+    # The provider selects the sampler from the environment.
     sampler = sdk.TracerProvider(shutdown_on_exit=False).sampler
     return Tracer(sampler, export.BatchSpanProcessor(exporter), resource)

@@ -123,7 +123,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamShown(msgspec.Struct, frozen=True, array_like=True):
-    """A live stream, for people to look at."""
+    """A live stream, for display to operators."""
 
     request: str  # id
     number: int  # at its gateway
@@ -178,7 +178,7 @@ class FleetReport(Message, frozen=True, tag="fleet_report"):
     replicas: dict[str, WorkerReport] = {}  # noqa: RUF012
     gateways: dict[str, GatewayReport] = {}  # noqa: RUF012
     others: tuple[Counted, ...] = ()
-    slow: dict[str, str] = {}  # noqa: RUF012 - why each slow replica is said to be
+    slow: dict[str, str] = {}  # noqa: RUF012 - reason for each slow replica
     steps_s: dict[str, float] = {}  # noqa: RUF012 - seconds for a step, by replica
 
 

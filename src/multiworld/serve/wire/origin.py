@@ -33,7 +33,7 @@ def parent_of(header: str) -> Parent | None:
         return None
     version, trace, span, flags = found.groups()
     rest = header.strip()[found.end() :]
-    # Later versions may add parts behind a hyphen.
+    # Later versions may add parts after a hyphen.
     is_later = version not in ("00", "ff") and rest.startswith("-")
     is_valid = version != "ff" and (not rest or is_later)
     if not is_valid or not int(trace, 16) or not int(span, 16):

@@ -63,7 +63,7 @@ def desired_state_of(
 
 
 def _options_of(gateway: GatewaySpec) -> str:
-    """Return a digest of what a gateway process is started with."""
+    """Return a digest of the options that a gateway process is started with."""
     options = gateway.model_dump_json(exclude=CONTROLLER_FIELDS)
     text = f"{multiworld.__version__} {options}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

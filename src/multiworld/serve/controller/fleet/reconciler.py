@@ -189,7 +189,7 @@ class Reconciler:
                 yield LogEvent("update", text)
 
     def _replace_gateways(self) -> Iterator[Action]:
-        """Replace the gateways with other options than the desired ones."""
+        """Replace the gateways whose options differ from the desired ones."""
         wanted = self.desired.gateway_options
         old = [
             each

@@ -21,7 +21,7 @@ PER_CORE = 2  # starts per core: a start waits for half of its time
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A stage with too few replicas; ``lost`` of the ``missing`` were lost."""
+    """A stage with ``missing`` replicas too few, ``lost`` of them through losses."""
 
     key: StageKey
     count: int

@@ -35,7 +35,7 @@ class DesiredState:
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
-    # Digest of the options that a gateway is started with; others are replaced.
+    # Digest of the gateways' desired options; gateways with another one are replaced.
     gateway_options: str = ""
 
 

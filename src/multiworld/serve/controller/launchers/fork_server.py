@@ -88,7 +88,7 @@ class ForkServer:
             return not self._has_modules
         leash = None
         try:
-            # Opened before the reply, after which the sender may let go of it.
+            # Opened before the reply, after which the sender may release it.
             leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:

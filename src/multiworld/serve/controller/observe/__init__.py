@@ -1,1 +1,1 @@
-"""What a service's operators see: facts, rates and diagnoses, from one place."""
+"""Observation of a service for its operators: facts, rates and diagnoses."""

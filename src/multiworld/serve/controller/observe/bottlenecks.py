@@ -7,8 +7,8 @@ from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
 
-BUSY = 0.85  # share of the time that a stage computes; from then on, it holds others up
-FULL = 0.95  # share of the memory for keys and values
+BUSY = 0.85  # share of the time spent computing from which on a stage is a bottleneck
+FULL = 0.95  # share of the KV memory in use from which on it is full
 READY = "ready"
 
 
@@ -20,7 +20,7 @@ def bottleneck_of(
     Args:
         stages: The model's stages.
         replicas: The service's replicas, by name.
-        waiting: Number of requests or streams that wait at gateways.
+        waiting: Number of requests and streams that wait at gateways.
     """
     ready = [
         [
@@ -54,7 +54,7 @@ def bottleneck_of(
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
         return (
-            f"{waiting} wait although no stage is busy: a limit holds them "
+            f"{waiting} wait although no stage is busy: a limit holds them back "
             "(max_num_seqs, max_ongoing_requests, a tenant's share)"
         )
     return ""

@@ -25,9 +25,9 @@ class StageFacts(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of a model, and how it answers."""
+    """Load, latencies and bottleneck of a model."""
 
-    version: str  # that serves
+    version: str  # the active one
     stages: tuple[StageFacts, ...]
     requests_s: float = 0.0  # answered, per second
     failures_s: float = 0.0  # answered with an error, per second
@@ -38,11 +38,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
-    # Share of prompt tokens found in prefix caches of late; None: no prompt came.
+    # Share of recent prompt tokens found in prefix caches; None: no prompt came.
     prefix_hits: float | None = None
-    # The chains with most streams, as the replicas by stage, and their numbers.
+    # The chains with most streams: replicas by stage, and number of streams.
     chains: tuple[tuple[tuple[str, ...], int], ...] = ()
-    bottleneck: str = ""  # what keeps it from answering more; empty: nothing
+    bottleneck: str = ""  # cause that limits its throughput; empty: none
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,19 +53,19 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float  # in its phase
     pid: int | None
     node: str
-    load: int = 0  # requests and streams that gateways have there
+    load: int = 0  # requests and streams that gateways have at this replica
     queued: int = 0
     computing: int = 0
     kv_usage: float = 0.0  # from 0 to 1
     memory_bytes: int = 0
     booked_memory_bytes: int = 0
-    cores: float = 0.0  # processors that it keeps busy
-    step_s: float | None = None  # seconds for a step; None: it has computed little
+    cores: float = 0.0  # CPU seconds per second
+    step_s: float | None = None  # seconds for a step; None: too few steps to measure
     busy: float = 0.0  # share of the time in which it computes
-    slow: str = ""  # why it is said to be slow; empty: it is not
-    is_silent: bool = False  # to a gateway
-    next: tuple[str, ...] = ()  # replicas that it is connected to
-    note: str = ""  # what a starting engine does
+    slow: str = ""  # reason why it counts as slow; empty: it does not
+    is_silent: bool = False  # whether a gateway does not hear from it
+    next: tuple[str, ...] = ()  # replicas of the next stage that it is connected to
+    note: str = ""  # progress of a starting engine
     log: str = ""
 
 
@@ -80,7 +80,7 @@ class GatewayFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A live stream. ``began_at`` stays, so that little of it changes."""
+    """A live stream; ``began_at`` is constant, which keeps patches small."""
 
     request: str  # id
     gateway: str
@@ -97,12 +97,12 @@ class StreamFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant asks for, and is refused."""
+    """Requests, refusals and budgets of a tenant."""
 
     requests_s: float = 0.0
     refused_s: dict[str, float] = {}  # by reason
     refused: dict[str, float] = {}  # since the service started
-    # Tokens of its budgets, by the name of the limit: used, and allowed.
+    # Tokens used and allowed, by the name of the budget's limit.
     budgets: dict[str, tuple[int, int]] = {}
 
 
@@ -113,14 +113,14 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     requests_s: float
     tokens_s: float
     in_flight: int
-    p99: float  # of answers, in seconds; 0: there was none
-    first_p99: float  # of first tokens
+    p99: float  # of answers, in seconds; 0: no answer
+    first_p99: float  # of first tokens, in seconds; 0: no token
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
-    prefix_hits: float = 0.0  # share of prompt tokens; 0: there was no prompt
+    prefix_hits: float = 0.0  # share of prompt tokens; 0: no prompt
 
 
 class Series(msgspec.Struct, frozen=True):
-    """What the load was, by model; the oldest point first."""
+    """The load of each model over time; the oldest point first."""
 
     models: dict[str, tuple[Point, ...]]
 
@@ -137,16 +137,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[str, ModelFacts]
     replicas: dict[str, ReplicaFacts]
     gateways: dict[str, GatewayFacts]
-    tenants: dict[str, TenantFacts]  # those that were seen, by name; "": no valid key
+    tenants: dict[str, TenantFacts]  # those with requests, by name; "": no valid key
     nodes: dict[str, NodeShown]
     events: tuple[HistoryEntry, ...]
     thoughts: tuple[Assessment, ...]
-    streams: dict[str, StreamFacts] = {}  # some of those that run
-    # What has happened to streams and requests since the service started.
+    streams: dict[str, StreamFacts] = {}  # some of the live streams
+    # Counts since the service started.
     tokens: int = 0
-    replayed: int = 0  # streams and requests that went on after a loss
-    moved: int = 0  # streams, ahead of time
-    cut: int = 0  # streams
-    handed_over: int = 0  # connections, to another gateway
+    replayed: int = 0  # streams and requests that continued after a loss
+    moved: int = 0  # streams moved ahead of a shutdown
+    cut: int = 0  # streams cut off
+    handed_over: int = 0  # connections that another gateway has continued
     unplaced: dict[str, str] = {}
     failing: dict[str, str] = {}

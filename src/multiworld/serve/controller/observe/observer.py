@@ -1,4 +1,4 @@
-"""Looks at a service: takes what its processes report, and says what stands out."""
+"""Collects the reports of a service's processes, and derives the facts from them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from multiworld.serve.wire.control_messages import (
     WorkerReport,
 )
 
-EVENTS = 200  # of the last ones, among the facts
-CHAINS = 100  # of a model, among the facts
-POINTS = 300  # of a model's load, two seconds apart
+EVENTS = 200  # maximum number of latest events in the facts
+CHAINS = 100  # maximum number of a model's chains in the facts
+POINTS = 300  # number of points of a model's load, two seconds apart
 SHARES = 0.5, 0.99
 GOOD = "200"  # status of an answer without an error
 
 
 class Observer:
-    """Keeps the last reports of all processes, and what follows from them.
+    """Keeps the last reports of all processes, and derives rates and facts from them.
 
     Args:
-        history: Of the service; gets an event when a replica becomes slow.
-        journal: Its decisions.
-        clock: Monotonic.
+        history: Log of the service's events; gets one when a replica becomes slow.
+        journal: Log of the service's decisions.
+        clock: Monotonic clock.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Observer:
         self.paces, self._window = Paces(), Window()
         self._reports = Reports()
         self._counts: Mapping[Label, float] = {}
-        self._cpu: dict[str, tuple[float, float]] = {}  # seconds used, and when
+        self._cpu: dict[str, tuple[float, float]] = {}  # CPU seconds, and when
         self._cores: dict[str, float] = {}
         self._series: dict[str, deque[Point]] = {}
         self._began_at: dict[str, float] = {}  # of the streams that were shown last
@@ -68,10 +68,10 @@ class Observer:
         counted: tuple[Counted, ...],
         posts: Mapping[str, tuple[str, str, int]],
     ) -> None:
-        """Take the reports of all processes.
+        """Process the reports of all processes.
 
         Args:
-            reports: Of those that answered.
+            reports: Reports of the processes that answered.
             counted: Sums over all processes since the service started.
             posts: Model, version and stage of each replica.
         """
@@ -151,9 +151,9 @@ class Observer:
         """Return all facts, as of the last reports.
 
         Args:
-            status: Of the service.
-            nodes: Its machines.
-            handed_over: Connections that were continued by another gateway.
+            status: Status of the service.
+            nodes: Machines of the service.
+            handed_over: Connections that another gateway has continued.
             budgets: Tokens used and allowed, by tenant and limit.
         """
         gateways = self._reports.gateways
@@ -356,7 +356,7 @@ class Observer:
 def _chains(
     stages: Sequence[StageFacts], gateways: Mapping[str, GatewayReport]
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Return the chains of a model, over all gateways."""
+    """Return a model's chains with most streams, summed over all gateways."""
     first = set(stages[0].replicas)
     counts: Counter[tuple[str, ...]] = Counter()
     for report in gateways.values():

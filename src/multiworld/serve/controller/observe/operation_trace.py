@@ -1,4 +1,4 @@
-"""Spans of the controller's operations: starts of processes, and updates."""
+"""Spans of the controller's operations: starts and losses of processes, updates."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ STARTED = ("ready", "spare")
 """Kinds of events that end the start of a process."""
 
 BROKEN_OFF = ("lost", "refused")
-"""Kinds of events of a process that has ended by itself."""
+"""Kinds of events of a process that has exited unexpectedly."""
 
 UPDATED = ("updated", "rolled back")
-"""Kinds of events of a model whose update has ended."""
+"""Kinds of events that end a model's update."""
 
 
 class OperationTrace:
-    """Makes spans of events.
+    """Exports spans for events.
 
     Args:
-        tracer: Exports them.
-        processes: Of the service, by name.
+        tracer: Exports the spans.
+        processes: Processes of the service, by name.
         stage_name: Returns the name of a process's stage.
-        clock: Monotonic.
+        clock: Monotonic clock.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class OperationTrace:
     ) -> None:
         self._tracer, self._processes = tracer, processes
         self._stage_name, self._clock = stage_name, clock
-        self._updates: dict[str, float] = {}  # by model: when its update began
+        self._updates: dict[str, float] = {}  # start time of each model's update
 
     def happened(self, kind: str, text: str, name: str) -> None:
         """Export the span that an event ends, if it ends one.
 
         Args:
-            kind: Of the event.
-            text: Of the event.
-            name: Of its process; empty: none.
+            kind: Kind of the event.
+            text: Text of the event.
+            name: Name of the event's process; empty: none.
         """
         now = self._clock()
         process = self._processes.get(name)
@@ -68,7 +68,7 @@ class OperationTrace:
 
     def _started(self, process: Process, now: float) -> None:
         launched_at = process.entered.get(ProcessPhase.LAUNCHING)
-        if launched_at is None:  # by an earlier controller
+        if launched_at is None:  # launched by an earlier controller
             return
         what = "gateway"
         if process.model:

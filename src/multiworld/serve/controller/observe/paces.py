@@ -1,4 +1,4 @@
-"""Replicas that have become slow, beside their peers and their own past. Pure."""
+"""Detection of slow replicas, compared with their peers and their own past. Pure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-WINDOW_S = 10.0  # over which a pace is measured
-MIN_STEPS = 8  # in it; a pace of fewer is chance
-PAST = 60  # windows that make a replica's own past
-SLOW = 1.8  # times the pace of its peers, and of its past
-SLOW_ALONE = 2.5  # times its past, if it has no peers
-FAST = 1.4  # times the same, below which it is no longer slow
-LONG_S = 1.0  # a step that has taken so long, and many times its peers', counts
+WINDOW_S = 10.0  # seconds over which a pace is measured
+MIN_STEPS = 8  # minimum number of steps in a window; fewer are too noisy
+PAST = 60  # number of windows that make up a replica's own past
+SLOW = 1.8  # ratio of step times, to peers and past, above which a replica is slow
+SLOW_ALONE = 2.5  # the same, to its past alone, if it has no peers
+FAST = 1.4  # ratio below which a slow replica is no longer slow
+LONG_S = 1.0  # a current step longer than this, and ``LONG`` times peers', is slow
 LONG = 5.0
-STARVED = 0.6  # of the processor time per computed second that peers get
+STARVED = 0.6  # share of its peers' CPU time per computed second; less is starved
 NO_COMPARISON = 1.0
 
 
 class Work(NamedTuple):
-    """What a replica has done since its start."""
+    """Counts of a replica's work since its start."""
 
     stage: tuple[str, str, int]  # model, version, stage
     steps: int
     rows: int
     computed_s: float
     cpu_s: float
-    computing_s: float  # of the step that it computes now
+    computing_s: float  # seconds since its current step began
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Pace:
     """The pace of a replica within the last window.
 
     Attributes:
-        step_s: Seconds for a step.
-        rows: For a step.
-        cpu: Processor seconds for a second of computing.
+        step_s: Mean seconds per step.
+        rows: Mean rows per step.
+        cpu: CPU seconds per second of computing.
         busy: Share of the time in which it computes.
     """
 
@@ -54,7 +54,7 @@ class _Replica:
     samples: deque[tuple[float, Work]] = field(default_factory=deque)
     past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
     past_at: float = 0.0
-    why: str = ""  # it is slow; empty: it is not
+    why: str = ""  # reason why it is slow; empty: it is not
 
 
 class Paces:
@@ -66,7 +66,7 @@ class Paces:
 
     @property
     def slow(self) -> dict[str, str]:
-        """Why each replica that is slow is said to be."""
+        """The reason for each slow replica, by its name."""
         return {name: each.why for name, each in self._replicas.items() if each.why}
 
     @property
@@ -76,11 +76,11 @@ class Paces:
 
     @property
     def steps_s(self) -> dict[str, float]:
-        """Seconds for a step of each replica that computes."""
+        """Mean seconds per step of each replica that computes."""
         return {name: pace.step_s for name, pace in self.paces.items()}
 
     def seen(self, found: Mapping[str, Work], now: float) -> None:
-        """Compare all replicas, by what each has done so far."""
+        """Compare all replicas by their work so far."""
         for name in self._replicas.keys() - found.keys():
             del self._replicas[name]
         for name, work in found.items():
@@ -145,10 +145,10 @@ def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
 
 
 def _times(pace: Pace, peers: list[Pace]) -> float:
-    """Return how many times slower a replica is than its peers.
+    """Return the ratio of a replica's step time to its peers' median.
 
-    A step of more rows may take longer: the smaller of two comparisons counts, by step
-    and by row.
+    Steps with more rows may take longer, so the ratio per step or per row counts,
+    whichever is smaller.
     """
     if not peers:
         return NO_COMPARISON
@@ -166,7 +166,7 @@ def _words(
     if peers:
         parts.append(f"{beside_peers:.1f} times that of its peers")
     if beside_past:
-        parts.append(f"{beside_past:.1f} times its own before")
+        parts.append(f"{beside_past:.1f} times its own past")
     text = ", ".join(parts)
     usual = median(p.cpu for p in peers) if peers else 1.0
     if pace.cpu < STARVED * usual:
@@ -175,4 +175,4 @@ def _words(
             f"second of computing, its peers {usual:.2f} s: something else runs on its "
             "cores, or it is throttled"
         )
-    return f"{text}; it has its processor time: what it computes has become slower"
+    return f"{text}; it gets enough processor time: its computation is slower"

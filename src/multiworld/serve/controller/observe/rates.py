@@ -1,4 +1,4 @@
-"""Rates and quantiles of the last seconds, from counts that only grow. Pure."""
+"""Rates and quantiles over the last seconds, computed from counters. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 Label = tuple[str, tuple[str, ...]]  # kind of count, and its labels
 
-RATE_S = 10.0  # over which rates are measured
-QUANTILE_S = 60.0  # over which quantiles are
+RATE_S = 10.0  # seconds over which rates are measured
+QUANTILE_S = 60.0  # seconds over which quantiles are measured
 
 
 class Window:
@@ -23,7 +23,7 @@ class Window:
             self._samples.popleft()
 
     def _before(self, seconds: float) -> tuple[float, Mapping[Label, float]] | None:
-        """Return the latest sample that is at least so old, or else the oldest."""
+        """Return the latest sample at least ``seconds`` old, otherwise the oldest."""
         if len(self._samples) < 2:
             return None
         now = self._samples[-1][0]
@@ -37,7 +37,7 @@ class Window:
     def rates(
         self, kind: str, is_of: Callable[[tuple[str, ...]], bool] = lambda labels: True
     ) -> dict[tuple[str, ...], float]:
-        """Return how fast counts grow, in 1/s, by their labels."""
+        """Return the growth of counts per second, by their labels."""
         before = self._before(RATE_S)
         if before is None:
             return {}
@@ -51,9 +51,9 @@ class Window:
         }
 
     def quantiles(self, kind: str, model: str, at: tuple[float, ...]) -> list[float]:
-        """Return quantiles of a histogram of one model; empty: there was nothing.
+        """Return quantiles of a model's histogram; empty if it counted nothing.
 
-        ``kind`` is that of its buckets, whose labels are the model and the upper bound.
+        ``kind`` names its buckets, whose labels are the model and the upper bound.
         """
         before = self._before(QUANTILE_S)
         if before is None:
@@ -74,7 +74,7 @@ def _total(buckets: list[tuple[float, float]]) -> float:
 def quantile(buckets: list[tuple[float, float]], share: float) -> float:
     """Return a quantile of counts by upper bound, as Prometheus interpolates it.
 
-    In the last bucket, which has no bound, it is the bound before.
+    A quantile in the last, unbounded bucket is the upper bound of the bucket before it.
     """
     wanted, sum_before, low = share * _total(buckets), 0.0, 0.0
     for bound, count in buckets:

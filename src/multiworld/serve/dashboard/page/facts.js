@@ -1,6 +1,6 @@
-// The facts of the service, as the server tells them.
+// The facts of the service, as the server sends them.
 
-/** Apply a merge patch (RFC 7396) and return the result; nothing is changed in place. */
+/** Return `before` with a merge patch (RFC 7396) applied; change nothing in place. */
 export function patched(before, patch) {
   if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
   const isObject = before && typeof before === "object" && !Array.isArray(before);
@@ -12,16 +12,16 @@ export function patched(before, patch) {
   return found;
 }
 
-/** Call `tell(facts)` whenever the service has changed; `tell(facts, true)`: it is cut off. */
+/** Call `tell(facts)` after each change; call `tell(facts, true)` if the server is unreachable. */
 export function follow(tell) {
   let facts = {};
   const source = new EventSource("/facts");
   source.addEventListener("facts", (event) => tell((facts = JSON.parse(event.data))));
   source.addEventListener("patch", (event) => tell((facts = patched(facts, JSON.parse(event.data)))));
-  source.onerror = () => tell(facts, true); // it connects again by itself
+  source.onerror = () => tell(facts, true); // EventSource reconnects by itself
 }
 
-/** Ask for the tenants and their keys; throw an Error with the service's words if it refuses. */
+/** Return the tenants and their keys; throw an Error with the service's reason if it is refused. */
 export async function tenants() {
   const answer = await fetch("/tenants");
   const found = await answer.json();
@@ -29,7 +29,7 @@ export async function tenants() {
   return found;
 }
 
-/** Do an operation; throw an Error with the service's words if it refuses. */
+/** Request an operation; throw an Error with the service's reason if it is refused. */
 export async function ask(operation, body) {
   const answer = await fetch(`/do/${operation}`, {
     method: "POST",

@@ -1,4 +1,4 @@
-// The page: what is chosen on it, what is asked, and its parts.
+// The page: its selections, its dialogs, and its parts.
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { ask, bytes, clock, follow, seconds, tenants } from "./facts.js";
 import { Alerts, Events, Gateways, Machines, Model, Numbers, stateOf, stateOfStream, Streams, Tenants, Thoughts } from "./parts.js";
@@ -46,7 +46,7 @@ function Page() {
   </main>`;
 }
 
-/** Add the present load to the series, if the last point is old enough. */
+/** Add the current load to the series if the last point is old enough. */
 function extended(series, facts) {
   const found = { ...series };
   for (const [name, model] of Object.entries(facts.models)) {
@@ -115,7 +115,7 @@ function Details({ name, process, facts, act, close }) {
       <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
 }
 
-/** What the service knows of a request: its streams, and what the logs say of it. */
+/** All about a request: its streams, and its log entries. */
 function Way({ request, facts, act, close }) {
   const [entries, setEntries] = useState(null);
   const show = () => fetch(`/requests/${encodeURIComponent(request)}`).then((a) => a.json()).then(setEntries);
@@ -125,17 +125,17 @@ function Way({ request, facts, act, close }) {
     ${mine.map((s) => html`<dl class="facts"><dt>state</dt><dd>${stateOfStream(s)}, at ${s.gateway}</dd>
       <dt>tokens</dt><dd>${s.made}, after a prompt of ${s.prompt}</dd><dt>chain</dt><dd>${s.chain.join(" → ") || "none"}</dd>
       <dt>longest pause</dt><dd>${s.longest_s ? seconds(s.longest_s) : "–"}</dd><dt>tenant</dt><dd>${s.tenant || "–"}</dd></dl>`)}
-    ${!mine.length && html`<p class="quiet">It does not run, or is not among the streams that are shown.</p>`}
+    ${!mine.length && html`<p class="quiet">It is not running, or not among the streams shown.</p>`}
     ${entries && (entries.length ? html`<div class="scroll" tabindex="0"><table class="events"><tbody>${entries.map((e) =>
       html`<tr><td>${e.at ? clock(e.at) : ""}</td><td>${e.process}</td><td><span class="line">${e.text}</span></td></tr>`)}</tbody></table></div>`
-      : html`<p class="quiet">No log names it. What went well is logged only with <code>gateway.access_log</code>.</p>`)}
+      : html`<p class="quiet">No log entry names it. Successful requests are logged only with <code>gateway.access_log</code>.</p>`)}
     <div class="row"><button class="act" onClick=${show}>Read the logs again</button>
       ${mine.length > 0 && html`<button class="act danger" onClick=${() => act(`Cancel request ${request}? Its client gets an error.`,
         "cancel", { request })}>Cancel it</button>`}
       <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
 }
 
-/** The spec that runs, what differs from it, and the way to another one or back. */
+/** The running spec, differences from it, and its update or rollback. */
 function Spec({ facts, act }) {
   const [spec, setSpec] = useState(null);
   const [text, setText] = useState(null);
@@ -227,7 +227,7 @@ function Chat({ facts }) {
   return html`<section><h2>Chat</h2><form class="form" ref=${form} onSubmit=${send}>
     <select name="model" aria-label="model">${all.map((n) => html`<option value=${n}>${n}</option>`)}</select>
     <textarea name="text" rows="2" aria-label="message" required>Name the three primary colors.</textarea>
-    <input name="key" type="password" placeholder="API key, if the gateways want one" aria-label="API key" autocomplete="off" />
+    <input name="key" type="password" placeholder="API key, if the gateways require one" aria-label="API key" autocomplete="off" />
     <button disabled=${isBusy}>${isBusy ? "…" : "Send"}</button></form><p class="said" aria-live="polite">${said}</p></section>`;
 }
 

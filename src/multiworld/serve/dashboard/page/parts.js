@@ -2,9 +2,9 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { bytes, clock, rate, seconds, share } from "./facts.js";
 
-const MANY = 24; // replicas of a stage, from which on each is a small square
+const MANY = 24; // number of a stage's replicas from which on each is a small square
 
-/** Class, mark and words for the state of a replica; the mark does without colour. */
+/** Class, mark and words for the state of a replica; the mark works without colour. */
 export function stateOf(replica) {
   if (replica.is_silent) return ["lost", "✕", "silent"];
   if (replica.slow) return ["slow", "!", "slow"];
@@ -65,7 +65,7 @@ function Replica({ name, replica, most, open }) {
   </button>`;
 }
 
-/** How a model answers, in one line. */
+/** A model's rates and latencies, in one line. */
 function inShort(model) {
   const both = (what, spread) => spread && `${what} ${seconds(spread.p50)} (p99 ${seconds(spread.p99)})`;
   return [both("answers", model.answers), both("first token", model.first_tokens), both("between tokens", model.between_tokens),
@@ -108,7 +108,7 @@ export function Model({ name, model, facts, series, open, act }) {
 
 const COLOURS = 6; // of chains; see style.css
 
-/** Lines through the replicas of each chain, as wide as it has streams; drawn over the stages. */
+/** Lines through the replicas of each chain, drawn over the stages; width by number of streams. */
 function Flows({ chains, replicas }) {
   const place = useRef(null);
   const [lines, setLines] = useState([]);
@@ -148,7 +148,7 @@ function Flows({ chains, replicas }) {
 /** Words for the state of a stream; each attempt after the first follows a loss or a move. */
 export const stateOfStream = (s) => `${s.phase}${s.attempt ? `, attempt ${s.attempt + 1}` : ""}${s.losses ? ", suspected" : ""}`;
 
-/** The streams that run, those in trouble first. */
+/** The live streams, those in trouble first. */
 export function Streams({ facts, look, act }) {
   const found = Object.entries(facts.streams || {});
   const rank = ([, s]) => [s.losses || s.phase === "waiting" || s.phase === "paused" ? 0 : 1, s.began_at];

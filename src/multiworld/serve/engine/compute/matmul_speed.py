@@ -1,4 +1,4 @@
-"""Speed of bfloat16 matmuls on this machine, beside float32.
+"""Speed of bfloat16 matmuls on this machine, compared with float32.
 
 oneDNN has fast kernels only for some processors (AVX512, or dedicated instructions); on
 others it emulates them, several times slower than float32, unless compiled code of our

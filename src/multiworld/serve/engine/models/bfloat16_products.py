@@ -82,7 +82,7 @@ class Bfloat16Linear:
     def is_invariant(self) -> bool:
         """Whether rows have the same bits in calls of any size.
 
-        Tiles may round otherwise than the instructions for few rows.
+        AMX tiles may round differently from the instructions for few rows.
         """
         return self._kind is not Instructions.AMX
 

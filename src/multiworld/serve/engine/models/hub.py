@@ -43,7 +43,7 @@ def _answers(path: str, revision: str) -> bool:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path is the name of a model on the hub, not a folder."""
+    """Return whether a path has the form of a hub model's name and does not exist."""
     return NAME.fullmatch(path) is not None and not Path(path).exists()
 
 

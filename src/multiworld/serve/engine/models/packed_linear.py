@@ -1,7 +1,7 @@
 """Matmuls with weights that are packed once, for CPUs.
 
-Weights in bfloat16 are multiplied by code that is compiled on this machine, where it is
-available, and the others by oneDNN. oneDNN computes on blocks of weights. torch's
+Matmuls with bfloat16 weights use C code compiled on this machine, if available; all
+others use oneDNN. oneDNN computes on blocks of weights. torch's
 ``linear`` packs weights into blocks at every call. With weights that are packed once, a
 matmul of 4 to 16 rows takes half to three quarters of the time, and a language model's
 head less than half (EPYC, float32).
@@ -89,7 +89,7 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def makers_of(dtype: torch.dtype) -> Sequence[Callable[[Tensor, Any], Product]]:
-    """Return what packs weights of a dtype, the fastest first."""
+    """Return the classes that pack weights of a dtype, the fastest first."""
     return [Bfloat16Linear, PackedLinear] if dtype is torch.bfloat16 else [PackedLinear]
 
 

@@ -17,7 +17,7 @@ LAYER = re.compile(r"\.(\d+)\.")  # number of the layer, in the name of a tensor
 MAX_HEADER = 100_000_000  # maximum bytes of a header (safetensors' own limit)
 # Number and bytes of the parts of a file that its hash covers.
 SAMPLES, SAMPLE = 8, 1 << 20
-# What reading a damaged index or header raises.
+# Errors that reading a damaged index or header raises.
 DAMAGED = (
     ValueError,
     LookupError,

@@ -19,7 +19,7 @@ MAX_POISON = 1024  # poison requests remembered per tenant and model
 POISON_LIMIT, WINDOW_S = 3, 300.0
 
 # Seconds of a tenant's first quarantine, and of the longest. Each one is twice as long
-# as the one before.
+# as the previous one.
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
 
 TenantModel = tuple[str, Hashable]

@@ -55,10 +55,10 @@ class AdmittedCall(Call):
     """An admitted request, which may have a body.
 
     Attributes:
-        admitted: What is counted of it.
-        reservation: Memory that its body takes.
-        record: What another gateway needs to continue its answer.
-        held: What is given back when the answer has ended, however it ends.
+        admitted: Counts of the request for its tenant's limits.
+        reservation: Memory reserved for its body.
+        record: Record from which another gateway can continue its answer.
+        held: Resources to release when the answer ends, whether or not it succeeds.
     """
 
     admitted: AdmittedRequest

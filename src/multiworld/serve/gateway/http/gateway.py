@@ -51,7 +51,7 @@ from multiworld.serve.wire.routing_table import ReplicaState
 
 # Inputs of at least this many bytes are hashed in a thread.
 LARGE_BYTES = 256 * 1024
-LOG_BYTES = 64 * 2**20  # of events that are kept for clients to read again
+LOG_BYTES = 64 * 2**20  # maximum bytes of the event logs
 ENCODERS = 2  # threads that encode prompts
 
 
@@ -84,7 +84,7 @@ class Gateway:
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
-        # Streams that are kept without a client: by default, at most, and all of them.
+        # Seconds for which a stream is kept without a client: default and maximum.
         self.detach_s, self.max_detach_s = 0.0, 600.0
         self.event_logs = EventLogs(LOG_BYTES)
         self.tracer: Tracer | None = None
@@ -184,8 +184,9 @@ class Gateway:
     ) -> tuple[str, Model]:
         """Return the active version of a model, the only one served, and the model.
 
-        A request that another gateway has ``begun`` keeps its version while there is
-        one. Then it continues with the active one if that has the same ``identity``.
+        A request that another gateway began with version ``begun`` keeps it as long as
+        it is loaded. Later it continues with the active version if that has the same
+        ``identity``.
         """
         routes = self.dispatcher.table.routes
         self.check_known(name, tenant)
@@ -208,7 +209,7 @@ class Gateway:
         return route.version, model
 
     def identity(self, name: str, version: str) -> str:
-        """Return the name of what a version consists of; empty if it is not known."""
+        """Return the name of a version's identity; empty if it is not known."""
         spec = self.specs.get((name, version))
         return "" if spec is None or spec.identity is None else spec.identity.name
 
@@ -386,7 +387,7 @@ async def _nothing() -> None:
 
 
 async def _digest(tensors: Tensors) -> str:
-    """Return a request's digest, computed in a thread if it is large."""
+    """Return the digest of a request's tensors; hash large ones in a thread."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LARGE_BYTES:
         return digest_of(tensors)

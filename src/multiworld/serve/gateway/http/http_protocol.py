@@ -102,9 +102,9 @@ class HeadKeeper:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
-        self.is_discarding = False  # what follows is not sent
+        self.is_discarding = False  # later output is not sent
         self.has_head = False  # another gateway has sent the next answer's head
-        self.has_interim = False  # or what comes before it
+        self.has_interim = False  # another gateway has sent its interim response
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of a response."""
@@ -135,7 +135,7 @@ class HeadKeeper:
 
 
 def _write_interim(transport: Any, data: bytes) -> None:
-    """Write what is no part of an answer, which a recorder has to know."""
+    """Write an interim response, which is recorded apart from the answer."""
     getattr(transport, "write_interim", transport.write)(data)
 
 
@@ -168,11 +168,11 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. ``lingering``: those of the server that were refused, and end.
+    """One connection; ``lingering`` has the server's refused ones until they close.
 
-    A ``recorder`` with a record of another gateway's has it taken over: what that one
-    recorded goes out first, requests that it has not answered are read again from the
-    record, and an answer that it had begun goes on behind what is recorded of it.
+    If ``recorder`` has another gateway's record, the connection is taken over: the
+    recorded output is sent first; then the recorded requests without an answer are
+    parsed again. An answer that had begun continues after its recorded part.
     """
 
     def __init__(
@@ -188,9 +188,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self._recorder = Unrecorded() if recorder is None else recorder
         self._is_in_message = False
-        self._answered_before = 0  # requests of a record that are answered
-        self._is_read_again = False  # a request without its wish for an upgrade
-        self._is_answered_before = False  # that which is read now is one of them
+        self._answered_before = 0  # answered requests still to be parsed from a record
+        self._is_read_again = False  # the next head repeats one, without its upgrade
+        self._is_answered_before = False  # the current request is an answered one
         self._limits, self._lingering = limits, lingering
         # By name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -213,7 +213,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heads = HeadKeeper(transport)
         most = self._limits.max_connections
         if (record := self._recorder.taken_over) is not None:
-            self._take_over(record)  # however many there are
+            self._take_over(record)  # even above the limit
         elif len(self.connections) - len(self._lingering) > most:
             text = f"gateway has reached its limit of {most} connections; retry later"
             self._refuse("503 Service Unavailable", text)
@@ -236,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_message and self._is_answered_before:
             self._limit_rest()
         if not self._is_in_message and not self._cycles:
-            # As after an answer.
+            # The connection idles, as it would after an answer.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -454,7 +454,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _has_late_body(self) -> bool:
-        """True while the rest of a request arrives that is answered."""
+        """True while the rest of an already answered request arrives."""
         cycle = self.cycle
         return cycle is not None and cycle.response_complete and cycle.more_body
 

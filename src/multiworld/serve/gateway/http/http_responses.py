@@ -124,7 +124,7 @@ class EventStream(StreamingResponse):
         self.on_end: Callable[[int], object] = lambda status: None
         # Called with the size of each event, in bytes.
         self.on_bytes: Callable[[int], object] = lambda count: None
-        # Of the answer; events that it says the client has are not sent again.
+        # Record of the answer, which counts the events that the client already has.
         self.record = unrecorded()
         # Begins the log of a stream that its clients may read again.
         self.begin_log: Callable[[Callable[[], None]], EventLog] | None = None
@@ -139,7 +139,7 @@ class EventStream(StreamingResponse):
         return openai_error(error)
 
     async def _sent(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-        """Yield what the client lacks."""
+        """Yield the events that the client lacks."""
         events = self._all(events)
         if self.begin_log is not None:
             log, self._is_logged = self.begin_log(self.record.log_ended), True
@@ -153,8 +153,8 @@ class EventStream(StreamingResponse):
             async for event in events:
                 is_failed = is_failed or event.startswith(ERROR)
                 is_lacking = event.startswith(COMMENT) or self.record.count_event()
-                # A request that another gateway had begun may fail before its first
-                # event here. It must not look as if it had ended.
+                # A resumed request may fail before its first new event. Without the
+                # error, the client would take it as complete.
                 if is_lacking or is_failed:
                     self.on_bytes(len(event))
                     yield event
@@ -183,12 +183,12 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if not self._is_logged:  # its log ends without the client
+            if not self._is_logged:  # a log calls ``on_end`` itself
                 self.on_end(self._status)
 
 
 def failed_stream(error: bytes) -> EventStream:
-    """Return a stream whose only event is an error, which is JSON."""
+    """Return a stream whose only event is ``error``, a JSON text."""
 
     async def events() -> AsyncGenerator[bytes]:
         yield b"data: %b\n\n" % error

@@ -33,8 +33,8 @@ _LIMITS = {
 # Errors of msgspec for invalid JSON, or JSON of another type.
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
-CHECKED_BYTES = 256 * 1024  # that are checked at once; a refusal skips the rest
-PIECE_BYTES = 64 * 1024  # of numbers that are decoded at once
+CHECKED_BYTES = 256 * 1024  # checked at once; a refusal skips the rest
+PIECE_BYTES = 64 * 1024  # bytes of numbers that are decoded at once
 _NOTHING_ELSE = b"[] \t\r\n"  # characters to remove from a list of numbers
 
 

@@ -1,7 +1,7 @@
 """A gateway's link to the stream keeper of its host.
 
-Nothing goes out to a client before the keeper has it, while there is a keeper. Without
-one, streams continue unprotected, and the next keeper gets all that this gateway has.
+While there is a keeper, nothing is sent to a client before the keeper has it. Without
+one, streams continue unprotected; the next keeper gets all records of this gateway.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
 logger = logging.getLogger("multiworld.serve")
 
-BEATS = 8  # to the keeper in ``silence_s``
-MAX_BEAT_S = 0.25  # between two of them
-# Of unanswered requests of a connection, kept here in case that the keeper is lost.
+BEATS = 8  # heartbeats to the keeper within ``silence_s``
+MAX_BEAT_S = 0.25  # maximum seconds between two heartbeats
+# Maximum input of a connection, which this gateway keeps in case the keeper is lost.
 MIRROR_BYTES = 1024 * 1024
-FIND_S = 2.0  # for the keeper to say where a stream is
-AGAIN_S = 0.02  # between attempts to reach a keeper
+FIND_S = 2.0  # seconds for the keeper to answer where a stream is
+AGAIN_S = 0.02  # seconds between attempts to reach a keeper
 
 Write = tuple["Recorded", Callable[[], None]]
 Serve = Callable[[socket.socket | None, ConnectionRecord], object]
@@ -54,33 +54,34 @@ class Recorded(Protocol):
         """Bring the record up to date."""
 
     def hold(self) -> None:
-        """Ask for no more output: the keeper does not take it."""
+        """Pause output, as the keeper's socket is full."""
 
     def resume(self) -> None:
-        """Ask for output again."""
+        """Resume output."""
 
     def pause_reading(self) -> None:
-        """Read nothing more from the client: the keeper does not take it."""
+        """Pause reading from the client, as the keeper's socket is full."""
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading."""
 
     def fail(self) -> None:
-        """Close the connection: it cannot be written to."""
+        """Close the connection after a write has failed."""
 
     def abandon(self) -> None:
-        """Let go of the socket, without closing the connection."""
+        """Release the socket without closing the connection."""
 
 
 class KeeperLink:
-    """Sends what is recorded, a frame a turn of the loop, and gets connections.
+    """Sends recorded entries, one frame per loop iteration, and receives connections.
 
     Args:
         path: The keeper's Unix socket.
-        name: Of this gateway.
-        silence_s: Seconds after which a keeper that hangs is left.
-        serve: Gets each connection that is given to this gateway; without a socket,
-            it is a stream that is kept, and has no client.
+        name: Name of this gateway.
+        silence_s: Seconds of silence, besides ``KEEPER_S``, until a keeper counts as
+            hung.
+        serve: Called with each connection that this gateway gets; without a socket,
+            it is a kept stream, which has no client.
     """
 
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
@@ -95,15 +96,15 @@ class KeeperLink:
         self._connections: dict[int, Recorded] = {}
         self._given: dict[int, list[Entry]] = {}
         self._listeners: list[socket.socket] = []
-        # Of this turn: entries, and what is done once the keeper has them.
+        # Of this loop iteration: entries, and the writes once the keeper has them.
         self._entries: list[bytes] = []
         self._writes: list[Write] = []
         self._sent: deque[list[Write]] = deque()
-        # Connections that are not written to, or not read from, until the keeper has
-        # taken what it was sent.
+        # Connections whose writing, or reading, is paused until all that was sent to
+        # the keeper is in its socket.
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
-        self._reading: set[Recorded] = set()  # that were read from in this turn
+        self._reading: set[Recorded] = set()  # that were read from in this iteration
         # Numbers of the connections that another gateway cannot take; None: there is
         # no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
@@ -127,7 +128,7 @@ class KeeperLink:
     def say(
         self, connection: Recorded, kind: Kind, value: int = 0, payload: bytes = b""
     ) -> None:
-        """Record something of a connection, here and at the keeper."""
+        """Record an entry of a connection, here and at the keeper."""
         record = connection.record
         if record.note(kind, value, payload):
             connection.settle()
@@ -148,7 +149,7 @@ class KeeperLink:
         return made
 
     async def find(self, connection: Recorded, stream: bytes) -> Place:
-        """Return where a stream is kept, by its id."""
+        """Ask the keeper where the stream with this id is kept."""
         if self._channel is None:
             return Place.NOWHERE
         number = connection.record.number
@@ -165,7 +166,7 @@ class KeeperLink:
             self._finding.pop(number, None)
 
     async def move(self, connection: Recorded, stream: bytes) -> bool:
-        """Give a connection to the gateway of a stream; return whether it is done."""
+        """Hand the connection to the gateway that has a stream; return whether done."""
         if not await self._is_flushed():
             return False
         connection.abandon()
@@ -174,10 +175,10 @@ class KeeperLink:
         return True
 
     def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
-        """Call ``take`` once the keeper has what was read; nothing is read until then.
+        """Call ``take`` once the keeper has what was read; pause reading until then.
 
-        A turn of the loop runs what the turn before has asked for, the frame, before
-        what it finds readable itself.
+        An iteration of the event loop runs the callbacks that the previous one
+        scheduled (here: sending the frame) before those of readable sockets.
         """
         if self._channel is None:
             _write_all([(connection, take)])
@@ -187,7 +188,7 @@ class KeeperLink:
         self._reading.add(connection)
 
     def then(self, connection: Recorded, write: Callable[[], None]) -> None:
-        """Call ``write`` once the keeper has all that was said; at once without one."""
+        """Call ``write`` once the keeper has all entries; at once without a keeper."""
         if self._channel is None:
             _write_all([(connection, write)])
             return
@@ -235,7 +236,7 @@ class KeeperLink:
     # The keeper.
 
     async def run(self) -> None:
-        """Reach the keeper, and the next one when it is lost, until cancelled."""
+        """Connect to the keeper, and again when it is lost, until cancelled."""
         try:
             while True:
                 channel = await self._reached()
@@ -257,7 +258,7 @@ class KeeperLink:
             return Channel(sock, self._framed, self._keeper_lost)
 
     def _begin(self, channel: Channel) -> None:
-        """Greet a keeper, and give it what an earlier one had."""
+        """Greet a keeper; send it listeners and records, as it may be a new one."""
         self._heard_at = self._loop.time()
         hello = entry(Kind.HELLO, 0, PROTOCOL, self._name.encode())
         channel.send(frame([hello]))
@@ -271,7 +272,7 @@ class KeeperLink:
             descriptors = [number] if number >= 0 else []
             for data in list(record.frames()):
                 if not channel.send(data, descriptors):
-                    break  # no descriptors left; it is not protected
+                    break  # no descriptors left: the connection stays unprotected
                 descriptors = []
         self._channel = channel
         if self._is_ready and not self._is_leaving:
@@ -337,13 +338,13 @@ class KeeperLink:
     # This gateway.
 
     def ready(self) -> None:
-        """Take connections from now on."""
+        """Report to the keeper that this gateway takes connections."""
         self._is_ready = True
         if self._channel is not None:
             self._channel.send(frame([entry(Kind.READY)]))
 
     async def leave(self, limit_s: float) -> bool:
-        """Take no more connections; return whether protected ones were handed over."""
+        """Stop taking connections; return whether protected ones were handed over."""
         self._is_leaving = True
         if self._channel is None:
             return False
@@ -358,7 +359,7 @@ class KeeperLink:
             return False
         if not await self._is_flushed():
             return False
-        # Streams that are kept come first; other connections may read them.
+        # Kept streams come first, because other connections may read them.
         found = sorted(self._connections.items(), key=lambda each: each[1].fileno())
         for number, connection in found:
             if number not in kept:
@@ -368,7 +369,7 @@ class KeeperLink:
         return True
 
     async def _is_flushed(self) -> bool:
-        """Wait until the keeper has all that was said; return False if it is lost."""
+        """Wait until the keeper has all entries; return False if it is lost."""
         while (channel := self._channel) is not None:
             self._flush()
             if not channel.is_blocked:
@@ -377,13 +378,13 @@ class KeeperLink:
         return False
 
     async def flush(self, limit_s: float) -> None:
-        """Wait until the keeper has all that was said, for at most ``limit_s``."""
+        """Wait until the keeper has all entries, for at most ``limit_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._is_flushed()
 
     def close(self) -> None:
-        """Let go of the keeper and of the listening sockets."""
+        """Close the channel to the keeper and the listening sockets."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -393,7 +394,7 @@ class KeeperLink:
 
 
 def _write_all(writes: list[Write]) -> None:
-    """Write, and let no connection keep the bytes of others back."""
+    """Call all writes; one that fails closes its connection and stops no other."""
     for connection, write in writes:
         try:
             write()

@@ -1,4 +1,4 @@
-"""Streams whose events are kept, for clients whose connections break to read on."""
+"""Logs of streams' events, from which clients resume after a lost connection."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-COMMENT = b":"  # begins an event that says nothing, to keep a connection open
+COMMENT = b":"  # first byte of a comment, which keeps a connection open
 KEEP_ALIVE = b": still generating\n\n"
 KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comment
 
 
 class EventLog:
-    """The events of one stream, which is read from here by any number of readers.
+    """The events of one stream, for any number of readers.
 
-    It is filled whether or not somebody reads, until ``keep_s`` after its last reader
-    has left: then it is forgotten, and ended if it is not complete.
+    It is filled whether or not somebody reads. ``keep_s`` after its last reader has
+    left, it is removed, and its stream is cancelled if it is not complete.
 
     Attributes:
-        tenant: Whose stream it is.
+        tenant: Owner of the stream.
         size: Bytes of its events.
-        is_complete: The stream has ended.
+        is_complete: Whether the stream has ended.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class EventLog:
         self._logs, self.name, self.tenant = logs, name, tenant
         self._keep_s, self._end = keep_s, end
         self._events: list[bytes] = []
-        self._first = 0  # number of events that were dropped, as there was no room
+        self._first = 0  # number of events dropped for lack of room
         self._is_waiting = False
         self.size = 0
         self.is_complete = False
@@ -46,7 +46,7 @@ class EventLog:
         return bool(self._positions)
 
     def has_all(self, after: int) -> bool:
-        """Return whether no event behind number ``after`` was dropped."""
+        """Return whether no event after number ``after`` was dropped."""
         return self._first <= after
 
     # Filling.
@@ -54,7 +54,7 @@ class EventLog:
     def fill(
         self, events: AsyncGenerator[bytes], on_filled: Callable[[], object]
     ) -> None:
-        """Take events until there are no more, and then call ``on_filled``."""
+        """Log ``events`` in a task; call ``on_filled`` when they have ended."""
         self._filling = asyncio.ensure_future(self._fill(events))
         self._filling.add_done_callback(lambda _: on_filled())
         self._wait_for_reader()
@@ -87,21 +87,21 @@ class EventLog:
             self._is_waiting = False
 
     def _drop(self, number: int) -> None:
-        """Drop the events up to a number."""
+        """Drop the events up to ``number``, including it."""
         done = self._events[: number - self._first]
         del self._events[: len(done)]
         self._first += len(done)
         self._logs.count(self, -sum(map(len, done)))
 
     def _tell(self) -> None:
-        """Wake whoever waits for a change."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     # Reading.
 
     async def read(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events behind number ``after``, until the stream ends."""
+        """Yield the events after number ``after``, until the stream ends."""
         position = [after]
         self._positions.append(position)
         self._stop_timer()
@@ -137,7 +137,7 @@ class EventLog:
             self._timer = None
 
     def end(self) -> None:
-        """Forget the stream; end it if it is not complete."""
+        """Remove the log; cancel its stream if it is not complete."""
         self._stop_timer()
         if self._logs.remove(self):
             self._end()
@@ -152,7 +152,7 @@ class EventLogs:
     """The logs of a gateway.
 
     Args:
-        max_bytes: Of all events; a tenant may have half of it.
+        max_bytes: Maximum bytes of all events; a tenant may have half of them.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -169,9 +169,9 @@ class EventLogs:
     def begin(
         self, name: str, tenant: str, keep_s: float, on_end: _Call = lambda: None
     ) -> EventLog:
-        """Return a new log, for the one caller that fills it.
+        """Return a new log, which the caller must fill.
 
-        ``on_end`` is called when it is forgotten.
+        ``on_end`` is called when the log is removed.
         """
         log = EventLog(self, name, tenant, keep_s, on_end)
         self._logs[name] = log
@@ -180,7 +180,7 @@ class EventLogs:
         return log
 
     async def expect(self, name: str, tenant: str, limit_s: float) -> EventLog | None:
-        """Return a tenant's log, which begins within ``limit_s``; None: it does not."""
+        """Wait at most ``limit_s`` for a tenant's log; return None if none begins."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while name not in self._logs:
@@ -188,7 +188,7 @@ class EventLogs:
         return self.find(name, tenant)
 
     def find(self, name: str, tenant: str) -> EventLog | None:
-        """Return a tenant's log, if there is one of that name."""
+        """Return a tenant's log by name; None if there is none."""
         log = self._logs.get(name)
         return log if log is not None and log.tenant == tenant else None
 
@@ -198,7 +198,7 @@ class EventLogs:
             self._sizes[log.tenant] += size
 
     def is_full(self, log: EventLog) -> bool:
-        """Forget complete streams without readers; return whether it is not enough."""
+        """Evict complete, unread logs; return whether a limit is still exceeded."""
         for other in list(self._logs.values()):
             has_too_much = self._has_too_much(log.tenant)
             if not has_too_much and self.size <= self._max_bytes:
@@ -212,7 +212,7 @@ class EventLogs:
         return self._sizes[tenant] > self._max_bytes // 2
 
     def remove(self, log: EventLog) -> bool:
-        """Remove a log; return whether it was there."""
+        """Remove a log; return whether it was present."""
         if self._logs.get(log.name) is not log:
             return False
         del self._logs[log.name]

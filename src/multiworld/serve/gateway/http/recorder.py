@@ -1,8 +1,8 @@
-"""What a gateway records of a connection, so that another one can continue it.
+"""Recording of connections, so that another gateway can continue them.
 
-``Recorder`` is the seam between the HTTP protocol and the stream keeper: it sees what
-is read, what is written, and where requests and answers end. A recorder that was made
-from a record has the protocol take over the connection at the byte that it stands at.
+``Recorder`` links the HTTP protocol to the stream keeper: the protocol reports what it
+reads and writes, and where requests and answers end. A recorder made from another
+gateway's record makes the protocol continue the connection at the exact byte.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ KEY_BYTES = 16
 
 
 class Drawn(msgspec.Struct, array_like=True):
-    """What was drawn or chosen for a request; another gateway goes on with it."""
+    """Random key and other choices of a request, which another gateway must repeat."""
 
-    key: bytes  # all random numbers of the request are made of it
+    key: bytes  # seed of all random numbers of the request
     made_at: float  # wall clock
     # Monotonic time, which all processes of a host share; None: not known yet.
     deadline_at: float | None = None
     version: str = ""  # of the model
-    identity: str = ""  # name of what that version consists of; empty: not known
-    noise: dict[int, str] = {}  # by choice: by which its tokens were sampled
+    identity: str = ""  # name of the version's identity; empty: not known
+    noise: dict[int, str] = {}  # noise source of each choice's tokens, by its index
 
 
 _items = msgspec.msgpack.Decoder(tuple[int, TokenItem])
@@ -52,14 +52,14 @@ class AnswerRecord:
     """The record of one request's answer.
 
     Args:
-        record: Of its connection.
-        say: Records something of the connection.
-        is_resumed: Another gateway has had the request.
-        on_log: Called once the answer is kept for clients to read again.
-        clock: Monotonic.
+        record: Record of the connection.
+        say: Records an entry of the connection.
+        is_resumed: Whether another gateway has had the request.
+        on_log: Called once the answer has a log, which clients may read again.
+        clock: Monotonic clock.
 
     Attributes:
-        has_begun: Bytes of the answer went out at another gateway.
+        has_begun: Whether another gateway has sent bytes of the answer.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class AnswerRecord:
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
         self.is_detached = record.is_detached
-        # Id of the stream that the answer reads from, if it was begun as one that is
-        # kept, and its log in this gateway.
+        # Id of the kept stream that the answer reads (empty: none), and its log in this
+        # gateway.
         self.stream = "" if record.is_detached else record.stream.decode()
         self.log: EventLog | None = None
         self._on_log, self._on_log_end = on_log, _nothing
-        self._events = 0  # of the answer so far
-        self._before = record.events  # of them, that went out at another gateway
+        self._events = 0  # number of the answer's events so far
+        self._before = record.events  # number of events that another gateway has sent
         self._items = list(record.items)
         if record.request:
             self.drawn = _drawn.decode(record.request)
@@ -94,7 +94,7 @@ class AnswerRecord:
             self._say(Kind.ADMITTED)
 
     def keep(self) -> None:
-        """Record ``drawn``, which has changed."""
+        """Record ``drawn`` after a change."""
         self._say(Kind.REQUEST, 0, _encode(self.drawn))
 
     def token(self, purpose: str, size: int = 12) -> str:
@@ -109,7 +109,7 @@ class AnswerRecord:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that other gateways have had the request."""
+        """Seconds since the request began, if another gateway has had it; else 0."""
         return self._clock() - self._began_at if self.is_resumed else 0.0
 
     def replayed(self) -> Iterator[tuple[int, TokenItem]]:
@@ -128,23 +128,23 @@ class AnswerRecord:
         return self._events > self._before
 
     def log_begun(self, log: EventLog) -> None:
-        """Record that the answer can be read again, also without its client."""
+        """Record that the answer has a log, which outlives its client."""
         self.log = log
         self._say(Kind.KEPT, 0, log.name.encode())
         self._on_log(self)
 
     def log_ended(self) -> None:
-        """Record that the answer can no longer be read again."""
+        """Record that clients can no longer resume reading the answer."""
         self.log = None
         self._on_log_end()
 
     def move(self, say: Callable[..., None], on_log_end: Callable[[], None]) -> None:
-        """Say everything as part of another connection from now on."""
+        """Record the answer with ``say``, of another connection, from now on."""
         self._say, self._on_log_end = say, on_log_end
 
     @property
     def events(self) -> int:
-        """Events that the client has, with those that go out now."""
+        """Number of events that the client has, including those being sent."""
         return max(self._events, self._before)
 
 
@@ -153,7 +153,7 @@ def _nothing() -> None:
 
 
 def unrecorded() -> AnswerRecord:
-    """Return the record of a request that nobody continues."""
+    """Return an answer's record that is not stored anywhere."""
     return AnswerRecord(ConnectionRecord(0), lambda *said: None)
 
 
@@ -170,17 +170,17 @@ class Unrecorded:
         """Record what was read."""
 
     def skipped(self, size: int) -> None:
-        """Record that bytes were read which nobody needs."""
+        """Record that ``size`` bytes were read and discarded."""
 
     def closing(self) -> None:
-        """Record that the connection is closed after what was written."""
+        """Record that the connection closes after the recorded output."""
 
     def answer(self) -> AnswerRecord:
         """Return the record of the request whose answer begins."""
         return unrecorded()
 
     def answered(self) -> None:
-        """Record that an answer has ended, and that there are other requests."""
+        """Record that an answer has ended while other requests are open."""
 
     def idle(self) -> None:
         """Record that no request is open."""
@@ -189,41 +189,41 @@ class Unrecorded:
         """Record that the connection is closed."""
 
     async def find(self, stream: str) -> Place:
-        """Return where a stream is kept, by its id."""
+        """Return where the stream with this id is kept."""
         return Place.NOWHERE
 
     async def move(self, stream: str) -> bool:
-        """Give the connection to the gateway of a stream; return whether it is done."""
+        """Hand the connection to the gateway that has a stream; return whether done."""
         return False
 
 
 class PeekedSocket(socket.socket):
-    """A client's connection; what is read of it is also left there, until ``take``.
+    """A client's connection; bytes read stay in the kernel until ``take``.
 
-    So nothing that a gateway reads is lost with it: the keeper has it, or the kernel.
+    So if the gateway is lost, either the keeper or the kernel has all that it read.
     """
 
-    _taken = memoryview(bytearray(256 * 1024))  # never looked at
+    _taken = memoryview(bytearray(256 * 1024))  # never read
     is_abandoned = False
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         return super().recv(size, flags | socket.MSG_PEEK)
 
     def close(self) -> None:
-        """Close the connection, which the keeper's duplicate would hold open."""
+        """Shut down output, too, since the keeper's duplicate keeps the socket open."""
         if not self.is_abandoned:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_WR)
         super().close()
 
     def take(self, size: int) -> None:
-        """Take what was read out of the kernel."""
+        """Consume ``size`` bytes that were read before."""
         while size > 0 and self.fileno() >= 0:
-            # The kernel does not even copy it (tcp(7), MSG_TRUNC).
+            # The kernel discards them without copying (tcp(7), MSG_TRUNC).
             size -= self.recv_into(self._taken, size, socket.MSG_TRUNC) or size
 
     def take_recorded(self, record: ConnectionRecord) -> None:
-        """Take what a gateway that was lost has read, recorded, and not taken."""
+        """Consume what an earlier gateway recorded but left in the kernel."""
         end = record.input_at + len(record.input)
         self.take(record.read_before + end - counters.read(self))
 
@@ -232,9 +232,9 @@ class Recorder(Unrecorded):
     """Records a connection at the keeper of its host.
 
     Args:
-        link: To the keeper.
-        record: As the keeper has it.
-        sock: Of the connection.
+        link: Link to the keeper.
+        record: The keeper's record of the connection.
+        sock: Socket of the connection.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class Recorder(Unrecorded):
         self._link, self.record, self._sock = link, record, sock
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
-        self._is_resumed = record.is_admitted  # the next request is
-        self._continues = not is_new  # an answer, or begins with the next request
+        self._is_resumed = record.is_admitted  # whether the next request is
+        self._continues = not is_new  # whether the next answer continues the record's
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
@@ -283,7 +283,7 @@ class Recorder(Unrecorded):
         return self._answer
 
     def _split(self, answer: AnswerRecord) -> None:
-        """Record a stream that is kept by itself: its client may leave."""
+        """Record a kept stream apart from its client's connection."""
         record = self._link.split(self, secrets.randbits(63))
         DetachedRecorder(self._link, record).take(answer)
 
@@ -299,7 +299,7 @@ class Recorder(Unrecorded):
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
-        self.record.give_up()  # the protocol may live on
+        self.record.give_up()  # frees memory, as the protocol may outlive it
         self.record.output.clear()
 
     async def find(self, stream: str) -> Place:
@@ -311,7 +311,7 @@ class Recorder(Unrecorded):
     def output(
         self, data: bytes, *, is_interim: bool, write: Callable[[], None]
     ) -> None:
-        """Record what goes to the client, and then ``write`` it."""
+        """Record ``data`` for the client, and then call ``write``."""
         if is_interim:
             self.say(Kind.INTERIM, 0, data)
         elif len(data) > MAX_ENTRY:
@@ -322,7 +322,7 @@ class Recorder(Unrecorded):
         self._link.then(self, write)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call something after all that was recorded has gone out."""
+        """Call ``call`` after the output recorded so far was written."""
         self._link.then(self, call)
 
     def settle(self) -> None:
@@ -368,11 +368,11 @@ class Recorder(Unrecorded):
 
 
 class DetachedRecorder(Unrecorded):
-    """Records a stream that is kept, whether or not there is a client.
+    """Records a kept stream, with or without a client.
 
     Args:
-        link: To the keeper.
-        record: Of the stream; another gateway's if that one was lost with it.
+        link: Link to the keeper.
+        record: Record of the stream; by an earlier gateway if the stream moved here.
     """
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
@@ -403,7 +403,7 @@ class DetachedRecorder(Unrecorded):
 
     def idle(self) -> None:
         if self._answer is None or self._answer.log is None:
-            self._end()  # it could not be continued
+            self._end()  # the stream could not be continued
 
     def closed(self) -> None:
         self.idle()
@@ -453,7 +453,7 @@ class NoTransport(asyncio.Transport):
         return 0
 
     def pause_reading(self) -> None:
-        """Do nothing: nothing comes."""
+        """Do nothing: there is no input."""
 
     resume_reading = pause_reading
 
@@ -476,7 +476,7 @@ class RecordedTransport:
         self._transport, self._recorder = transport, recorder
         self._waiting = 0  # bytes that the keeper does not have yet
         self._is_closing = False
-        self._pauses: set[str] = set()  # who wants nothing to be read
+        self._pauses: set[str] = set()  # names of those that have paused reading
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -494,7 +494,7 @@ class RecordedTransport:
         self._write(data, is_interim=False)
 
     def write_interim(self, data: bytes) -> None:
-        """Write what comes before an answer."""
+        """Write an interim response, which precedes an answer."""
         self._write(data, is_interim=True)
 
     def _write(self, data: bytes, *, is_interim: bool) -> None:
@@ -510,12 +510,12 @@ class RecordedTransport:
             self._transport.write(data)
 
     def write_unrecorded(self, data: bytes) -> None:
-        """Write what another gateway has recorded."""
+        """Write output that another gateway has recorded."""
         self._transport.write(data)
 
     @property
     def unsent(self) -> int:
-        """Bytes that the kernel does not take now."""
+        """Bytes waiting for room in the kernel's buffer."""
         return int(self._transport.get_write_buffer_size())
 
     def write_eof(self) -> None:
@@ -538,6 +538,6 @@ class RecordedTransport:
         return int(self._transport.get_write_buffer_size()) + self._waiting
 
     def abandon(self) -> None:
-        """Let go of the socket; the keeper has another one of the connection."""
+        """Release the socket; the keeper's duplicate keeps the connection open."""
         self._is_closing = True
         self._transport.abort()

@@ -47,7 +47,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""OpenTelemetry's names of what a route does, by its path (semantic conventions for
+"""OpenTelemetry's operation name of a route, by its path (semantic conventions for
 generative AI)."""
 
 OPTIONAL = re.compile(r"\[.*\]")  # the optional part of a path
@@ -222,7 +222,7 @@ async def _respond_counted(
 
 
 def _continued(response: Response, record: AnswerRecord) -> Response:
-    """Return an answer that can go on behind the head that another gateway sent."""
+    """Return an answer that fits after the head that another gateway has sent."""
     if not record.has_begun or isinstance(response, EventStream):
         return response
     return failed_stream(bytes(response.body))
@@ -241,7 +241,7 @@ async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> R
 def _traced(
     gateway: Gateway, route: Route, request: AnyRequest, record: AnswerRecord
 ) -> RequestTrace | None:
-    """Begin the trace of a request; None if nothing is traced."""
+    """Begin the trace of a request; return None if nothing is traced."""
     if gateway.tracer is None:
         return None
     client = parent_of(request.headers.get("traceparent", ""))
@@ -258,7 +258,7 @@ def _traced(
 
 
 def _describe(trace: RequestTrace, route: Route, admitted: AdmittedRequest) -> None:
-    """Say what a request has used, by OpenTelemetry's names for generative AI."""
+    """Add attributes by OpenTelemetry's semantic conventions for generative AI."""
     attributes = trace.attributes
     attributes |= {
         "http.request.method": route.method,

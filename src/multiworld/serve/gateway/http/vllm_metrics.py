@@ -1,7 +1,7 @@
-"""Metrics with vLLM's names, for boards and schedulers that know those. Pure.
+"""Metrics with vLLM's names, for dashboards and schedulers that expect them. Pure.
 
-Their meaning is vLLM's (docs/design/metrics.md there, v1 engine), for a whole model in
-place of one engine. Those whose meaning cannot be had are left out.
+They are defined as in vLLM (docs/design/metrics.md there, v1 engine), but for a whole
+model in place of one engine. Metrics that cannot be measured here are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # a model is one engine to its clients
 
-# By vLLM's name: kind of counts here, and help text.
+# Our kind of counts and the help text, by vLLM's name.
 COUNTERS = {
     "prompt_tokens": (
         "prompt_tokens",
@@ -72,7 +72,7 @@ def vllm_families(
         sums: Counts of all gateways.
         gateways: Reports of all gateways, by name.
         replicas: Reports of all replicas, by name.
-        table: Where the replicas are.
+        table: Routing table, with each replica's model and stage.
         ends: Bounds of the buckets, by kind of histogram.
     """
     models = sorted({labels[0] for kind, labels in sums if kind == "completions"})
@@ -104,7 +104,7 @@ def vllm_families(
         for model in models:
             counter.add_metric((model, ENGINE), sums.get((kind, (model,)), 0))
         yield counter
-    text = "Requests that have come to their end, by why they ended."
+    text = "Requests that have finished, by the reason why they ended."
     ended = CounterMetricFamily(
         "vllm:request_success", text, labels=(*LABELS, "finished_reason")
     )

@@ -20,8 +20,8 @@ from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 
-# ``Streams.stream`` with all but the prompt, the sampling, and what another gateway has
-# delivered of it.
+# ``Streams.stream`` with all arguments but the prompt, the sampling, and the part of
+# the stream that another gateway has delivered.
 Open = Callable[
     [Sequence[int], Sampling, Delivered],
     AbstractAsyncContextManager[OpenStream],
@@ -32,7 +32,7 @@ MIN_LOGPROB = -9999.0  # for probability zero, as in vLLM: JSON has no infinity
 
 
 class SlowClientError(ServeError):
-    """The client of a stream does not read what is generated for it."""
+    """The client reads a stream more slowly than its tokens are generated."""
 
     status = 408
 
@@ -85,7 +85,7 @@ async def generate(
 ) -> AsyncGenerator[Piece]:
     """Generate all choices concurrently; if one fails, cancel the others.
 
-    What another gateway has shown comes first, and each of them continues behind it.
+    Tokens that another gateway has shown come first; each choice continues after them.
 
     Raises:
         SlowClientError: The pieces that wait for the client exceed ``MAX_UNREAD``.

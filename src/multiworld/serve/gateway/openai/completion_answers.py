@@ -25,7 +25,7 @@ from multiworld.serve.gateway.openai.request_lifecycle import Form
 from multiworld.serve.gateway.openai.tool_calls import Call
 from multiworld.serve.wire.generation_messages import TokenItem
 
-MAX_LOGPROBS = 500_000  # of the output, in one whole answer
+MAX_LOGPROBS = 500_000  # maximum logprobs of the output in one whole answer
 KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 
 
@@ -250,7 +250,7 @@ def _parsed_events(
     ready: Ready, held: list[Piece], parser: AnswerParser
 ) -> Iterator[bytes]:
     """Yield the events of output that may have reasoning and tool calls."""
-    # ``held``: pieces that no event has included yet, as they have nothing to show.
+    # ``held``: pieces that no event includes yet, because they have no visible output.
     piece = held[-1]  # the only one that is not parsed yet
     deltas: list[dict[str, Any]] = []
     thought_tokens = parser.thought_tokens

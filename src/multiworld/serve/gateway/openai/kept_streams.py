@@ -1,4 +1,4 @@
-"""Routes to streams that are kept for clients whose connections break."""
+"""Routes to kept streams, for clients that have lost their connections."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from multiworld.serve.gateway.http.kept_events import EventLog
 from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.frames import Place
 
-LAST_EVENT = "last-event-id"  # header of a client that has events already
+LAST_EVENT = "last-event-id"  # header: number of the last event that the client has
 AFTER = "starting_after"  # the same as a query parameter, as in OpenAI's API
-BEGIN_S = 10.0  # for a gateway to continue a stream of a lost one
-DIGITS = 12  # of an event's number, at most
+BEGIN_S = 10.0  # seconds for a gateway to continue a stream of a lost gateway
+DIGITS = 12  # maximum digits of an event's number
 
 
 class _Continued(EventStream):
-    last = b""  # the log has it
+    last = b""  # the log includes the last event
 
 
 async def read_stream(call: Call) -> Response:
-    """Read a stream again, or on.
+    """Read a stream again, or resume it.
 
-    `Last-Event-ID` or `?starting_after=` names the last event that the client has; the
-    events behind it follow, and then those that come. Streams are kept for `detach_s`
-    after their last reader has left.
+    `Last-Event-ID` or `?starting_after=` gives the number of the last event that the
+    client has. The answer has all later events, including those still to come. Streams
+    are kept for `detach_s` after their last reader has left.
     """
     response = await events_behind(call, call.path["id"], _after(call))
     if isinstance(response, EventStream):
@@ -42,13 +42,14 @@ async def read_stream(call: Call) -> Response:
 
 
 async def events_behind(call: Call, name: str, after: int) -> Response:
-    """Answer with the events of a stream behind number ``after``."""
+    """Answer with the events of a stream after number ``after``."""
     log = await _found(call, name)
     if log is None:
-        return Response()  # the gateway that has it answers
+        return Response()  # discarded, as the gateway that has the stream answers
     if not log.has_all(after):
         raise UnknownStreamError(
-            f"the events behind {after} are no longer kept; see gateway.detached_mb"
+            f"event {after + 1} is no longer kept; the operator can raise "
+            "gateway.detached_mb"
         )
     if call.request.scope["method"] == "HEAD":
         return Response(headers=SSE_HEADERS, media_type="text/event-stream")
@@ -56,7 +57,7 @@ async def events_behind(call: Call, name: str, after: int) -> Response:
 
 
 async def cancel_stream(call: Call) -> Response:
-    """End a stream, and forget it."""
+    """Cancel a stream, and remove its events."""
     name = call.path["id"]
     log = await _found(call, name)
     if log is not None:
@@ -69,18 +70,18 @@ def _recorder(call: Call) -> Unrecorded:
 
 
 async def _found(call: Call, name: str) -> EventLog | None:
-    """Return a stream's log; None: the connection moves to the gateway that has it."""
+    """Return a stream's log; None if the connection moves to another gateway."""
     logs, tenant = call.gateway.event_logs, call.tenant.name
     log = logs.find(name, tenant)
     if log is None:
         place = await _recorder(call).find(name)
         if place is Place.ELSEWHERE and await _recorder(call).move(name):
             return None
-        if place is Place.HERE:  # its last gateway was lost just now
+        if place is Place.HERE:  # the stream has just moved here, after a loss
             log = await logs.expect(name, tenant, BEGIN_S)
     if log is None:
         raise UnknownStreamError(
-            f"no stream {name!r} is kept; give detach_s with the request that begins it"
+            f"stream {name!r} is not kept; set detach_s in the request that starts it"
         )
     return log
 

@@ -1,4 +1,4 @@
-"""Preparation of a request: prompts become tokens, and the model's limits apply."""
+"""Preparation of a request: encode prompts, and apply the model's limits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A request that was checked against its model."""
+    """A prepared request, checked against its model."""
 
     wanted: Wanted
     served: ServedModel
@@ -273,7 +273,7 @@ TEXT = Kind(
 async def _encoded(
     call: AdmittedCall, size: int, encode: Callable[[], list[int]]
 ) -> list[int]:
-    """Encode a text in a thread, fairly between tenants, as it may take a second."""
+    """Encode a text in a thread (it may take a second), queued fairly among tenants."""
     work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return await asyncio.wrap_future(work)
 
@@ -367,7 +367,7 @@ async def _compiled(
     structure: Structure,
     reasoning: Reasoning | None,
 ) -> str:
-    """Compile a structure in a thread, fairly between tenants; return its grammar."""
+    """Return a structure's grammar, compiled in a thread; tenants queue fairly."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = min(WAIT_S, call.gateway.deadline_s(wanted.model, call.tenant))

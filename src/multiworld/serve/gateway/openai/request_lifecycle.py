@@ -1,4 +1,4 @@
-"""Generation and answering of a prepared request, for all APIs."""
+"""Generation of a prepared request's output and its answer, for all APIs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Form:
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
     event_stream: type[EventStream] = EventStream
-    stream_path: str = ""  # before the id: where a stream is read again
+    stream_path: str = ""  # path to kept streams, before the id; empty: none are kept
 
 
 def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
@@ -54,7 +54,7 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
     reserve = gateway.streams.resume if record.is_resumed else gateway.streams.reserve
     places = reserve(ready.served.name, share, len(ready.choices))
     call.held.enter_context(places)
-    if record.drawn.deadline_at is None:  # no gateway has come so far with it
+    if record.drawn.deadline_at is None:  # no gateway has prepared it before
         prompts = ready.choices[::n]
         size = sum(len(choice.prompt) for choice in prompts)
         gateway.authenticator.count_prompt(admitted, size)

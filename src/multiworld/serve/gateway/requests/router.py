@@ -43,7 +43,7 @@ from multiworld.serve.wire.inference_messages import Attempt
 from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 
 # Seconds after a poison request during which its tenant's requests to the model run in
-# isolation, behind other suspects.
+# isolation, after other suspects.
 ISOLATION_S = 60.0
 
 COMPACT = 1000  # ended requests' deadlines to keep before all are removed together
@@ -324,7 +324,7 @@ class Router:
         return actions + self._pump_all()
 
     def _isolate_tenant(self, job: events.Submitted) -> None:
-        """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
+        """Isolate a tenant's requests for ``ISOLATION_S``, after other suspects."""
         tenant = job.share.tenant
         if not tenant:
             return  # shared by all clients without a key, which are not isolated

@@ -40,7 +40,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RequestReplicas:
-    model: str  # that a stream waits for, and that may have scaled to zero
+    model: str  # a stream waits for it, and it may have scaled to zero
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The live streams of a gateway, for people to look at. Pure."""
+"""The live streams of a gateway, for display to operators. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Collection
 from multiworld.serve.gateway.streams.stream import Phase, Stream
 from multiworld.serve.wire.control_messages import StreamShown
 
-SHOWN = 100  # maximum streams of a gateway, and chains
+SHOWN = 100  # maximum number of streams, and of chains, that a gateway shows
 
 
 def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
-    """Return what there is to see of streams: those in trouble first, then the oldest.
+    """Return streams for display: first those in trouble, then the oldest.
 
     Args:
-        streams: Of this gateway; probes are left out.
+        streams: Streams of this gateway; probes are left out.
         now: Monotonic time, as in ``Stream.began_at``.
     """
     theirs = [stream for stream in streams if not stream.via]
@@ -42,7 +42,7 @@ def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
 def chains_of(
     streams: Collection[Stream],
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Return the chains with most streams, and how many each has."""
+    """Return the chains with most streams, and each chain's number of streams."""
     counts = Counter(stream.chain for stream in streams if stream.chain)
     return tuple(counts.most_common(SHOWN))
 

@@ -33,7 +33,7 @@ TOKENS_AT_ONCE = 128
 # Maximum number of tokens that the new replicas may lack when a stream moves. One step
 # computes this many in hardly more time than one.
 LAG = 8
-WORTH = 32  # minimum tokens still to come for a move to a less loaded replica
+WORTH = 32  # minimum remaining tokens for a move to a less loaded replica
 RETRY_S = 1.0  # seconds until the next try; doubles with each try, up to 32 s
 
 
@@ -193,7 +193,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Abandon a move, and retry it later."""
-        self._log(stream, "is not moved yet; the move is tried again")
+        self._log(stream, "is not moved yet; the move is retried later")
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

@@ -1,4 +1,4 @@
-"""Search among suspects for the stream that makes replicas die. Pure.
+"""Search among suspects for the stream that crashes replicas. Pure.
 
 Adaptive group testing (Dorfman, "The Detection of Defective Members of Large
 Populations", 1943; Hwang's generalized binary splitting, 1972). After the second loss,
@@ -8,7 +8,7 @@ more, it is split into ``FAN`` groups. One group at a time is computed, with no 
 step in flight. A stream that makes progress is cleared; a group that loses another
 replica is split again, and the other groups are released.
 
-Among ``n`` suspects, the search takes about log8(n) losses more than for one suspect.
+For ``n`` suspects, the search takes about log8(n) more losses than for one.
 Meanwhile, a token of every stream takes ``FAN`` steps, instead of ``n``.
 """
 
@@ -68,7 +68,7 @@ class Suspects:
             accused.group.split.clear()
 
     def leave(self, stream: Stream) -> None:
-        """Forget a suspect that has ended or been cleared."""
+        """Remove a suspect that has ended or been cleared."""
         if stream.group is not None:
             del stream.group.members[stream.number]
             self._all.pop(stream.number, None)

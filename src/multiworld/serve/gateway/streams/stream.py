@@ -78,7 +78,7 @@ class Move:
     """A move of a stream to other replicas, which are prepared while it continues."""
 
     chain: Chain  # after the move
-    attempt: int = -1  # that the new replicas are prepared for; -1: none yet
+    attempt: int = -1  # attempt to prepare the new replicas for; -1: none yet
     tokens: int = 0  # of the stream, at the last ``PrepareSequence``
     began_at: float = 0.0  # monotonic time
     waits_for: int = 0  # number of ``SequencePrepared`` that have not arrived yet
@@ -150,7 +150,7 @@ class Stream:
     failing_since: float = 0.0  # monotonic time at which the first of ``returns`` ended
     group: SuspectGroup | None = None  # None: not a suspect
     is_alone: bool = False  # only its group is computed
-    noise: str | None = None  # with which its tokens were sampled; None: any
+    noise: str | None = None  # noise source that sampled its tokens; None: any
     returned: Returned | None = None  # None: its previous chain did not return it
     # An attempt of a single suspect that ended by a loss before it was known whether
     # the suspect ran alone (-1: none), and whether others may have caused the loss.

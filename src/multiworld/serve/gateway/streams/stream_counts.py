@@ -27,7 +27,7 @@ class StreamCounts:
         self._time("first_token", model, took_s)
 
     def between(self, model: str, took_s: float) -> None:
-        """Count a further token, ``took_s`` after the one before."""
+        """Count a further token, ``took_s`` after the previous one."""
         self._time("inter_token", model, took_s)
 
     def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
@@ -40,7 +40,7 @@ class StreamCounts:
             self._time("decode", model, took_s)
 
     def finished(self, model: str, reason: str) -> None:
-        """Count a stream that has come to its end, by its ``finish_reason``."""
+        """Count a finished stream by its ``finish_reason``."""
         self._finished[model, reason] += 1
 
     def of(self, kind: str) -> dict[str, int]:

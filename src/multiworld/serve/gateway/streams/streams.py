@@ -72,11 +72,11 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What another gateway has delivered of a stream.
+    """The part of a stream that another gateway has delivered.
 
     Attributes:
-        tokens: Its tokens.
-        noise: That they were sampled by; None: any.
+        tokens: Delivered tokens.
+        noise: Noise source that sampled them (``WholeEngine.noise``); None: any.
     """
 
     tokens: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ NOTHING = Delivered()
 
 
 class OpenStream:
-    """A stream, and an iterator over what arrives of it."""
+    """A stream, and an iterator over its items."""
 
     def __init__(
         self, stream: Stream, items: AsyncGenerator[TokenItem | actions.Cut]
@@ -99,7 +99,7 @@ class OpenStream:
 
     @property
     def noise(self) -> str | None:
-        """That its tokens are sampled by, from its first token on."""
+        """Noise source of its tokens, known from the first token on; None: any."""
         return self._stream.noise
 
 
@@ -145,7 +145,7 @@ class Streams:
         origin: Origin = NOWHERE,
         via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
         version: str | None = None,  # None: the active one
-        has_place: bool = False,  # it was reserved
+        has_place: bool = False,  # whether a place was reserved
     ) -> AsyncIterator[OpenStream]:
         """Generate tokens; the stream ends with the block; replicas are notified.
 
@@ -230,7 +230,7 @@ class Streams:
         return Places(self.router.without_token[model], share, count)
 
     def resume(self, model: str, share: Share, count: int) -> Places:
-        """Return places for streams that another gateway had; there always is room."""
+        """Return places for streams of another gateway, even if the queue is full."""
         return Places(self.router.without_token[model], share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:

@@ -66,7 +66,7 @@ class Batch:
 
 
 class BatchCounts:
-    """Counts and histograms of all batches since the start."""
+    """Counts and histograms of all batches since the replica started."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()

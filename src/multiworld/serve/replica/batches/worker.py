@@ -45,7 +45,7 @@ from multiworld.serve.wire.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 # Seconds since the previous batch after which arriving work is computed at once. Under
-# more load it waits one turn of the loop, so that more work joins its batch.
+# more load it waits one iteration of the event loop, so that more work joins its batch.
 CALM_S = 0.001
 
 LOOK_S = 0.1  # seconds between checks of deadlines and of silent replicas

@@ -23,7 +23,7 @@ class SendLogged:
     peer: str
     key: Key
     begin: int  # position of the first row
-    end: int  # after the last row; ``begin``: there are none
+    end: int  # position after the last row; equal to ``begin`` if there are none
     is_end: bool  # no rows follow
 
 
@@ -45,7 +45,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Forget all of a sequence."""
+    """Remove a sequence, with all its state."""
 
     stream: StreamId
 

@@ -65,7 +65,7 @@ class _Rows:
 
 
 class ActivationLog:
-    """Outputs of one stage, at most ``limit`` bytes; the oldest sequence goes first."""
+    """Outputs of one stage, at most ``limit`` bytes; drops the oldest sequences."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -48,7 +48,7 @@ class Engine:
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
-        tokens: int = 0,  # KV memory to allocate at first on a GPU
+        tokens: int = 0,  # tokens of KV memory to allocate at the start on a GPU
     ) -> None:
         self._stage, self._threads, self._model = stage, threads, model
         self._compute_s, self._clock = compute_s or HUNG_S, clock
@@ -72,8 +72,8 @@ class Engine:
         """Load the stage; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
         if context.device == "cpu" and self._threads == 1:
-            # Two teams of OpenMP threads, that of the compute thread and that of this
-            # one, would wait for each other by system calls: twice as slow.
+            # Otherwise this thread and the compute thread would each have an OpenMP
+            # team; the teams would wait for each other in system calls: twice as slow.
             torch.set_num_threads(1)
             self._may_compute_here = True
         await self._thread.call(self._load, context)
@@ -159,7 +159,7 @@ class Engine:
         return 1 if self._stage_engine is None else self._stage_engine.cache.granule
 
     def free(self, stream: StreamId) -> None:
-        """Forget a sequence before the next step."""
+        """Remove a sequence before the next step."""
         self._open.pop(stream, None)
         self._restore.pop(stream, None)
         structure = self._structures.pop(stream, None)

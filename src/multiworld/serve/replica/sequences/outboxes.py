@@ -40,7 +40,7 @@ class Outboxes:
             outbox.put(message)
 
     def down(self, outbox: Outbox) -> bool:
-        """Stop using an incarnation of an edge; return whether it was in use."""
+        """Stop using an outbox whose edge is down; return whether it was in use."""
         peer = outbox.edge.peer
         if self._edges.get(peer) is not outbox:
             return False

@@ -98,7 +98,7 @@ class PromptPrefixes:
         if block.rows is not None:
             missing = self._block - len(block.rows)
             if missing and span.begin < state.logged:
-                return  # they are no longer logged
+                return  # the missing rows are no longer logged
             if missing:
                 before = log.rows(state.stream, span.begin, span.begin + missing)
                 block = Block(block.layers, torch.cat([before, block.rows]))

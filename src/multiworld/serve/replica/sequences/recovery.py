@@ -1,13 +1,13 @@
-"""The sequences of one replica: how they begin, recover from losses, and end. Pure.
+"""Recovery of one replica's sequences, from their begin to their end. Pure.
 
 Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
 each other stage's input is in the activation log of the previous stage. When an attempt
 begins, each replica, starting with the last stage, reports to the previous stage how
 many tokens it has, and the previous stage replays the rest from its log. If that log
-lacks rows, the previous stage rewinds to the first missing one, and the stage before it
-replays them in turn. The tokens of stage 0 always suffice ("upstream backup", Hwang et
+lacks rows, the previous stage rewinds to the first missing row, and its own previous
+stage replays in turn. The tokens of stage 0 always suffice ("upstream backup", Hwang et
 al., "High-Availability Algorithms for Distributed Stream Processing", 2005). A first
-attempt of which stage 0 has nothing waits for no report: its first step announces it.
+attempt without cached KV in stage 0 waits for no report: its first step announces it.
 
 A replica never decides which replicas compute a sequence. If it cannot continue a
 sequence, it *returns* it to the gateway, and keeps the state until the gateway decides.
@@ -108,8 +108,8 @@ class Recovery:
                     self._scheduler.steps.excuse(now)
                     self.table.excuse(now)
                 for key in self.table.unconfirmed(now - UNCONFIRMED_S):
-                    # Its gateway has lost the edge to this replica meanwhile, and will
-                    # not end it here.
+                    # Its gateway has lost the edge to this replica meanwhile, and so
+                    # will not send the end of the sequence.
                     self.return_to_gateway([key])
                     self._end(key)
                 for key in self._scheduler.steps.overdue(now, self._overdue_s):
@@ -170,9 +170,9 @@ class Recovery:
     # The life of a sequence.
 
     def _begin_with(self, step: generation_messages.Step) -> None:
-        """Begin the sequences that a step announces and their gateways have not yet."""
+        """Begin the sequences of a step that their gateways have not announced yet."""
         for start in step.starts:
-            # Its gateway may not be connected here yet, as far as this process knows.
+            # This process may not know of its gateway's connection yet.
             is_new = self.table.is_new(start.key)
             if is_new:
                 self._begin(start)
@@ -206,12 +206,12 @@ class Recovery:
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
         elif self._stage == 0 and not self._is_last and _is_fresh(state):
-            # No later stage has anything to report that would be of use.
+            # No later stage has KV of it, so no report is needed.
             state.sent, state.is_untold = 0, True
             self._resolve(state)
 
     def _compiled(self, key: Key) -> None:
-        """Start recovery, if this is the last stage that takes part in it."""
+        """Start recovery if this is the last stage that takes part in it."""
         state = self.table.get(key)
         if state is None or not self._is_end(state):
             return
@@ -242,7 +242,7 @@ class Recovery:
         if state is None:
             self.table.note_early(key, held)
             return
-        if state.sent is not None:  # it began without this report
+        if state.sent is not None:  # the attempt began without this report
             return
         state.sent = held
         if held < state.logged:  # only earlier stages can replay these rows
@@ -316,14 +316,14 @@ class Recovery:
             state.is_paused = True
 
     def return_to_gateway(self, keys: Iterable[Key], lacks: str = "") -> None:
-        """Pause sequences, and let their gateways decide how they continue."""
+        """Pause sequences; their gateways decide how to continue them."""
         for key in keys:
             self._pause(key)
             failed = generation_messages.SequenceFailed(key, lacks=lacks)
             self._send(key[0], failed)
 
     def fail(self, key: Key, error: Exception) -> None:
-        """End a sequence that would fail in the same way elsewhere."""
+        """End a sequence with an error that any other replica would raise, too."""
         if not isinstance(error, InvalidRequestError | ModelFailedError):
             text = f"stage {self._stage_name!r} raised {type(error).__name__}: {error}"
             error = ModelFailedError(text, stage=self._stage_name)
@@ -405,7 +405,7 @@ class Recovery:
     # Steps.
 
     def preempt_evicted(self, now: float) -> None:
-        """Preempt the sequences that later stages had no memory for."""
+        """Preempt the sequences that later stages have evicted for lack of memory."""
         evicted, self._evicted = self._evicted, []
         for each in evicted:
             if self.table.get(each.key) is None:
@@ -480,7 +480,7 @@ class Recovery:
     def rebuilt(
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
-        """Continue after a piece of a KV rebuild; return what to send on."""
+        """Continue after a piece of a KV rebuild; return the rows to send, if any."""
         # ``rows``: number of output rows by sequence; ``is_end``: the last piece.
         state = self.table.get(key)
         if state is None or state.is_evicted:
@@ -503,7 +503,7 @@ class Recovery:
 
 
 def _is_fresh(state: SequenceState) -> bool:
-    """Return whether a sequence has nothing to recover, and its loss is not suspect."""
+    """Return whether a sequence has nothing to recover, and is not watched."""
     start = state.start
     is_first = not (state.earlier or state.prepared or state.held)
     is_watched = start.is_probe or start.is_suspect or start.is_watched

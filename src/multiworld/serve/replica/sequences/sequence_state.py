@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
-MAX_EARLY = 4096  # reports to keep about sequences that have not begun here yet
-MAX_ENDED = 4096  # ended sequences to remember: messages about them may be in flight
+MAX_EARLY = 4096  # maximum reports kept about sequences that have not begun here yet
+MAX_ENDED = 4096  # ended sequences kept, as messages about them may be in flight
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class SequenceState:
     is_untold: bool = False
     # When the previous stage announced it; None: its gateway did.
     announced_at: float | None = None
-    is_paused: bool = False  # or returned: only another attempt can continue it
-    is_evicted: bool = False  # for lack of memory: its rows in flight are ignored
+    is_paused: bool = False  # paused or returned: only a later attempt continues it
+    is_evicted: bool = False  # evicted for lack of memory: rows in flight are ignored
 
     @property
     def earlier(self) -> list[Key]:
@@ -60,7 +60,7 @@ class SequenceState:
         return min(count, max(0, end - sent))
 
     def take_untold(self) -> bool:
-        """Return whether the next step must announce this sequence; only the first."""
+        """Return whether the next step must announce this sequence, and clear that."""
         is_untold, self.is_untold = self.is_untold, False
         return is_untold
 
@@ -133,7 +133,7 @@ class SequenceTable:
         return state, self._early.pop(start.key, None)
 
     def end(self, key: Key) -> SequenceState | None:
-        """Forget a sequence and return it, if its current attempt is ``key``."""
+        """Remove a sequence and return it, if its current attempt is ``key``."""
         self._early.pop(key, None)
         self._ended[key] = None
         while len(self._ended) > MAX_ENDED:

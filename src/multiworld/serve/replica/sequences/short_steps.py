@@ -1,7 +1,7 @@
-"""Which steps are so short that the event loop computes them itself. Pure.
+"""Detection of steps short enough for the event loop to compute itself. Pure.
 
-A step in the compute thread waits for two wake-ups: of that thread, and of the loop
-when it has ended.
+A step in the compute thread costs two wake-ups: that of the thread, and that of the
+event loop after the step.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-# Maximum seconds for which a step may block the event loop. Beats do not depend on it.
+# Maximum seconds for which a step may block the loop; heartbeats do not depend on it.
 SHORT_S = 0.02
 WARM = 4  # steps of a size to measure before one is computed on the loop
-DECAY = 0.9  # weight of the longest earlier step, with each further one
+DECAY = 0.9  # factor by which each further step reduces the longest duration
 
 
 @dataclass(slots=True)

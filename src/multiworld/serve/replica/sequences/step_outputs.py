@@ -50,7 +50,7 @@ def steps_on(
     number: int,
     parts: Sequence[StepPart],
     found: Computed,
-    table: SequenceTable,  # the rows sent are recorded there
+    table: SequenceTable,  # records the rows sent
 ) -> Iterator[tuple[str, Step, Tensor]]:
     """Yield each next replica, its parts of the step, and their rows."""
     failed = {key for key, _ in found.failed}
@@ -80,6 +80,6 @@ def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
     if not count or found.hidden is None:
         return NO_ROWS
     if count == len(found.hidden):  # all of them, in this order
-        return found.hidden.clone()  # the stage may use its memory again
+        return found.hidden.clone()  # the stage may reuse its memory
     rows_of = found.rows()
     return torch.cat([rows_of[on.key][-on.count :] for on in ons if on.count])

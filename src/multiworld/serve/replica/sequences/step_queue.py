@@ -81,7 +81,7 @@ class StepQueue:
             self._rebuilds.append(rows)
 
     def next(self) -> ArrivedStep | PreemptSequences | list[RebuildRows] | None:
-        """Remove and return what to compute next; None if the queue is empty."""
+        """Remove and return the next work; None if the queue is empty."""
         rebuilds = self._rebuilds or self._prepared
         if rebuilds and (self._is_turn_of_rebuilds or not self._can_step()):
             self._is_turn_of_rebuilds = False

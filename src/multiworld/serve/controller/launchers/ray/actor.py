@@ -74,7 +74,7 @@ class NodeLauncher:
         return pid, began_at(pid) or 0, leash.held_at
 
     async def let_go(self, name: str) -> None:
-        """Let go of a rank's leash: it exits, unless its holder has taken the leash."""
+        """Release a rank's leash: the rank exits unless its holder has the leash."""
         self._waiting.discard(name)
         leash = self._leashes.pop(name, None)
         if leash is not None:

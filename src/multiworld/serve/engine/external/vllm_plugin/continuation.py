@@ -8,8 +8,8 @@ words from there. Second, tokens that a structure forbids are masked, by a match
 has consumed the output tokens so far.
 
 The host computes the masks. At the start of a step, the last tokens of sequences with a
-structure, and of no others, are copied to the host, queued behind the previous step. A
-thread waits for the copies, and computes the masks while the model computes.
+structure, and of no others, are copied to the host, after the previous step. A thread
+waits for the copies, and computes the masks while the model computes.
 """
 
 from __future__ import annotations
