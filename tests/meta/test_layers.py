@@ -136,7 +136,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.controller.fleet.decision_log",
         "serve.controller.fleet.history",
         "serve.gateway.openai.listed_models",
-        "serve.gateway.http.recorder",
+        "serve.gateway.http.answer_record",
         "serve.gateway.streams.streams",
         "serve.gateway.admission.authenticator",
         "serve.keeper.process",

@@ -32,12 +32,8 @@ from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_protocol import ConnectionLimits, protocol_of
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
 from multiworld.serve.gateway.http.kept_events import EventLogs
-from multiworld.serve.gateway.http.recorder import (
-    DetachedRecorder,
-    NoTransport,
-    PeekedSocket,
-    Recorder,
-)
+from multiworld.serve.gateway.http.recorded_transport import NoTransport, PeekedSocket
+from multiworld.serve.gateway.http.recorder import DetachedRecorder, Recorder
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import multiworld
+from multiworld.serve.gateway.http.answer_record import unrecorded
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import HttpRequest
 from multiworld.serve.gateway.http.http_responses import (
@@ -20,7 +21,6 @@ from multiworld.serve.gateway.http.http_responses import (
     request_id_of,
 )
 from multiworld.serve.gateway.http.openapi import document_of
-from multiworld.serve.gateway.http.recorder import unrecorded
 from multiworld.serve.gateway.http.route import Needs, Route, pattern_of, respond
 
 Scope = MutableMapping[str, Any]

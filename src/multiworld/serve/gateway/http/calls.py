@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
+from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.body_limits import Reservation
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import AnyRequest
-from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.request_body import (
     Body,
     model_named_in,

@@ -27,7 +27,8 @@ from multiworld.serve.gateway.http.http_request import (
     RECORDER,
     Connection,
 )
-from multiworld.serve.gateway.http.recorder import RecordedTransport, Unrecorded
+from multiworld.serve.gateway.http.recorded_transport import RecordedTransport
+from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.record import ConnectionRecord
 
 # Names used of uvicorn 0.54's ``HttpToolsProtocol``, besides those of asyncio's

@@ -25,9 +25,9 @@ from multiworld.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
+from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.kept_events import COMMENT, EventLog
-from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 
 logger = logging.getLogger("multiworld.serve")
 

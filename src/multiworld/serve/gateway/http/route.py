@@ -18,6 +18,7 @@ from multiworld.log_format import REQUEST
 from multiworld.serve.gateway.admission.authenticator import AdmittedRequest
 from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http.access_log import log_access
+from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.http.body_limits import Reservation
 from multiworld.serve.gateway.http.calls import AdmittedCall, Call
 from multiworld.serve.gateway.http.gateway import Gateway
@@ -33,7 +34,7 @@ from multiworld.serve.gateway.http.http_responses import (
     openai_error_response,
     request_id_of,
 )
-from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
+from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.gateway.http.request_body import while_connected
 from multiworld.serve.tenants.directory import ANONYMOUS
 from multiworld.serve.tracing.request_trace import CURRENT, RequestTrace

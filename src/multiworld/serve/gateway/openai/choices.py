@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
-from multiworld.serve.gateway.http.recorder import AnswerRecord
+from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import Delivered, OpenStream, Places
 from multiworld.serve.text.growing_text import GrowingText

@@ -12,10 +12,10 @@ import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
 from multiworld.serve.deadlines import ENGINE_S, WAIT_S
+from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_responses import timeout_of
-from multiworld.serve.gateway.http.recorder import AnswerRecord, unrecorded
 from multiworld.serve.gateway.openai.choices import Choice, digest_of
 from multiworld.serve.gateway.openai.completions import (
     Structure,

@@ -23,8 +23,8 @@ from multiworld.errors import (
     ServeError,
 )
 from multiworld.serve.gateway.http import request_body
+from multiworld.serve.gateway.http.answer_record import unrecorded
 from multiworld.serve.gateway.http.http_responses import event_of
-from multiworld.serve.gateway.http.recorder import unrecorded
 from multiworld.serve.gateway.openai import (
     choices,
     completion_answers,

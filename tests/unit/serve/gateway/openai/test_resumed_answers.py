@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.http.http_request import RECORDER
-from multiworld.serve.gateway.http.recorder import AnswerRecord, Unrecorded
+from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.frames import Entry, Kind
 from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.spec.identity import Identity
