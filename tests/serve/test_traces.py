@@ -97,6 +97,21 @@ def test_stream_has_a_span_for_each_phase_and_stage(
     assert front.process["service.instance.id"].startswith("m/0/")
 
 
+def test_structure_has_a_span_for_its_grammar(
+    service: Served, receiver: otlp.Receiver
+) -> None:
+    trace, headers = sampled(9)
+    given = {**wanted(4), "structured_outputs": {"regex": "[ab]{9}"}}
+    del given["ignore_eos"]
+    url = f"{service.url}/v1/completions"
+    answer = httpx.post(url, json=given, headers=headers, timeout=WAIT_S)
+    assert answer.status_code == 200, answer.text
+    spans = receiver.trace(trace, "text_completion m", "grammar", "prefill")
+    by_name = {each.name: each for each in spans}
+    assert by_name["grammar"].parent == by_name["text_completion m"].id
+    assert by_name["grammar"].ended_ns <= by_name["prefill"].began_ns
+
+
 def test_request_has_a_span_for_each_stage(
     service: Served, receiver: otlp.Receiver
 ) -> None:

@@ -101,6 +101,8 @@ class WorkTrace:
         self._number = -1  # of the current attempt
         self._about: dict[str, Value] = {}
         self._phase, self._first = "queue", first
+        # Start and attributes of attempts beside the first one, which is silent.
+        self._hedges: list[tuple[float, dict[str, Value]]] = []
 
     def attempt(self, number: int, replicas: Sequence[str], now: float) -> None:
         """Begin the span of an attempt; ``replicas`` are its chain, by stage."""
@@ -113,6 +115,20 @@ class WorkTrace:
             "multiworld.replicas": tuple(replicas),
         }
 
+    def hedge(self, number: int, replica: str, now: float) -> None:
+        """Begin the span of a second attempt, while the first one is silent."""
+        self._trace.is_recovered = True
+        about: dict[str, Value] = {
+            "multiworld.attempt": number,
+            "multiworld.replicas": (replica,),
+        }
+        self._hedges.append((now, about))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether an attempt is in progress."""
+        return self._phase != "queue"
+
     def answered(self, now: float) -> None:
         """Begin the decode span at the first token."""
         if self._phase == self._first:
@@ -124,8 +140,10 @@ class WorkTrace:
         self._trace.event(text, now, self._about)
 
     def ended(self, now: float, error: str = "") -> None:
-        """End the last span; ``error`` is empty on success."""
+        """End the open spans; ``error`` is empty on success."""
         self._end(now, error)
+        for since, about in self._hedges:
+            self._trace.add("hedge", since, now, about, error)
 
     def lost(self, why: str, now: float) -> None:
         """End the current attempt, which was lost; another one follows."""

@@ -64,6 +64,23 @@ def test_recovered_stream_is_kept_although_nobody_samples_it() -> None:
     assert [each.error for each in phases] == ["", "", "a was lost", "", "", ""]
 
 
+def test_hedge_is_a_span_beside_the_attempt_that_is_silent() -> None:
+    trace = RequestTrace(UNSAMPLED, None, 0.0)
+    work = WorkTrace(trace, 0.0, "compute")
+    assert not work.is_computed
+    work.attempt(1, ("a",), 1.0)
+    assert work.is_computed
+    work.hedge(2, "b", 2.0)
+    work.ended(3.0)
+    _, *spans = trace.ended("infer m", 3.0, 200)  # kept, as it recovered
+    assert shown(spans) == [
+        ("queue", 0.0, 1.0),
+        ("compute", 1.0, 3.0),
+        ("hedge", 2.0, 3.0),
+    ]
+    assert spans[2].attributes["multiworld.replicas"] == ("b",)
+
+
 @pytest.mark.parametrize(
     ("status", "count"), [(200, 0), (404, 0), (429, 0), (499, 0), (500, 1), (503, 1)]
 )

@@ -10,7 +10,12 @@ from typing import Any
 
 import msgspec
 
-from multiworld.errors import DeadlineExceededError, InvalidRequestError, wrong_field
+from multiworld.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServeError,
+    wrong_field,
+)
 from multiworld.serve.deadlines import ENGINE_S, WAIT_S
 from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.calls import AdmittedCall
@@ -50,6 +55,7 @@ from multiworld.serve.text.grammar_trials import TrialTokenizer, trials
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
+from multiworld.serve.tracing.request_trace import CURRENT
 
 MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline, which then passes at once
 MAX_SCORES = 200_000  # prompt logprobs in one answer, of about 50 bytes each
@@ -372,14 +378,21 @@ async def _compiled(
     if limit_s is None:
         limit_s = min(WAIT_S, call.gateway.deadline_s(wanted.model, call.tenant))
     compile_it = partial(_tried, structure, served, reasoning)
+    clock, trace = call.gateway.authenticator.clock, CURRENT.get()
+    began_at, failure = clock(), ""
     work = call.gateway.compiling.submit(call.tenant.share, 1.0, compile_it)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(work)
     except TimeoutError as error:
-        raise DeadlineExceededError(
-            f"structure was not compiled within {limit_s:g} s"
-        ) from error
+        failure = f"structure was not compiled within {limit_s:g} s"
+        raise DeadlineExceededError(failure) from error
+    except ServeError as error:
+        failure = type(error).__name__
+        raise
+    finally:
+        if trace is not None:
+            trace.add("grammar", began_at, clock(), {}, failure)
 
 
 def _tried(

@@ -261,7 +261,9 @@ class Dispatcher:
                     via = call.job.via
                     if nth > 1:
                         call.origin = call.origin.recovered()
-                    if call.trace is not None:
+                    if call.trace is not None and call.trace.is_computed:
+                        call.trace.hedge(nth, replica, now)
+                    elif call.trace is not None:
                         call.trace.attempt(nth, (replica,), now)
                     item = WorkItem(
                         (self.name, number, nth),
