@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from multiworld.demo.chats.picture import COLORS, CUT, draw_replicas, mark
+from multiworld.demo.chats.picture import COLORS, CUT, DPI, draw_replicas, mark
 from multiworld.demo.chats.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
 
@@ -24,7 +24,12 @@ def draw(
     from matplotlib import pyplot as plt
 
     figure, rows = plt.subplots(
-        3, 1, sharex=True, figsize=(13, 9), height_ratios=(1, 2, 1.4), layout="tight"
+        3,
+        1,
+        sharex=True,
+        figsize=(8.0, 6.5),
+        height_ratios=(1, 2, 1.4),
+        layout="constrained",
     )
     above, middle, below = rows
     for (tenant, found), color in zip(samples.items(), COLORS, strict=False):
@@ -44,21 +49,17 @@ def draw(
                 middle.scatter(
                     [s.due_s for s in shown],
                     [s.latency_s * 1000 for s in shown],
-                    s=12,
+                    s=8,
                     marker=marker,
                     color=shade,
-                    label=f"{tenant}: {label} ({len(shown)})",
+                    label=f"{tenant}: {label}\n({len(shown)})",
                 )
     middle.set_yscale("log")
     draw_replicas(below, replica_counts, labels)
-    mark(scenes, middle, rows, "bottom")
-    above.set_title("Three tenants on four nodes: load, latency, replicas")
+    mark(scenes, above, rows)
     above.set_ylabel("requests/s")
     middle.set_ylabel("latency (ms)")
-    for axes in rows:
-        low, high = axes.get_ylim()
-        room = high * (high / low) ** 0.15 if axes is middle else 1.3 * high
-        axes.set_ylim(top=room)
-        axes.legend(loc="upper left", ncols=5, fontsize=8)
-    figure.savefig(path, dpi=110)
+    for axes in (above, middle):
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)

@@ -40,6 +40,11 @@ class Chat:
     finish: str = ""  # why it ended; empty while it streams
     error: str = ""  # empty if nothing went wrong
 
+    @property
+    def request(self) -> str:
+        """Id of its request."""
+        return f"chat-{self.number}"
+
     def pause_after(self, begin_s: float, end_s: float) -> float:
         """Return the longest pause between tokens that overlaps a span of time."""
         pauses = [
@@ -98,7 +103,8 @@ class Chats:
         }
         chat.times.append(self._now())
         url = f"{self._url}/v1/chat/completions"
-        async with session.post(url, json=asked) as answer:
+        headers = {"X-Request-Id": chat.request}
+        async with session.post(url, json=asked, headers=headers) as answer:
             if answer.status != 200:
                 chat.error = f"HTTP {answer.status}: {await answer.text()}"
                 return

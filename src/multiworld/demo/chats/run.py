@@ -103,7 +103,7 @@ def _report(
     )
     for line in verdict.broken:
         console.print(f"[red]{line}[/]", markup=True, highlight=False)
-    draw(picture, chats, story.scenes, story.replica_counts, story.labels)
+    draw(picture, chats, story)
     console.print(f"picture drawn to {os.fspath(picture)}", soft_wrap=True)
     is_good = complete == verdict.equal == len(chats) and not verdict.wrong
     if is_good:

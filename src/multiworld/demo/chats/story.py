@@ -19,11 +19,13 @@ from multiworld.errors import ServeError
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.observe.facts import Facts
 
 T = TypeVar("T")
 
 END_S = 30.0  # seconds for the service to shut down
 POLL_S = 0.05  # seconds between requests to the controller
+LOOK_S = 0.5  # seconds between looks at the chains of streams
 STILL_S = 60.0  # seconds without any change after which a wait fails
 TELL_S = 10.0  # seconds between two lines that show what the demo waits for
 
@@ -59,6 +61,14 @@ class ReplicaCounts:
 
     at_s: float  # since the start of the load
     ready: tuple[int, ...]  # by ``Story.labels``
+
+
+@dataclass(slots=True)
+class Chains:
+    """Replica chains of streams, by request, as their gateways last reported them."""
+
+    at_s: float  # since the start of the load
+    of: dict[str, tuple[str, ...]]
 
 
 async def until(
@@ -100,6 +110,7 @@ class Story:
         self._load: Clock | None = None
         self.scenes: list[Scene] = []
         self.replica_counts: list[ReplicaCounts] = []
+        self.chains: list[Chains] = []
         self._status: answers.StatusAnswer | None = None
 
     @property
@@ -196,7 +207,18 @@ class Story:
                         ready[label] += 1
             counts = ReplicaCounts(self.now(), tuple(ready.values()))
             self.replica_counts.append(counts)
+            if not self.chains or self.now() - self.chains[-1].at_s >= LOOK_S:
+                await self._look()
             await asyncio.sleep(POLL_S)
+
+    async def _look(self) -> None:
+        try:
+            facts = await self.ask("GET", "/facts", Facts)
+        except ServeError:
+            return
+        streams = facts.streams.values()
+        chains = {each.request: each.chain for each in streams if each.chain}
+        self.chains.append(Chains(self.now(), chains))
 
     def now(self) -> float:
         assert self._load is not None
