@@ -47,8 +47,8 @@ def _numbered(service: Service, name: str) -> str:
     "-n",
     "--lines",
     type=click.IntRange(1),
-    help=f"Number of lines to print of each log.  [default: {LINES}; with --request "
-    "or --since: all]",
+    help=f"Number of lines to print of each log; {LINES} by default, or all with "
+    "--request or --since.",
 )
 @click.option("--request", metavar="ID", help="Only lines that name this request.")
 @click.option(
