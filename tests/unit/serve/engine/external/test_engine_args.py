@@ -189,7 +189,10 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
     ("more", "variable", "wanted"),
     [
         ({}, "", {"kv_cache_memory_bytes": 4 * 2**30}),
-        ({"memory_mb": 4000.0}, "", {"gpu_memory_utilization": 0.3}),
+        ({"memory_mb": 8000.0}, "", {"gpu_memory_utilization": 0.6}),
+        # Its other processes need the rest, however small it is.
+        ({"memory_mb": 4000.0}, "", {"gpu_memory_utilization": 0.23}),
+        ({"memory_mb": 1000.0}, "", {"gpu_memory_utilization": 0.025}),
         ({"memory_mb": 4000.0}, "2", {}),
         ({"args": {"gpu-memory-utilization": 0.5}}, "", {}),
         ({"args": {"kv_cache_memory_bytes": 5}, "memory_mb": 9.0}, "", {}),
