@@ -21,7 +21,7 @@ from rich.markup import escape
 from multiworld.cli import model_spec
 from multiworld.cli.model_spec import ModelOptions
 from multiworld.cli.options import JSON, STATE
-from multiworld.errors import ConfigError
+from multiworld.errors import ConfigError, SpecError
 from multiworld.log_format import FORMAT, FORMATS, LEVEL, LEVELS, configure
 from multiworld.serve.controller.fleet.record import StateFolder, state_root
 from multiworld.serve.controller.process_one import leave_process_one
@@ -111,6 +111,11 @@ def _load(
         raise click.UsageError(
             f"{target} is no model, and {names or 'this option'} is for a model: a "
             "folder, OWNER/NAME or smollm2; a spec has fields for all of them"
+        )
+    if not Path(target).expanduser().exists():
+        raise SpecError(
+            f"{target} is neither a file nor a model; give a spec (a YAML file), the "
+            "folder of a model, OWNER/NAME of one on the Hugging Face hub, or smollm2"
         )
     return load_spec(Path(target)), None
 

@@ -155,11 +155,13 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
     [
         (["app.yaml", "--port", "1"], "is no model, and --port is for a"),
         (["app.yaml", "--print-spec"], "is no model"),
-        (["none.yaml"], "No such file"),
+        (["none.yaml"], "is neither a file nor a model"),
+        (["empty"], "has no config.json"),
     ],
 )
 def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("models: {}")
+    (tmp_path / "empty").mkdir()
     found = CliRunner().invoke(cli, ["serve", str(tmp_path / words[0]), *words[1:]])
     assert found.exit_code != 0
     assert text in " ".join(found.output.split())

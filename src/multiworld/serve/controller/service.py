@@ -447,7 +447,7 @@ def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
     except OSError as error:
         raise ServeError(
             f"cannot listen at {app.gateway.host}:{port}: {error.strerror}; give "
-            "another gateway.host or gateway.port"
+            "another gateway.host or gateway.port (--host, --port)"
         ) from error
 
 

@@ -49,7 +49,10 @@ def _of_folder(path: Path) -> SpecError:
             f"app.yaml, and give that:\n\nmodels:\n  {path.resolve().name}:\n"
             f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
         )
-    return SpecError(f"{path} is a folder; give a spec, which is a YAML file")
+    return SpecError(
+        f"the folder {path} has no config.json, as that of a model has, and no single "
+        "spec; give a spec, which is a YAML file, or the folder of a model"
+    )
 
 
 def read_text(path: Path) -> str:
