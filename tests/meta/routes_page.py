@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from multiworld.serve.gateway.http.route import Needs, Route, Tag
-from multiworld.serve.gateway.route_table import ROUTES
+from multiworld.serve.gateway.http_routes import ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "routes.md"
 

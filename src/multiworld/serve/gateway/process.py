@@ -35,12 +35,12 @@ from multiworld.serve.gateway.http.kept_events import EventLogs
 from multiworld.serve.gateway.http.recorded_transport import NoTransport, PeekedSocket
 from multiworld.serve.gateway.http.recorder import DetachedRecorder, Recorder
 from multiworld.serve.gateway.http.tls_handshake import Certificate, with_tls
+from multiworld.serve.gateway.http_routes import ROUTES
 from multiworld.serve.gateway.model_builds import ModelBuilds
 from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.gateway.route_table import ROUTES
 from multiworld.serve.gateway.streams.streams import Streams
-from multiworld.serve.keeper.record import ConnectionRecord
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.machines.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from multiworld.serve.keeper.frames import Entry, FrameError, Kind, Place, entry
-from multiworld.serve.keeper.record import (
+from multiworld.serve.keeper.connection_record import (
     IDLE_BYTES,
     TRIM_BYTES,
     ConnectionRecord,
     State,
 )
+from multiworld.serve.keeper.frames import Entry, FrameError, Kind, Place, entry
 
 WAIT_S = 60.0  # seconds that a connection waits for a gateway before it gets 503
 MAX_LOSSES = 4  # gateways lost with a request; then it may be the cause, and is refused

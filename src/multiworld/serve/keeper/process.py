@@ -24,6 +24,7 @@ from pathlib import Path
 
 from multiworld.serve.keeper import counters
 from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.connection_record import record_of
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
     Entry,
@@ -45,7 +46,6 @@ from multiworld.serve.keeper.keeper import (
     Say,
     Trim,
 )
-from multiworld.serve.keeper.record import record_of
 from multiworld.serve.machines.open_files import raise_limit
 
 MIB = 2**20

@@ -100,7 +100,7 @@ async def test_page_comes_with_nothing_from_elsewhere() -> None:
         page = await http.get("/")
         assert page.status_code == 200
         assert "default-src 'self'" in page.headers["content-security-policy"]
-        for name in ("main.js", "parts.js", "facts.js", "style.css", "icon.svg"):
+        for name in ("main.js", "panels.js", "facts.js", "style.css", "icon.svg"):
             part = await http.get(f"/page/{name}")
             assert part.status_code == 200
             assert "http" not in part.text.replace("http://www.w3.org/2000/svg", "")

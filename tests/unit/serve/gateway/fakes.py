@@ -17,9 +17,9 @@ from multiworld.serve.gateway.http.app import App, make_app
 from multiworld.serve.gateway.http.body_limits import BodyBudget, BodyLimits
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_request import CONNECTION, Connection
+from multiworld.serve.gateway.http_routes import ROUTES
 from multiworld.serve.gateway.openai.schemas import schemas
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.gateway.route_table import ROUTES
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant

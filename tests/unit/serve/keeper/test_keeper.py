@@ -15,6 +15,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from multiworld.serve.keeper.connection_record import (
+    ConnectionRecord,
+    State,
+    record_of,
+)
 from multiworld.serve.keeper.frames import (
     Entry,
     FrameError,
@@ -39,11 +44,6 @@ from multiworld.serve.keeper.keeper import (
     Release,
     Say,
     Trim,
-)
-from multiworld.serve.keeper.record import (
-    ConnectionRecord,
-    State,
-    record_of,
 )
 
 SILENCE_S = 1.0

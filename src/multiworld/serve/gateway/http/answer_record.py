@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from multiworld.serve.gateway.http.kept_events import EventLog
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Kind
-from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.wire.generation_messages import TokenItem
 
 ANSWER = "multiworld.answer"  # scope key of the ``AnswerRecord`` of the request

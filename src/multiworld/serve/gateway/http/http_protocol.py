@@ -29,7 +29,7 @@ from multiworld.serve.gateway.http.http_request import (
 )
 from multiworld.serve.gateway.http.recorded_transport import RecordedTransport
 from multiworld.serve.gateway.http.recorder import Unrecorded
-from multiworld.serve.keeper.record import ConnectionRecord
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 
 # Names used of uvicorn 0.54's ``HttpToolsProtocol``, besides those of asyncio's
 # ``Protocol``: callbacks of its parser, which are extended here, methods, and state.

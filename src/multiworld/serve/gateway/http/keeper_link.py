@@ -18,6 +18,7 @@ from typing import Protocol
 
 from multiworld.serve.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.connection_record import ConnectionRecord, record_of
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
     Entry,
@@ -27,7 +28,6 @@ from multiworld.serve.keeper.frames import (
     frame,
     frames,
 )
-from multiworld.serve.keeper.record import ConnectionRecord, record_of
 
 logger = logging.getLogger("multiworld.serve")
 

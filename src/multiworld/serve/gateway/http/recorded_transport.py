@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from multiworld.serve.keeper import counters
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Kind
-from multiworld.serve.keeper.record import ConnectionRecord
 
 
 class Recording(Protocol):

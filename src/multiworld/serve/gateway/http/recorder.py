@@ -20,8 +20,8 @@ from multiworld.serve.gateway.http.recorded_transport import (
     PeekedSocket,
     RecordedTransport,
 )
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import MAX_ENTRY, Kind, Place
-from multiworld.serve.keeper.record import ConnectionRecord
 
 
 class Unrecorded:

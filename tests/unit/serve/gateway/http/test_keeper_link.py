@@ -14,8 +14,8 @@ import pytest
 from multiworld.serve.gateway.http import keeper_link
 from multiworld.serve.gateway.http.keeper_link import KeeperLink
 from multiworld.serve.keeper.channel import Channel
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Entry, Kind, entry, frame
-from multiworld.serve.keeper.record import ConnectionRecord
 
 HANG_S = 20.0
 LARGE = b"x" * 40_000_000

@@ -17,7 +17,7 @@ from multiworld.serve.gateway.http.app import App, make_app
 from multiworld.serve.gateway.http.calls import AdmittedCall, Call
 from multiworld.serve.gateway.http.http_responses import EventStream, event_of
 from multiworld.serve.gateway.http.route import Needs, Route, Tag, pattern_of, respond
-from multiworld.serve.gateway.route_table import ROUTES
+from multiworld.serve.gateway.http_routes import ROUTES
 from multiworld.serve.tenants.directory import Tenant
 from tests.unit.serve.gateway.fakes import Fake
 

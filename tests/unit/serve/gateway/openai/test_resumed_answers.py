@@ -11,8 +11,8 @@ import pytest
 from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.http.http_request import RECORDER
 from multiworld.serve.gateway.http.recorder import Unrecorded
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Entry, Kind
-from multiworld.serve.keeper.record import ConnectionRecord
 from multiworld.serve.spec.identity import Identity
 from multiworld.serve.text.tokenizer import Tokenizer
 from tests.unit.serve.gateway.openai.test_generated_text import (

@@ -1,6 +1,6 @@
-// The parts of the page that show facts.
+// The panels of the page, which show facts.
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { bytes, clock, rate, seconds, share } from "./facts.js";
+import { bytes, clock, rate, seconds, share, tenants } from "./facts.js";
 
 const MANY = 24; // number of a stage's replicas from which on each is a small square
 
@@ -240,4 +240,100 @@ export function Thoughts({ facts }) {
   if (!facts.thoughts.length) return null;
   return html`<section><h2>Why it is as it is</h2><ul class="thoughts">${facts.thoughts.map((each) =>
     html`<li><b>${each.kind}${each.about ? ` of ${each.about}` : ""}</b>: ${each.what} <span class="quiet">${clock(each.at)}</span></li>`)}</ul></section>`;
+}
+
+/** The running spec, differences from it, and its update or rollback. */
+export function Spec({ facts, act }) {
+  const [spec, setSpec] = useState(null);
+  const [text, setText] = useState(null);
+  const show = () => fetch("/spec").then((a) => a.json()).then((found) => { setSpec(found); setText(found.text); });
+  const versions = Object.values(facts.models).map((m) => m.version).join();
+  useEffect(() => { if (spec) show(); }, [versions]);
+  if (!spec) return html`<section><h2>Spec</h2><button class="act" onClick=${show}>Show what runs</button></section>`;
+  return html`<section><h2>Spec</h2>
+    ${spec.differences.length > 0 && html`<ul class="thoughts warn">${spec.differences.map((each) => html`<li>${each}</li>`)}</ul>`}
+    <div class="form"><textarea rows="14" spellcheck="false" aria-label="spec" value=${text} onInput=${(e) => setText(e.target.value)}></textarea></div>
+    <div class="row"><button class="act danger" disabled=${text === spec.text} onClick=${() => act("Update the service to this spec?", "update", { text })}>Update</button>
+      <button class="act danger" disabled=${!spec.before} onClick=${() => act("Go back to the spec before the last update?", "update",
+        { text: spec.before })}>Roll back</button>
+      <button class="act" onClick=${show}>Read it again</button></div></section>`;
+}
+
+/** Tenants and their keys: new ones, new keys, keys that end, and suspension. */
+export function Keys({ act }) {
+  const [found, setFound] = useState(null);
+  const [made, setMade] = useState(null);
+  const [name, setName] = useState("");
+  const [trouble, say] = useState("");
+  const show = () => tenants().then(setFound, (error) => say(error.message));
+  const then = (done) => { setMade(done.key ? done : null); show(); };
+  if (!found) return html`<section><h2>Keys</h2><button class="act" onClick=${show}>Show tenants and keys</button>
+    ${trouble && html`<p class="bad" role="alert">${trouble}</p>`}</section>`;
+  const create = (event) => {
+    event.preventDefault();
+    act(`Create the tenant ${name.trim()}, with a key?`, "tenant_create", { name: name.trim() }, then);
+  };
+  return html`<section><h2>Keys</h2>
+    ${made && html`<p role="status">The key of ${made.name}, which is not shown again: <code>${made.key}</code></p>`}
+    <div class="scroll" tabindex="0"><table><thead><tr><th>tenant</th><th>keys</th><th></th></tr></thead>
+    <tbody>${found.map((tenant) => html`<tr key=${tenant.name} class=${tenant.is_suspended ? "warn" : ""}>
+      <td>${tenant.name}${tenant.is_operator ? " (operator)" : ""}${tenant.is_suspended ? ` – suspended: ${tenant.suspension || "no reason given"}` : ""}</td>
+      <td>${tenant.keys.map((key) => html`<div class="row"><code>${key.id}</code>
+        <span class="quiet">${key.expires_at ? `until ${new Date(1000 * key.expires_at).toLocaleString("en-GB")}` : ""}</span>
+        <button class="act danger" aria-label="revoke ${key.id}" onClick=${() => act(`Revoke the key ${key.id} of ${tenant.name}? Requests with it are refused at once.`,
+          "tenant_revoke", { name: tenant.name, key: key.id }, then)}>revoke</button></div>`)}</td>
+      <td><button class="act" aria-label="new key of ${tenant.name}" onClick=${() => act(`Make a new key for ${tenant.name}? Its other keys end in an hour.`,
+          "tenant_rotate", { name: tenant.name, grace_s: 3600 }, then)}>new key</button>
+        <button class="act danger" aria-label="${tenant.is_suspended ? "resume" : "suspend"} ${tenant.name}" onClick=${() => act(
+          tenant.is_suspended ? `Serve ${tenant.name} again?` : `Suspend ${tenant.name}? Its requests are refused.`, "tenant_change",
+          { name: tenant.name, is_suspended: !tenant.is_suspended }, then, tenant.is_suspended ? "" : "suspension")}>${tenant.is_suspended ? "resume" : "suspend"}</button></td></tr>`)}
+    </tbody></table></div>
+    <form class="find" onSubmit=${create}><input value=${name} onInput=${(e) => setName(e.target.value)} placeholder="name of a new tenant"
+      aria-label="name of a new tenant" required /><button class="act">Create</button></form></section>`;
+}
+
+export function Chat({ facts }) {
+  const names = Object.entries(facts.models).filter(([, m]) => m.tokens_s || m.first_tokens || m.generates).map(([n]) => n);
+  const all = names.length ? names : Object.keys(facts.models);
+  const [said, say] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const form = useRef(null);
+  const send = async (event) => {
+    event.preventDefault();
+    const given = new FormData(form.current);
+    const headers = { "content-type": "application/json" };
+    if (given.get("key")) headers.authorization = `Bearer ${given.get("key")}`;
+    const body = { model: given.get("model"), stream: true, messages: [{ role: "user", content: given.get("text") }] };
+    setBusy(true);
+    let text = "";
+    try {
+      const answer = await fetch("/chat", { method: "POST", headers, body: JSON.stringify(body) });
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      let rest = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        rest += part.value;
+        if (!answer.ok) continue;
+        const events = rest.split("\n\n");
+        rest = events.pop();
+        for (const each of events) {
+          const data = each.replace(/^data: /, "");
+          if (!data.startsWith("{")) continue;
+          const chunk = JSON.parse(data);
+          if (chunk.error) throw new Error(chunk.error.message);
+          text += (chunk.choices[0] && chunk.choices[0].delta.content) || "";
+          say(text);
+        }
+      }
+      if (!answer.ok) throw new Error(JSON.parse(rest).error.message);
+    } catch (error) {
+      say(`${text}\n[${error.message}]`);
+    } finally {
+      setBusy(false);
+    }
+  };
+  return html`<section><h2>Chat</h2><form class="form" ref=${form} onSubmit=${send}>
+    <select name="model" aria-label="model">${all.map((n) => html`<option value=${n}>${n}</option>`)}</select>
+    <textarea name="text" rows="2" aria-label="message" required>Name the three primary colors.</textarea>
+    <input name="key" type="password" placeholder="API key, if the gateways require one" aria-label="API key" autocomplete="off" />
+    <button disabled=${isBusy}>${isBusy ? "…" : "Send"}</button></form><p class="said" aria-live="polite">${said}</p></section>`;
 }
