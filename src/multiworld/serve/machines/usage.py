@@ -88,7 +88,7 @@ def _cpu_s(pid: int) -> float:
 class MemoryKills:
     """Detects kills by the kernel for lack of memory.
 
-    It counts them on the whole host, because the exceeded limit may be a container's.
+    It reads the host-wide count, which includes kills at a container's limit.
     """
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:

@@ -159,7 +159,7 @@ def _drop_uniqueness(node: Schema, root: Schema) -> None:
 
 
 def _values(schema: Any, root: Schema) -> list[Any] | None:
-    """Return an enum's values, also through a reference into ``$defs``, or None."""
+    """Return all values that a schema allows, following ``$ref``; None if unknown."""
     if not isinstance(schema, dict):
         return None
     if "$ref" in schema:

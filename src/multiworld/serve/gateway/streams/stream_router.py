@@ -196,7 +196,7 @@ class StreamRouter:
         return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
 
     def _quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams that have neither a token nor a chain."""
+        """End a tenant's streams of a model that wait for a chain, without a token."""
         names = {model, f"{model}@{tenant}"}
         for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names

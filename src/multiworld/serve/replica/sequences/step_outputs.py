@@ -52,7 +52,7 @@ def steps_on(
     found: Computed,
     table: SequenceTable,  # records the rows sent
 ) -> Iterator[tuple[str, Step, Tensor]]:
-    """Yield each next replica, its parts of the step, and their rows."""
+    """Yield each next-stage replica of the parts, its ``Step`` and the rows to send."""
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}
     starts: dict[str, list[SequenceStart]] = {}
