@@ -25,7 +25,6 @@ from multiworld.errors import ConfigError, SpecError
 from multiworld.log_format import FORMAT, FORMATS, LEVEL, LEVELS, configure
 from multiworld.serve.controller.fleet.record import StateFolder, state_root
 from multiworld.serve.controller.process_one import leave_process_one
-from multiworld.serve.machines import openmp
 from multiworld.serve.spec.loader import load_spec, parse_spec
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tracing.tracer import check as check_traces
@@ -222,7 +221,6 @@ def serve(
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # so that this process can be forked
-    os.environ.update(openmp.waits(os.environ))  # before torch loads OpenMP
     from multiworld.serve.controller.answers import plain
     from multiworld.serve.controller.launchers.fork_server import fork_waiting
     from multiworld.serve.controller.launchers.registry import LAUNCHERS

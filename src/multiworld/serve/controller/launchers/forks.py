@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from multiworld.serve.controller.launchers.protocol import (
     LaunchFailed,
     Threaded,
 )
-from multiworld.serve.machines import openmp
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -55,7 +53,7 @@ class Forks:
     ) -> None:
         self.trouble = ""
         self._preload = list(preload)
-        self._env = {**FORKED, **openmp.waits(os.environ), **env}
+        self._env = {**FORKED, **env}
         self._on_exit, self._waiting = on_exit, waiting
         self._server = HelperProcess(
             FORK_SERVER, log, FORK_NEWS, self._on_news, self._ended, self._hangs

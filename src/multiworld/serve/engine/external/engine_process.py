@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from multiworld.serve.engine.external.held_cores import HeldCores
-from multiworld.serve.machines import leash, openmp
+from multiworld.serve.machines import leash
 from multiworld.serve.machines.usage import family_of
 
 END_S = 5.0  # seconds for an engine to exit before it is killed
@@ -103,7 +103,7 @@ class EngineProcess:
             with self._cores.of_children():
                 self._process = subprocess.Popen(
                     wearing,
-                    env={**openmp.others(os.environ), **env},
+                    env={**os.environ, **env},
                     stdin=subprocess.DEVNULL,
                     stdout=inlet,
                     stderr=inlet,

@@ -28,6 +28,7 @@ from multiworld.serve.engine.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.replica.sequences.short_steps import ShortSteps
+from multiworld.serve.replica.sequences.thread_count import ThreadCount
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.text.grammar import Matcher, Matchers
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
@@ -67,6 +68,8 @@ class Engine:
         self.computed_s = 0.0
         self._short = ShortSteps()
         self._may_compute_here = False
+        # None: always the same number.
+        self._count: ThreadCount | None = None
 
     async def load(self, context: StageContext) -> None:
         """Load the stage; call ``close`` if this is cancelled."""
@@ -76,6 +79,8 @@ class Engine:
             # team; the teams would wait for each other in system calls: twice as slow.
             torch.set_num_threads(1)
             self._may_compute_here = True
+        elif context.device == "cpu" and not self._is_deterministic:
+            self._count = ThreadCount(self._threads)
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
@@ -180,9 +185,18 @@ class Engine:
         spans: Sequence[BlockSpan],
     ) -> Computed:
         assert self._stage_engine is not None
+        if self._count is not None:
+            self._set_threads(self._count.next(self._clock()))
         self._stage_engine.tidy(chores)
         found = self._stage_engine.compute(parts, rows)
         return self._stage_engine.with_blocks(found, spans) if spans else found
+
+    def _set_threads(self, count: int) -> None:
+        before = torch.get_num_threads()
+        if count != before:
+            torch.set_num_threads(count)
+            why = "other processes take the cores" if count < before else "trying again"
+            logger.info("computing with %d threads: %s", count, why)
 
     def _chores(self) -> Chores:
         opened = [(each, self._structures.get(s)) for s, each in self._open.items()]

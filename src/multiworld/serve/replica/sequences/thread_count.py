@@ -1,0 +1,65 @@
+"""Number of threads of the next step: one, while others take the cores.
+
+The threads of a computation wait for each other after every matrix product, and spin
+meanwhile, as OpenMP's do. If another process takes a core, they spin for the time that
+the last one needs: two threads on two cores, beside one busy process, computed less
+than one token a second in place of 86. One thread computes 50, whatever others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S = 0.25  # minimum seconds between two looks
+CROWDED = 0.15  # share of the time that a thread waits for a core, to be crowded
+# Seconds with one thread until all are tried again: at first, and at most. They double
+# while it is crowded, as a trial may take a slow step or two.
+PAUSE_S, MAX_PAUSE_S = 4.0, 64.0
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+"""Nanoseconds that the calling thread ran, and waited for a core (proc(5))."""
+
+
+def waited_s() -> float:
+    """Return how long the calling thread has waited for a core; 0: not known."""
+    try:
+        return int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+class ThreadCount:
+    """Decides how many threads compute.
+
+    Args:
+        threads: Number of threads while the cores are free.
+        waited: Returns how long the computing thread has waited for a core.
+    """
+
+    def __init__(self, threads: int, waited: Callable[[], float] = waited_s) -> None:
+        self._threads, self._read_waited = threads, waited
+        self._count = threads
+        self._looked_at = self._waited = self._again_at = 0.0
+        self._pause_s = PAUSE_S
+
+    def next(self, now: float) -> int:
+        """Return the number of threads of a step that begins now (monotonic)."""
+        passed = now - self._looked_at
+        if passed < LOOK_S:
+            return self._count
+        waited = self._read_waited()
+        share = (waited - self._waited) / passed
+        is_first, self._looked_at, self._waited = not self._looked_at, now, waited
+        if is_first:
+            return self._count
+        if self._count < self._threads:
+            if now >= self._again_at:
+                self._count = self._threads
+        elif share > CROWDED:
+            self._count = 1
+            self._again_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        elif now - self._again_at > self._pause_s:
+            self._pause_s = PAUSE_S
+        return self._count
