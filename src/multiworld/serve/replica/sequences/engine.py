@@ -196,7 +196,9 @@ class Engine:
         if count != before:
             torch.set_num_threads(count)
             why = "other processes take the cores" if count < before else "trying again"
-            logger.info("computing with %d threads: %s", count, why)
+            logger.info(
+                "computing with %d of %d threads: %s", count, self._threads, why
+            )
 
     def _chores(self) -> Chores:
         opened = [(each, self._structures.get(s)) for s, each in self._open.items()]

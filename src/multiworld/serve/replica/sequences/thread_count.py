@@ -3,7 +3,7 @@
 The threads of a computation wait for each other after every matrix product, and spin
 meanwhile, as OpenMP's do. If another process takes a core, they spin for the time that
 the last one needs: two threads on two cores, beside one busy process, computed less
-than one token a second in place of 86. One thread computes 50, whatever others do.
+than one token a second in place of 86; one thread computed 61.
 """
 
 from __future__ import annotations
