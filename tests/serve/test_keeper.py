@@ -24,6 +24,7 @@ from tests.tiny_decoder import save_decoder
 pytestmark = pytest.mark.timeout(240)
 
 COUNT = 40
+PAUSE_S = 3.0  # longer than the silence after which a process counts as lost
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +278,17 @@ async def test_keeper_that_hangs_is_replaced(service: Served) -> None:
         await keeper_again(service, before)
 
 
+async def test_keeper_outlives_a_pause_of_its_controller(service: Served) -> None:
+    before, process = service.keeper(), service.process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(PAUSE_S)
+    process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(1.0)
+    assert service.keeper() == before
+    await ready_again(service)
+
+
 async def test_client_that_connects_while_there_is_nobody_waits(
     service: Served,
 ) -> None:
@@ -504,6 +516,7 @@ async def test_openais_client_notices_nothing(service: Served) -> None:
 async def test_next_service_continues_the_streams_of_the_last_one(
     tmp_path: Path,
 ) -> None:
+    """The keeper holds them meanwhile, even if it is paused for a while."""
     spec = spec_of(save_decoder(tmp_path / "decoder"))
     spec["gateway"]["handover_s"] = 120.0
     with served(tmp_path, spec) as service:
@@ -518,6 +531,9 @@ async def test_next_service_continues_the_streams_of_the_last_one(
             assert await asyncio.to_thread(service.process.wait, WAIT_S) == 0
             meanwhile = await Connection(service).open()
             await meanwhile.ask("/v1/completions", wanted(2))
+            kill(before, signal.SIGSTOP)
+            await asyncio.sleep(PAUSE_S)
+            kill(before, signal.SIGCONT)
             url = service.url
             await asyncio.to_thread(service.start)
             assert (service.url, service.keeper()) == (url, before)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 
 LONG = 230
 LIMIT_S = 10.0
+ROUNDS = 4  # of a change that finds a stream to move unless all just began or end
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,13 @@ async def test_streams_move_when_a_stage_shrinks_and_grows(service: Served) -> N
         service.scale("middle", 2)
         service.until(lambda: service.stages() == [1, 2, 1], "grown")
 
-    for change in (shrink, grow):
-        assert await moves(service, change) >= 1
+    moved = {shrink: 0, grow: 0}
+    for _ in range(ROUNDS):
+        for change in moved:
+            moved[change] += await moves(service, change)
+        if all(moved.values()):
+            return
+    pytest.fail(f"streams did not move: {list(moved.values())}")
 
 
 async def test_streams_move_to_a_new_version_with_the_same_weights(

@@ -69,10 +69,9 @@ class KeeperSupervisor:
         self._silence_s = app().silence_s  # no update changes it
         self._channel: Channel | None = None
         self._listener = listener
-        self._loop = asyncio.get_running_loop()
         self._others: list[socket.socket] = []  # sockets of earlier keepers
         self._lost = asyncio.Event()
-        self._heard_at = 0.0
+        self._unanswered = 0  # heartbeats since the keeper's last message
         self._has_answered = False
         self.pid = 0  # of the keeper; 0: none runs
 
@@ -114,7 +113,7 @@ class KeeperSupervisor:
         self._counts = Counts()
         self.pid = _pid_of(sock)
         self._lost.clear()
-        self._heard_at, self._has_answered = self._loop.time(), False
+        self._unanswered, self._has_answered = 0, False
         channel = Channel(sock, self._framed, self._lost.set)
         channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
         # An earlier controller's keeper does not have this controller's listener.
@@ -133,15 +132,17 @@ class KeeperSupervisor:
     async def _watch(self, channel: Channel) -> None:
         while not self._lost.is_set():
             channel.send(frame([self._beat()]))
+            self._unanswered += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
-            if self._loop.time() - self._heard_at > self._silence_s:
+            # Heartbeats, not a clock: this process may have been paused.
+            if self._unanswered * KEEPER_BEAT_S > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
                 _signal(self.pid, signal.SIGKILL)
 
     def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:
-        self._heard_at, self._has_answered = self._loop.time(), True
+        self._unanswered, self._has_answered = 0, True
         for each in entries:
             if each.kind is Kind.LISTENER:
                 self._keep(socket.socket(fileno=descriptors.popleft()))

@@ -352,9 +352,11 @@ class KeeperProcess:
     def _exit_if_left(self) -> None:
         """Exit if this process was paused for longer than ``silence_s``.
 
-        The gateways may have given this keeper up since, so its records may be stale.
+        Gateways with connections may have given this keeper up since, so its records of
+        them may be stale. Connections that wait for a gateway are known to nobody else.
         """
-        if self._loop.time() - self._ticked_at > self._silence_s:
+        was_paused = self._loop.time() - self._ticked_at > self._silence_s
+        if was_paused and any(g.connections for g in self.keeper.gateways.values()):
             os._exit(LEFT)
 
     def tick(self) -> None:

@@ -91,7 +91,7 @@ class KeeperLink:
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
         self._lost = asyncio.Event()
-        self._heard_at = 0.0
+        self._unanswered = 0  # heartbeats since the keeper's last message
         self._is_ready = self._is_leaving = False
         self._connections: dict[int, Recorded] = {}
         self._given: dict[int, list[Entry]] = {}
@@ -259,7 +259,7 @@ class KeeperLink:
 
     def _begin(self, channel: Channel) -> None:
         """Greet a keeper; send it listeners and records, as it may be a new one."""
-        self._heard_at = self._loop.time()
+        self._unanswered = 0
         hello = entry(Kind.HELLO, 0, PROTOCOL, self._name.encode())
         channel.send(frame([hello]))
         for listener in self._listeners:
@@ -281,15 +281,17 @@ class KeeperLink:
     async def _beat(self, channel: Channel) -> None:
         while not self._lost.is_set():
             channel.send(frame([entry(Kind.BEAT)]))
+            self._unanswered += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._beat_s):
                     await self._lost.wait()
-            if self._loop.time() - self._heard_at > self._silence_s + KEEPER_S:
+            # Heartbeats, not a clock: this process may have been paused.
+            if self._unanswered * self._beat_s > self._silence_s + KEEPER_S:
                 logger.error("the stream keeper hangs; streams continue without it")
                 channel.lose()
 
     def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:
-        self._heard_at = self._loop.time()
+        self._unanswered = 0
         for each in entries:
             match each.kind:
                 case Kind.BEAT:
