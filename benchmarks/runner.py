@@ -101,6 +101,11 @@ SUITES = {
         "without",
         run=_optional("keeper"),
     ),
+    "scale": Suite(
+        "what a token, a loss and a stream cost as a service grows",
+        "",
+        run=_optional("scale"),
+    ),
     "generate": Suite(
         "tokens a second and time to the first one, SmolLM2",
         "one stage",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,10 @@ class Text:
         kind: dict[str, Any],
         count: int = COUNT,
         model: str = "m",
+        prompt: Sequence[int] = PROMPT,
     ) -> None:
         self.tokens: dict[int, list[str]] = {}
-        self._model = model
+        self._model, self._prompt = model, prompt
         self._count, self._grown = count, asyncio.Event()
         self._task = asyncio.ensure_future(self._read(api, dict(kind)))
 
@@ -109,7 +110,7 @@ class Text:
                 extra[name] = kind.pop(name)
         stream: Any = await api.completions.create(
             model=self._model,
-            prompt=PROMPT,
+            prompt=list(self._prompt),
             max_tokens=self._count,
             logprobs=0,
             stream=True,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -20,6 +24,7 @@ from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
 )
+from multiworld.serve.machines.usage import family_of
 from multiworld.serve.replica.whole_engines.engine_worker import EngineWorker
 from multiworld.serve.spec.stage import StageContext
 from tests import vllm_stub
@@ -29,12 +34,14 @@ from tests.contract.test_engines import whole
 from tests.serve.harness import Served, served
 from tests.serve.test_engines import Text, ready
 from tests.serve.test_real_engines import engine
-from tests.serve.texts import client
+from tests.serve.texts import PROMPT, client
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
 
 NAME = "vllm-cpu-triton"
 COUNT, KILLS, READY_S = 24, 3, 300.0
+BLOCK = vllm.CPU_BLOCK
+HITS = re.compile(r"^vllm:prefix_cache_hits_total(?:{.*})? (\S+)$", re.MULTILINE)
 FEW = {str(token): 8.0 for token in range(60, 76)}  # so that tokens repeat
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -170,6 +177,48 @@ async def test_every_token_is_that_of_an_undisturbed_stream(
                     return latest in names and ready(service) == 2
 
                 service.until(is_whole, "two replicas", READY_S)
+
+
+async def test_tokens_after_a_hit_in_the_prefix_cache_are_the_same(
+    model: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same requests again, alone and at once, find their prompts in the cache."""
+    args = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
+    more = {"engine_args": args, "deadline_s": 300.0}
+    spec = {"app": "v2", "models": {"m": {**model, **more}}, "gateway": {"port": 0}}
+    prompts = {
+        kind: [60 + at, *BLOCK * PROMPT][: 2 * BLOCK] for at, kind in enumerate(KINDS)
+    }
+    with served(tmp_path, spec) as service:
+        async with client(service) as api:
+
+            def text(kind: str) -> Text:
+                return Text(api, KINDS[kind], COUNT, prompt=prompts[kind])
+
+            undisturbed = {kind: await text(kind).end() for kind in KINDS}
+            before = hits(service)
+            alone = {kind: await text(kind).end() for kind in KINDS}
+            assert alone == undisturbed
+            # The last token of a prompt is always computed, and its block with it.
+            assert hits(service) - before >= len(KINDS) * BLOCK
+            texts = {kind: text(kind) for kind in KINDS}
+            assert {k: await each.end() for k, each in texts.items()} == undisturbed
+
+
+def hits(service: Served) -> float:
+    """Return the number of tokens that vLLM has found in its prefix cache."""
+    (replica,) = (p.pid for p in service.status().processes if p.model)
+    assert replica
+    for pid in family_of(replica):
+        for each in psutil.Process(pid).net_connections("tcp"):
+            if each.status != "LISTEN":
+                continue
+            with contextlib.suppress(httpx.HTTPError):
+                url = f"http://{each.laddr.ip}:{each.laddr.port}/metrics"
+                found = HITS.search(httpx.get(url, timeout=5.0).text)
+                if found:
+                    return float(found[1])
+    raise AssertionError("no server of vLLM has the metric")
 
 
 async def all_kinds(
