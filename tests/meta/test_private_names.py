@@ -23,7 +23,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
 """Public names of named tuples; the underscore leaves all others to the fields."""
 
 EXCEPTIONS = {
-    ("soak/resident.py", "world._life"): (
+    ("soak/resident.py", "world._member"): (
         "compares the nonces of incarnations; users need only the name and the epoch"
     ),
     ("unit/backends/c10d/test_nccl.py", "made.options._timeout"): (
@@ -74,9 +74,9 @@ def private_uses(file: ast.Module) -> Iterator[ast.expr]:
 @pytest.mark.parametrize(
     ("code", "is_private"),
     [
-        ("world._life.rank", True),
-        ("self.world._life", True),
-        ("worlds[0]._life = None", True),
+        ("world._member.rank", True),
+        ("self.world._member", True),
+        ("worlds[0]._member = None", True),
         ("monkeypatch.setattr(world, '_life', None)", True),
         ("mock.patch.object(world, '_life')", True),
         ("getattr(world, '_life')", True),

@@ -48,7 +48,7 @@ class Resident:
             backend=place.backend,
         )
         async for world in kept:
-            nonce = world._life.incarnation.nonce
+            nonce = world._member.incarnation.nonce
             self.role.report(("ready", world.name, world.epoch, nonce, world.rank))
             try:
                 while True:

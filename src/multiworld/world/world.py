@@ -108,19 +108,19 @@ class World(CollectiveMethods):
         backend_name: Name of the backend.
     """
 
-    def __init__(self, life: LocalMember, changes: Changes) -> None:
+    def __init__(self, member: LocalMember, changes: Changes) -> None:
         self._changes = changes
-        incarnation = life.incarnation
+        incarnation = member.incarnation
         self.name, self.epoch = incarnation.world, incarnation.epoch
-        self.rank, self.size = life.rank, incarnation.size
-        self.backend_name = life.backend_name
-        self._life = life
-        self._collectives = life.backend.collectives
+        self.rank, self.size = member.rank, incarnation.size
+        self.backend_name = member.backend_name
+        self._member = member
+        self._collectives = member.backend.collectives
         self._pending = _Pending()
 
     def __repr__(self) -> str:
         place = f"rank {self.rank}/{self.size} epoch {self.epoch}"
-        state = self._life.phase.value
+        state = self._member.phase.value
         return f"<World {self.name!r} {state} {place} {self.backend_name}>"
 
     # Health.
@@ -128,27 +128,27 @@ class World(CollectiveMethods):
     @property
     def is_ready(self) -> bool:
         """True while operations are possible."""
-        return self._life.phase is Phase.READY
+        return self._member.phase is Phase.READY
 
     @property
     def is_broken(self) -> bool:
         """True once a fault has broken the world."""
-        return self._life.phase is Phase.BROKEN
+        return self._member.phase is Phase.BROKEN
 
     @property
     def is_closed(self) -> bool:
         """True once this process has left the world."""
-        return self._life.phase is Phase.CLOSED
+        return self._member.phase is Phase.CLOSED
 
     @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
-        return self._life.left
+        return self._member.left
 
     @property
     def lost(self) -> frozenset[int]:
         """Ranks known to be lost; the set may grow after the world broke."""
-        return self._life.lost
+        return self._member.lost
 
     def silent_s(self, rank: int) -> float:
         """Return the seconds since a member's last sign of life; 0 for this process.
@@ -162,12 +162,12 @@ class World(CollectiveMethods):
             rank: Rank of the member.
         """
         self._check_rank(rank, self_too=True)
-        return self._life.silent_s(rank)
+        return self._member.silent_s(rank)
 
     @property
     def members(self) -> tuple[str, ...]:
         """Descriptions of the members, by rank, for people."""
-        return tuple(map(str, self._life.incarnation.members))
+        return tuple(map(str, self._member.incarnation.members))
 
     def statistics(self) -> WorldStatistics:
         """Return a snapshot of this world."""
@@ -176,19 +176,19 @@ class World(CollectiveMethods):
             epoch=self.epoch,
             rank=self.rank,
             size=self.size,
-            phase=self._life.phase.value,
-            left=self._life.left,
+            phase=self._member.phase.value,
+            left=self._member.left,
             pending=self._pending.count,
             started=self._pending.started,
         )
 
     async def wait_over(self) -> None:
         """Wait until the world is broken or closed. Cancellation: Safe."""
-        await self._life.wait_over()
+        await self._member.wait_over()
 
     async def wait_incomplete(self) -> None:
         """Wait until the world ends or a member has left. Cancellation: Safe."""
-        await self._life.wait_incomplete()
+        await self._member.wait_incomplete()
 
     @contextlib.asynccontextmanager
     async def named_errors(self) -> AsyncIterator[None]:
@@ -215,7 +215,7 @@ class World(CollectiveMethods):
     async def _await_device(self) -> None:
         """Wait for the GPU, then raise the world's error if the world is broken."""
         # A loss ends the GPU's kernels early, with wrong results but no error.
-        device = self._life.device
+        device = self._member.device
         if device.type == "cuda":
             await in_thread(lambda: torch.cuda.synchronize(device))
             if self.is_broken:
@@ -223,7 +223,7 @@ class World(CollectiveMethods):
 
     async def _await_verdict(self) -> None:
         try:
-            async with asyncio.timeout(self._life.config.silence_s + VERDICT_S):
+            async with asyncio.timeout(self._member.config.silence_s + VERDICT_S):
                 await self.wait_incomplete()
         except TimeoutError:
             pass  # the error has another cause
@@ -235,9 +235,9 @@ class World(CollectiveMethods):
             cause: The error that made the caller ask.
         """
         try:
-            self._life.check()
+            self._member.check()
             for rank in sorted(self.left):
-                raise self._life.left_error(rank)
+                raise self._member.left_error(rank)
         except MultiWorldError as named:
             raise named from cause
 
@@ -268,7 +268,7 @@ class World(CollectiveMethods):
             by a c10d backend itself cannot be withdrawn, so the world breaks.
         """
         with self._operation(dst, tag):
-            await self._life.backend.send(tensor, dst, tag)
+            await self._member.backend.send(tensor, dst, tag)
 
     async def recv(
         self, out: Tensor | None = None, *, src: int, tag: int = 0
@@ -296,7 +296,7 @@ class World(CollectiveMethods):
             world breaks.
         """
         with self._receiving(src, tag):
-            return (await self._life.backend.recv(out, src, tag)).tensor
+            return (await self._member.backend.recv(out, src, tag)).tensor
 
     async def recv_any(
         self, out: Tensor | None = None, *, tag: int = 0
@@ -318,7 +318,7 @@ class World(CollectiveMethods):
             )
             raise ConfigError("size", self.size, rule + "size 2 or more")
         with self._receiving(None, tag):
-            received = await self._life.backend.recv(out, None, tag)
+            received = await self._member.backend.recv(out, None, tag)
             return received.source, received.tensor
 
     async def send_bundle(
@@ -343,7 +343,7 @@ class World(CollectiveMethods):
         Cancellation: As for ``send``.
         """
         with self._operation(dst, tag):
-            await self._life.backend.send_bundle(tensors, meta or {}, dst, tag)
+            await self._member.backend.send_bundle(tensors, meta or {}, dst, tag)
 
     async def recv_bundle(self, *, src: int | None = None, tag: int = 0) -> Bundle:
         """Return the tensors, metadata and source of a ``send_bundle`` message.
@@ -354,7 +354,7 @@ class World(CollectiveMethods):
         Errors and Cancellation: As for ``recv``.
         """
         with self._receiving(src, tag):
-            return await self._life.backend.recv_bundle(src, tag)
+            return await self._member.backend.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, *, dst: int, tag: int = 0) -> None:
         """Send small JSON data. Nothing is ever pickled.
@@ -367,7 +367,7 @@ class World(CollectiveMethods):
         Cancellation: As for ``send``.
         """
         with self._operation(dst, tag):
-            await self._life.backend.send_object(obj, dst, tag)
+            await self._member.backend.send_object(obj, dst, tag)
 
     async def recv_object(self, *, src: int | None = None, tag: int = 0) -> Any:
         """Return data that ``send_object`` sent, with tuples as lists.
@@ -378,7 +378,7 @@ class World(CollectiveMethods):
         Errors and Cancellation: As for ``recv``.
         """
         with self._receiving(src, tag):
-            return await self._life.backend.recv_object(src, tag)
+            return await self._member.backend.recv_object(src, tag)
 
     def handle(
         self, handler: Handler, *, src: int, tag: int = 0, peek: Peek | None = None
@@ -400,7 +400,7 @@ class World(CollectiveMethods):
         """
         self._check_rank(src, self_too=False)
         with self._operation(src, tag):
-            self._life.backend.handle(src, tag, handler, peek)
+            self._member.backend.handle(src, tag, handler, peek)
 
     async def _call(self, call: Call) -> None:
         root = call.root if call.collective.has_root else None
@@ -416,8 +416,8 @@ class World(CollectiveMethods):
         Raises:
             UnsupportedOperationError: This world's backend is not a c10d backend.
         """
-        self._life.check()
-        return self._life.backend.process_group
+        self._member.check()
+        return self._member.backend.process_group
 
     def device_mesh(self, dim_name: str = "world") -> DeviceMesh:
         """Return a one-dimensional DeviceMesh over ``process_group``, for DTensor.
@@ -427,14 +427,14 @@ class World(CollectiveMethods):
         """
         from multiworld.backends.c10d.registration import mesh_of
 
-        return mesh_of(self.process_group, self._life.device, dim_name)
+        return mesh_of(self.process_group, self._member.device, dim_name)
 
     # Changing size.
 
     @property
     def waiting(self) -> dict[int, int]:
         """World size that each waiting newcomer expects, by its rank; see ``grow``."""
-        return dict(self._life.waiting)
+        return dict(self._member.waiting)
 
     async def reform(self) -> World:
         """Return the next incarnation, without the members that are lost or have left.
@@ -488,7 +488,7 @@ class World(CollectiveMethods):
 
         Cancellation: As for ``reform``.
         """
-        self._life.check()
+        self._member.check()
         return await self._changes.grow(self.name, to)
 
     # The end.
@@ -500,7 +500,7 @@ class World(CollectiveMethods):
 
         Cancellation: The world is closed at once.
         """
-        await self._life.close()
+        await self._member.close()
 
     # Checks.
 
@@ -508,7 +508,7 @@ class World(CollectiveMethods):
         self, peer: int | None = None, tag: int = 0, *, self_too: bool = False
     ) -> _Pending:
         """Check an operation's arguments; return the context that counts it."""
-        self._life.check()
+        self._member.check()
         if peer is not None:
             self._check_rank(peer, self_too=self_too)
         if not is_int(tag) or not 0 <= tag <= MAX_TAG:
@@ -517,7 +517,7 @@ class World(CollectiveMethods):
 
     def _receiving(self, src: int | None, tag: int) -> _Pending:
         """Check a receive; a broken world still delivers what has arrived."""
-        if self._life.is_broken and self._life.has_message(src, tag):
+        if self._member.is_broken and self._member.has_message(src, tag):
             return self._pending
         return self._operation(src, tag)
 

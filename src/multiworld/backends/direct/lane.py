@@ -232,7 +232,7 @@ class Lane:
         while moved < TURN_BYTES and self._socket.is_reading:
             buffers = self._inbound.buffers()
             try:
-                count = self._memory.receive(buffers)
+                count = self._socket.read(buffers, self._memory.keep)
             except (BlockingIOError, InterruptedError):
                 self._inbound.release_stage()
                 return
@@ -263,7 +263,7 @@ class Lane:
                 and not (self._is_leaving or self._inbound.is_stalled)
                 and not self._inbound.is_finished
             ):
-                count = self._memory.receive(self._inbound.buffers())
+                count = self._socket.read(self._inbound.buffers(), self._memory.keep)
                 if count == 0:
                     return
                 moved += count

@@ -21,8 +21,6 @@ from multiworld.backends.header import HeaderError
 # first interval, and the maximum that it doubles to.
 LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
-RIGHTS_BYTES = socket.CMSG_SPACE(4)
-
 # Maximum number of descriptors whose frames have not been parsed. A read takes one, and
 # at most the frame of the previous one is incomplete.
 MAX_DESCRIPTORS = 8
@@ -45,6 +43,7 @@ class LaneMemory:
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
         self._descriptors: deque[int] = deque()  # arrived, and not mapped yet
+        self.keep = self._keep if self.is_usable else None  # see ``LaneSocket.read``
         self._looking: asyncio.TimerHandle | None = None
         self._look_s = LOOK_S
         self._loop = asyncio.get_running_loop()
@@ -115,25 +114,8 @@ class LaneMemory:
 
     # Receiving.
 
-    def receive(self, buffers: list[memoryview]) -> int:
-        """Read, and keep a descriptor that comes along; return 0 at the end."""
-        sock = self._connection.sock
-        if not self.is_usable:
-            return int(sock.recvmsg_into(buffers)[0])
-        count, rights, flags, _ = sock.recvmsg_into(  # type: ignore[call-arg]
-            buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        if flags & socket.MSG_CTRUNC:  # else the next descriptor would take its place
-            raise OSError(
-                "a descriptor was lost, because this process has reached its limit of "
-                "open files; raise the limit with `ulimit -n`"
-            )
-        for level, kind, data in rights:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._keep(data)
-        return int(count)
-
     def _keep(self, data: bytes) -> None:
+        """Keep the descriptors that a read has found, until their frames are parsed."""
         for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
             if len(self._descriptors) >= MAX_DESCRIPTORS:
                 os.close(fd)  # no frame has announced the others

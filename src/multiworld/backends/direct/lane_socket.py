@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from multiworld.net.streams import Stream
 
+RIGHTS_BYTES = socket.CMSG_SPACE(4)  # room for one descriptor
+
 
 class LaneSocket:
     """A non-blocking connection; the event loop calls back when it is ready."""
@@ -46,6 +48,31 @@ class LaneSocket:
             # The reader will find the end of the connection, after all sent data.
             self.is_mute = True
             return 0
+
+    def read(
+        self, buffers: list[memoryview], keep: Callable[[bytes], None] | None
+    ) -> int:
+        """Read what has arrived; return the number of bytes, 0 at the end.
+
+        ``keep`` gets the descriptors that come along; None: the peer sends none.
+
+        Raises:
+            OSError: There is nothing to read, or the connection is broken.
+        """
+        if keep is None:
+            return int(self.sock.recvmsg_into(buffers)[0])
+        count, rights, flags, _ = self.sock.recvmsg_into(  # type: ignore[call-arg]
+            buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        if flags & socket.MSG_CTRUNC:  # else the next descriptor would take its place
+            raise OSError(
+                "a descriptor was lost, because this process has reached its limit of "
+                "open files; raise the limit with `ulimit -n`"
+            )
+        for level, kind, data in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                keep(data)
+        return int(count)
 
     def read_on(self) -> None:
         if not self.is_reading and self.is_open:
