@@ -221,6 +221,8 @@ class MemberLostError(WorldBrokenError):
     Attributes:
         rank: The member that was lost first.
         silent_s: Seconds from its last sign of life to the verdict.
+        has_ended: Whether its connection ended, as when a process exits; False if it
+            fell silent.
     """
 
     def __init__(
@@ -230,11 +232,12 @@ class MemberLostError(WorldBrokenError):
         *,
         rank: int = -1,
         silent_s: float = 0.0,
+        has_ended: bool = False,
         epoch: int = 0,
         evidence: str = "",
         lost: frozenset[int] = frozenset(),
     ) -> None:
-        self.rank, self.silent_s = rank, silent_s
+        self.rank, self.silent_s, self.has_ended = rank, silent_s, has_ended
         super().__init__(
             world, reason, epoch=epoch, evidence=evidence, lost=lost | {rank}
         )

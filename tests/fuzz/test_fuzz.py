@@ -19,7 +19,7 @@ from multiworld.net.handshake import HandshakeError, decode_hello
 from multiworld.rendezvous import store_messages
 from multiworld.rendezvous.store_service import StoreService
 from multiworld.serve.gateway.http.http_responses import openai_error
-from multiworld.serve.gateway.openai.completions import (
+from multiworld.serve.gateway.openai.completion_requests import (
     chat_of,
     completion_of,
     prompts_of,

@@ -29,7 +29,10 @@ SourceErrorMaker = Callable[[int], Exception]  # the error for receives from a s
 
 
 class Mailbox:
-    """Messages and receives of a channel; no held message matches a posted receive."""
+    """Messages and receives of a channel.
+
+    No message in the mailbox matches a posted receive.
+    """
 
     def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
         self._sources = sources

@@ -60,6 +60,7 @@ class Breakage:
             self.reason,
             rank=self.rank,
             silent_s=self.silent_s,
+            has_ended=self.has_ended,
             epoch=self.epoch,
             evidence=self.evidence,
             lost=self.lost,

@@ -37,7 +37,7 @@ from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import (
     Record,
-    RecordKeeper,
+    RecordWriter,
     StateFolder,
     StoreRecord,
     sizes_before,
@@ -208,7 +208,7 @@ class Controller:
         self._loop = asyncio.get_running_loop()
         self._may_give_up = old is None
         self._failure: LaunchError | None = None
-        self._record = RecordKeeper(folder.save, rare_log)
+        self._record = RecordWriter(folder.save, rare_log)
 
     @property
     def app(self) -> AppSpec:

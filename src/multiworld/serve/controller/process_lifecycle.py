@@ -27,15 +27,19 @@ from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.wire.process_args import ProcessArgs
 
-ENDED = "its process ended"  # prefix of the reason if a process has exited
-
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
 IS_UP = (ProcessPhase.LOADED, ProcessPhase.SPARE, ProcessPhase.READY)
 
 
 class ProcessLifecycle:
-    """Launches and kills processes, and reports the end of each with its cause."""
+    """Launches and kills processes, and reports the end of each with its cause.
+
+    Up to three witnesses tell of an end: the launcher (``exited``, with the exit code),
+    the control world (``lost``), and a watched pidfd, if the launcher did not start the
+    process. The first to report counts; the reconciler ignores an end of a process that
+    it no longer has.
+    """
 
     def __init__(
         self,
@@ -137,9 +141,9 @@ class ProcessLifecycle:
     def lost(self, name: str, error: MemberLostError) -> None:
         """Handle the loss of a process, which its control world reports."""
         # Each control world has two members; the process is rank 1.
-        reason = error.reason.removeprefix("rank 1 was lost: ")
-        why = f"{reason}; {error.evidence}"
-        if reason.startswith(ENDED):
+        why = error.reason.removeprefix("rank 1 was lost: ")
+        why += f"; {error.evidence}"
+        if error.has_ended:
             # The exit code, a better reason, arrives in a moment; see ``exited``.
             self._loop.call_later(EXIT_S, self._gone_unless_told, name, why)
         else:

@@ -25,7 +25,10 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.controller.fleet.state import ProcessPhase
-from multiworld.serve.controller.keeper_process import KeeperSupervisor, port_of_keeper
+from multiworld.serve.controller.keeper_supervisor import (
+    KeeperSupervisor,
+    port_of_keeper,
+)
 from multiworld.serve.controller.launchers.base import (
     Launcher,
     LauncherContext,

@@ -50,7 +50,7 @@ from multiworld.serve.tenants.registry import has_registry
 from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
-from multiworld.serve.wire.edges import EdgeKeeper, Outbox
+from multiworld.serve.wire.edges import Edges, Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.generation_messages import GenerationMessage
 from multiworld.serve.wire.process_args import ProcessArgs
@@ -123,7 +123,7 @@ def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protoc
     return with_tls(protocol, certificate, limits)
 
 
-class _Edges:
+class _EdgeRelay:
     """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
 
     def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
@@ -194,8 +194,8 @@ class GatewayProcess:
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
-        owner = _Edges(self._dispatcher, self._streams)
-        self._keeper = EdgeKeeper(manager, args.store, config, owner)
+        owner = _EdgeRelay(self._dispatcher, self._streams)
+        self._edges = Edges(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
         # Orders do not wait for factories. Only a routing table waits, for the versions
@@ -220,7 +220,8 @@ class GatewayProcess:
             proxy_headers=False,
         )
         self._server = EmbeddedServer(self._config)
-        self._link: KeeperLink | None = None  # None: this gateway accepts itself
+        # None: there is no stream keeper, and this gateway accepts connections itself.
+        self._stream_keeper: KeeperLink | None = None
         self._taking: set[asyncio.Task[None]] = set()
         self._leaving: asyncio.Task[None] | None = None
 
@@ -231,7 +232,7 @@ class GatewayProcess:
             loop.add_signal_handler(number, self._end)
         sockets = []
         if self._args.keeper:
-            self._link = KeeperLink(
+            self._stream_keeper = KeeperLink(
                 Path(self._args.keeper),
                 self._args.name,
                 self._args.silence_s,
@@ -249,8 +250,8 @@ class GatewayProcess:
                 self._report_usage,
             )
         ]
-        if self._link is not None:
-            tasks.append(loop.create_task(self._link.run()))
+        if self._stream_keeper is not None:
+            tasks.append(loop.create_task(self._stream_keeper.run()))
         serving = loop.create_task(self._serve(sockets))
         announcing = loop.create_task(self._announce_when_up())
         try:
@@ -268,13 +269,13 @@ class GatewayProcess:
                 task.cancel()
             self._builds.close()
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
-            await self._keeper.close()
+            await self._edges.close()
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
 
     def _take(self, sock: socket.socket | None, record: ConnectionRecord) -> None:
         """Serve a connection that the keeper gives to this gateway."""
-        assert self._link is not None
+        assert self._stream_keeper is not None
         loop = asyncio.get_running_loop()
         protocol: Any = self._config.http_protocol_class
         make: Callable[..., asyncio.Protocol] = partial(
@@ -285,11 +286,11 @@ class GatewayProcess:
             _loop=loop,
         )
         if sock is None:
-            made = make(recorder=DetachedRecorder(self._link, record))
+            made = make(recorder=DetachedRecorder(self._stream_keeper, record))
             made.connection_made(NoTransport(made))
             return
         kept = PeekedSocket(fileno=sock.detach())
-        make = partial(make, recorder=Recorder(self._link, record, kept))
+        make = partial(make, recorder=Recorder(self._stream_keeper, record, kept))
         task = loop.create_task(self._connected(make, kept, record))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
@@ -315,14 +316,14 @@ class GatewayProcess:
         if self._loading:
             await asyncio.wait(self._loading, timeout=LOADING_S)
         await self._server.serve(sockets=sockets)
-        if self._link is not None:
-            await self._link.flush(LAST_S)
+        if self._stream_keeper is not None:
+            await self._stream_keeper.flush(LAST_S)
 
     async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        if self._link is not None:
-            self._link.ready()
+        if self._stream_keeper is not None:
+            self._stream_keeper.ready()
         self._agent.fact(messages.StageLoaded())
 
     def _end(self) -> None:
@@ -332,7 +333,7 @@ class GatewayProcess:
 
     async def _leave(self) -> None:
         """Hand over all connections, if there is another gateway, and stop serving."""
-        if self._link is not None and await self._link.leave(LEAVE_S):
+        if self._stream_keeper is not None and await self._stream_keeper.leave(LEAVE_S):
             logger.info("other gateways continue the connections of this one")
         self._server.end()
         self._is_routed.set()
@@ -428,7 +429,7 @@ class GatewayProcess:
         self._held_table = None
         self._dispatcher.table_changed(table)
         self._streams.table_changed(table)
-        self._keeper.apply(edges_of(table, self._args.name))
+        self._edges.apply(edges_of(table, self._args.name))
         self._gateway.table_changed()
         # Spare gateways have no connections.
         count = len(table.gateways) - self._args.spare_gateways

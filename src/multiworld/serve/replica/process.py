@@ -52,7 +52,7 @@ from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.tracing.tracer import tracer_of
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.control_agent import ControlAgent
-from multiworld.serve.wire.edges import EdgeKeeper
+from multiworld.serve.wire.edges import Edges
 from multiworld.serve.wire.process_args import ProcessArgs
 from multiworld.serve.wire.routing_table import edges_of
 from multiworld.world.manager import WorldManager
@@ -191,7 +191,7 @@ class WorkerProcess:
             self._worker.trace = StageTrace(
                 args.name, f"{args.model}/{stage}", self._tracer.export
             )
-        self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
+        self._edges = Edges(manager, args.store, config, self._worker)
         self._is_finishing = asyncio.Event()
 
     async def run(self) -> None:
@@ -232,7 +232,7 @@ class WorkerProcess:
             for task in (*tasks, ending):
                 task.cancel()
             await asyncio.gather(*tasks, ending, return_exceptions=True)
-            await self._keeper.close()
+            await self._edges.close()
             self._runner.close()
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
@@ -275,7 +275,7 @@ class WorkerProcess:
         match order:
             case messages.TableChanged(table):
                 self._worker.table_changed(table)
-                self._keeper.apply(edges_of(table, self._args.name))
+                self._edges.apply(edges_of(table, self._args.name))
                 self._agent.fact(messages.TableApplied(table.number))
             case messages.Finish():
                 self._is_finishing.set()

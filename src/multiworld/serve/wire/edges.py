@@ -175,7 +175,7 @@ class EdgeOwner(Protocol):
         """Stop using an incarnation; ``is_polite``: the peer left, and was not lost."""
 
 
-class EdgeKeeper:
+class Edges:
     def __init__(
         self, manager: WorldManager, store: str, config: WorldConfig, owner: EdgeOwner
     ) -> None:
@@ -280,7 +280,7 @@ async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
     except (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError):
-        pass  # ``EdgeKeeper`` handles this
+        pass  # ``Edges`` handles this
     except Exception:
         logger.exception(BUG, world.name)
         await world.close()

@@ -16,7 +16,7 @@ from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError
 from multiworld.serve.wire import edges as module
 from multiworld.serve.wire.edge_messages import EdgeMessage
-from multiworld.serve.wire.edges import EdgeKeeper, Outbox, OutboxFullError
+from multiworld.serve.wire.edges import Edges, Outbox, OutboxFullError
 from multiworld.serve.wire.frames import Entry, unpack
 from multiworld.serve.wire.inference_messages import AnswerItem, Answers, Cancel
 from multiworld.serve.wire.protocol import FRAMES
@@ -237,7 +237,7 @@ class Side:
         self.manager = MemoryManager(config=config)
         self.manager.failures = []
         self.owner = FakeOwner()
-        self.keeper = EdgeKeeper(self.manager, store, config, self.owner)
+        self.keeper = Edges(self.manager, store, config, self.owner)
 
     async def close(self) -> None:
         await self.keeper.close()

@@ -276,7 +276,7 @@ class StateFolder:
         shutil.rmtree(self.versions, ignore_errors=True)
 
 
-class RecordKeeper:
+class RecordWriter:
     """Writes records, skipping outdated ones; a slow disk blocks nothing else."""
 
     def __init__(self, save: Callable[[Record], None], log: RareLog) -> None:

@@ -60,7 +60,7 @@ TOO_LONG = (
 # Headers that a request may have only once: two could name two tenants.
 CREDENTIALS = (b"authorization", b"x-api-key")
 
-# Reply to a client that waits before sending its body; ``HeadKeeper`` lets it through.
+# Reply to a client that waits before sending its body; ``HeadBuffer`` lets it through.
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 PIPELINED = 64  # maximum requests on a connection whose answers are not complete
@@ -97,7 +97,7 @@ async def without_chunks(
     await send(message)
 
 
-class HeadKeeper:
+class HeadBuffer:
     """A transport that sends the head of a response in one packet with its body."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -211,7 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # count as paused, and it has its own time limit for closing.
         if transport.get_extra_info("sslcontext") is None:
             transport.set_write_buffer_limits(high=0)
-        self._heads = HeadKeeper(transport)
+        self._heads = HeadBuffer(transport)
         most = self._limits.max_connections
         if (record := self._recorder.taken_over) is not None:
             self._take_over(record)  # even above the limit

@@ -42,7 +42,7 @@ class Unrecorded:
     def closing(self) -> None:
         """Record that the connection closes after the recorded output."""
 
-    def answer(self) -> AnswerRecord:
+    def begin_answer(self) -> AnswerRecord:
         """Return the record of the request whose answer begins."""
         return unrecorded()
 
@@ -110,7 +110,7 @@ class Recorder(Unrecorded):
     def closing(self) -> None:
         self.say(Kind.CLOSING)
 
-    def answer(self) -> AnswerRecord:
+    def begin_answer(self) -> AnswerRecord:
         record = self.record if self._continues else ConnectionRecord(0)
         self._answer = AnswerRecord(
             record, self.say, is_resumed=self._is_resumed, on_log=self._split
@@ -232,7 +232,7 @@ class DetachedRecorder(Unrecorded):
         self._is_ended = True
         self._link.remove(self)
 
-    def answer(self) -> AnswerRecord:
+    def begin_answer(self) -> AnswerRecord:
         answer = AnswerRecord(self.record, self._say, is_resumed=True)
         self.take(answer)
         return answer

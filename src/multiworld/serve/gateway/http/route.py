@@ -122,7 +122,7 @@ async def respond(
 ) -> Response:
     """Answer a request: check it, call the route's handler, and render errors."""
     recorder: Unrecorded = request.scope.get(RECORDER) or Unrecorded()
-    record = recorder.answer()
+    record = recorder.begin_answer()
     number = request_id_of(request, record)
     REQUEST.set(number)
     if route.needs is Needs.BODY:

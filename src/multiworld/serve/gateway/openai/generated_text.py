@@ -20,7 +20,7 @@ from multiworld.serve.gateway.openai.kept_streams import events_behind
 from multiworld.serve.gateway.openai.preparation import (
     CHAT,
     TEXT,
-    Kind,
+    CompletionKind,
     ServedModel,
     prepared,
     served_model,
@@ -30,7 +30,7 @@ from multiworld.serve.gateway.openai.request_fields import (
     TokenizeBody,
     decoded,
 )
-from multiworld.serve.gateway.openai.request_lifecycle import answered, generated
+from multiworld.serve.gateway.openai.request_lifecycle import answered, begin_generation
 from multiworld.serve.text.tokenizer import bytes_of
 
 
@@ -47,13 +47,14 @@ async def completions(call: AdmittedCall) -> Response:
     return await _completed(call, TEXT)
 
 
-async def _completed(call: AdmittedCall, kind: Kind) -> Response:
+async def _completed(call: AdmittedCall, kind: CompletionKind) -> Response:
     if call.record.stream:  # another gateway had begun it, and it is kept
         return await events_behind(call, call.record.stream, 0)
     parse = partial(kind.parse, is_strict=call.gateway.is_strict)
     asked, wanted = await call.parsed(parse)
     ready = await prepared(call, kind, asked, wanted)
-    pieces = generated(call, ready)
+    # The first piece is generated when the response is sent, which reads ``pieces``.
+    pieces = begin_generation(call, ready)
     return await answered(call, ready, pieces, OPENAI)
 
 

@@ -22,7 +22,7 @@ from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_responses import timeout_of
 from multiworld.serve.gateway.openai.choices import Choice, digest_of
-from multiworld.serve.gateway.openai.completions import (
+from multiworld.serve.gateway.openai.completion_requests import (
     Structure,
     Wanted,
     chat_of,
@@ -84,7 +84,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CompletionKind:
     """The differences between chats and text completions."""
 
     prefix: str  # of an answer's id
@@ -102,7 +102,7 @@ class Ready:
     wanted: Wanted
     served: ServedModel
     choices: tuple[Choice, ...]
-    kind: Kind
+    kind: CompletionKind
     echoes: tuple[str, ...]  # text with which each choice begins
     id: str
     made_at: int
@@ -127,7 +127,9 @@ class Ready:
         }
 
 
-async def prepared(call: AdmittedCall, kind: Kind, asked: Any, wanted: Wanted) -> Ready:
+async def prepared(
+    call: AdmittedCall, kind: CompletionKind, asked: Any, wanted: Wanted
+) -> Ready:
     """Prepare a request for the active version; start again if that changes."""
     gateway, name, tenant = call.gateway, wanted.model, call.tenant
     call.admitted.model = name
@@ -258,7 +260,7 @@ async def _text_prompts(
     return Prompts(tokens)
 
 
-CHAT = Kind(
+CHAT = CompletionKind(
     "chatcmpl-",
     "chat.completion",
     "chat.completion.chunk",
@@ -266,7 +268,7 @@ CHAT = Kind(
     chat_of,
     _chat_prompt,
 )
-TEXT = Kind(
+TEXT = CompletionKind(
     "cmpl-",
     "text_completion",
     "text_completion",
@@ -421,7 +423,7 @@ async def _ready(
     wanted: Wanted,
     served: ServedModel,
     given: Prompts,
-    kind: Kind,
+    kind: CompletionKind,
 ) -> Ready:
     prompts, reasoning, record = given.tokens, given.reasoning, call.record
     wanted = _with_defaults(wanted, served.generation)

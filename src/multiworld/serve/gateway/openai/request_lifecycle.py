@@ -36,8 +36,10 @@ class Form:
     stream_path: str = ""  # path to kept streams, before the id; empty: none are kept
 
 
-def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
+def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
     """Reserve queue places for all choices, charge the prompt, and return the output.
+
+    No replica is chosen before the first piece is read.
 
     Raises:
         OverloadedError: The queue has no room; the request is not charged.

@@ -22,7 +22,7 @@ from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.request_body import Body
 from multiworld.serve.gateway.openai.choices import Piece
 from multiworld.serve.gateway.openai.completion_answers import kept_alive
-from multiworld.serve.gateway.openai.completions import Wanted, wanted_of
+from multiworld.serve.gateway.openai.completion_requests import Wanted, wanted_of
 from multiworld.serve.gateway.openai.preparation import TEXT, Ready, prepared
 from multiworld.serve.gateway.openai.request_fields import (
     CompletionBody,
@@ -30,7 +30,11 @@ from multiworld.serve.gateway.openai.request_fields import (
     decoded,
     invalid,
 )
-from multiworld.serve.gateway.openai.request_lifecycle import Form, answered, generated
+from multiworld.serve.gateway.openai.request_lifecycle import (
+    Form,
+    answered,
+    begin_generation,
+)
 
 # Parameter that leaves out the prompt, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"
@@ -69,7 +73,7 @@ async def _generated(call: AdmittedCall, *, is_streamed: bool) -> Response:
     given, asked, wanted = await call.parsed(partial(_parsed, call.name, is_streamed))
     ready = await prepared(call, TEXT, asked, wanted)
     ready = replace(ready, id=given.id)
-    pieces = generated(call, ready)
+    pieces = begin_generation(call, ready)
     return await answered(call, ready, pieces, TRITON)
 
 

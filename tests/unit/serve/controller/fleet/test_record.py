@@ -21,7 +21,7 @@ from multiworld.serve.controller.fleet.record import (
     AlreadyServedError,
     ProcessRecord,
     Record,
-    RecordKeeper,
+    RecordWriter,
     StateFolder,
     StoreRecord,
     sizes_before,
@@ -307,7 +307,7 @@ class Disk:
 
 async def test_disk_that_hangs_blocks_nothing_and_gets_the_newest_record() -> None:
     disk = Disk()
-    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    keeper = RecordWriter(disk.save, RareLog(logging.getLogger("test")))
     for number in range(5):
         keeper.keep(record(number=number))
         await asyncio.sleep(0)
@@ -325,7 +325,7 @@ async def test_disk_that_hangs_blocks_nothing_and_gets_the_newest_record() -> No
 async def test_nobody_waits_for_later_records() -> None:
     """A busy fleet always produces another record."""
     disk = Disk()
-    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    keeper = RecordWriter(disk.save, RareLog(logging.getLogger("test")))
     keeper.keep(record(number=1))
     await asyncio.sleep(0)
     waiting = asyncio.ensure_future(keeper.settled(30.0))
@@ -345,7 +345,7 @@ async def test_record_that_cannot_be_encoded_is_reported() -> None:
     def fail(one: Record) -> None:
         raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
 
-    keeper = RecordKeeper(fail, RareLog(logging.getLogger("test")))
+    keeper = RecordWriter(fail, RareLog(logging.getLogger("test")))
     keeper.keep(record(number=1))
     await keeper.settled(10.0)
     assert "surrogates" in keeper.trouble
@@ -358,7 +358,7 @@ async def test_record_that_could_not_be_written_is_tried_again(
     disk = Disk()
     disk.may_go_on.set()
     disk.is_full = True
-    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    keeper = RecordWriter(disk.save, RareLog(logging.getLogger("test")))
     keeper.keep(record(number=1))
     await keeper.settled(10.0)
     assert "no space left" in caplog.text

@@ -28,7 +28,7 @@ from multiworld.serve.gateway.http.http_protocol import (
     INTERNALS,
     BoundedProtocol,
     ConnectionLimits,
-    HeadKeeper,
+    HeadBuffer,
     protocol_of,
 )
 from multiworld.serve.gateway.http.http_request import CONNECTION
@@ -644,7 +644,7 @@ def test_head_of_an_answer_goes_with_what_follows_it() -> None:
     """This saves a packet."""
     transport = Written()
     given: Any = transport
-    keeper = HeadKeeper(given)
+    keeper = HeadBuffer(given)
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
     keeper.write(CONTINUE)
     assert transport.parts == [CONTINUE]

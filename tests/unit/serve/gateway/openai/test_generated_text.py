@@ -28,7 +28,7 @@ from multiworld.serve.gateway.http.http_responses import event_of
 from multiworld.serve.gateway.openai import (
     choices,
     completion_answers,
-    completions,
+    completion_requests,
     generated_text,
 )
 from multiworld.serve.gateway.openai.choices import Choice, generate
@@ -313,8 +313,12 @@ async def test_prompt_that_is_refused_is_not_charged(
 @pytest.mark.parametrize(
     ("path", "asked", "parses"),
     [
-        (CHAT, {"messages": PROMPT}, (completions, "decoded_with_ignored")),
-        ("/v1/completions", {"prompt": "hi"}, (completions, "decoded_with_ignored")),
+        (CHAT, {"messages": PROMPT}, (completion_requests, "decoded_with_ignored")),
+        (
+            "/v1/completions",
+            {"prompt": "hi"},
+            (completion_requests, "decoded_with_ignored"),
+        ),
         ("/tokenize", {"prompt": "hi"}, (generated_text, "decoded")),
     ],
 )

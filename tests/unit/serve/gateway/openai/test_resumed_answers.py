@@ -47,7 +47,7 @@ class Recording(Unrecorded):
         self.record.apply(Entry(kind, 1, value, payload))
         self.states.append(copy.deepcopy(self.record))
 
-    def answer(self) -> AnswerRecord:
+    def begin_answer(self) -> AnswerRecord:
         return AnswerRecord(self.record, self.say, is_resumed=self.is_resumed)
 
 

@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.gateway.openai.completions import chat_of, completion_of
+from multiworld.serve.gateway.openai.completion_requests import chat_of, completion_of
 from multiworld.serve.gateway.openai.request_fields import RANGES
 from multiworld.serve.gateway.openai.schemas import schemas
 from tests.unit.serve.gateway.fakes import Fake
