@@ -14,6 +14,7 @@ import psutil
 from multiworld.serve.machines.amounts import Gpu, Node
 
 CGROUP = Path("/sys/fs/cgroup")  # limits of this container (control group, version 2)
+DEVICES = Path("/sys/devices/system")  # the machine's cores and NUMA nodes
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -31,6 +32,22 @@ def this_node(
         gpus(visible_gpus()),
         key=name or socket.gethostname(),
     )
+
+
+def numa_node_bytes() -> int:
+    """Return the memory of the NUMA node of the first core that this process may use.
+
+    At most the container's limit; all memory if the kernel does not tell of nodes.
+    """
+    found: int = psutil.virtual_memory().total
+    core = DEVICES / "cpu" / f"cpu{min(os.sched_getaffinity(0))}"
+    for node in core.glob("node[0-9]*"):
+        text = DEVICES / "node" / node.name / "meminfo"
+        # Lines as "Node 0 MemTotal:  15952088 kB".
+        for words in map(str.split, text.read_text().splitlines()):
+            if words[2:3] == ["MemTotal:"]:
+                found = int(words[3]) * 1024
+    return min(found, _limit(CGROUP / "memory.max"))
 
 
 def visible_gpus() -> list[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from multiworld.serve.machines import inventory
 from multiworld.serve.machines.amounts import Gpu
-from multiworld.serve.machines.inventory import gpus, this_node
+from multiworld.serve.machines.inventory import gpus, numa_node_bytes, this_node
 
 MIB = 2**20
 
@@ -70,6 +71,31 @@ def test_memory_of_the_container_counts(
 ) -> None:
     (cgroup / "memory.max").write_text(memory_max)
     assert this_node().memory_bytes == min(psutil.virtual_memory().total, limit)
+
+
+@pytest.mark.parametrize(
+    ("has_nodes", "memory_max", "wanted"),
+    [(True, "max", 48 * MIB), (True, f"{5 * MIB}", 5 * MIB), (False, "max", None)],
+)
+def test_memory_of_the_numa_node(
+    cgroup: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_nodes: bool,
+    memory_max: str,
+    wanted: int | None,
+) -> None:
+    core = tmp_path / "cpu" / f"cpu{min(os.sched_getaffinity(0))}"
+    node = tmp_path / "node" / "node1"
+    for folder in (core, node):
+        folder.mkdir(parents=True)
+    lines = f"Node 1 MemTotal:  {48 * 1024} kB\nNode 1 MemFree: 7 kB\n"
+    (node / "meminfo").write_text(lines)
+    if has_nodes:
+        (core / "node1").mkdir()
+    (cgroup / "memory.max").write_text(memory_max)
+    monkeypatch.setattr(inventory, "DEVICES", tmp_path)
+    assert numa_node_bytes() == (wanted or psutil.virtual_memory().total)
 
 
 def test_declared_limits_only_reduce() -> None:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from multiworld.config import MIB
 from multiworld.errors import (
@@ -58,6 +57,7 @@ from multiworld.serve.engine.external.whole_engine import (
     Run,
     RunFailedError,
 )
+from multiworld.serve.machines.inventory import numa_node_bytes
 from multiworld.serve.text.folder_json import read_json
 from multiworld.serve.text.grammar import text_of_tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
@@ -495,7 +495,7 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
     booked = settings.memory_mb
     worker_mb = min(CPU_SHARE * booked, max(booked - OTHERS_MB, booked / 4))
-    share = worker_mb * MIB / psutil.virtual_memory().total
+    share = worker_mb * MIB / numa_node_bytes()  # vLLM binds a worker to a node
     return {"gpu_memory_utilization": round(min(0.95, share), 4)}
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import ValidationError
 
 from multiworld.errors import SpecError
+from multiworld.serve.engine.external import vllm
 from multiworld.serve.engine.external.engine_args import (
     flags_of,
     gpu_environment,
@@ -215,8 +215,7 @@ def test_replicas_of_vllm_on_cpus_leave_memory_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By default, a replica would take nearly all memory of the machine."""
-    total = SimpleNamespace(total=10_000 * 2**20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: total)
+    monkeypatch.setattr(vllm, "numa_node_bytes", lambda: 10_000 * 2**20)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
     settings = EngineSettings(replica="m/0/1", path="/m", vocabulary=9, **more)
     assert memory_arguments(settings) == wanted
