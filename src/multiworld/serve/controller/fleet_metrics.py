@@ -17,7 +17,7 @@ Label = tuple[str, tuple[str, ...]]
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
 
-# Number of exited processes with separate counts, because a last report may be late.
+# Number of exited processes whose counts stay separate: a last report may be late.
 REMEMBERED = 64
 
 

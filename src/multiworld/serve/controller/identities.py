@@ -1,4 +1,4 @@
-"""Identities of versions: a hash of all bytes that their tokens depend on."""
+"""Identities of versions: hashes of all bytes that a version's tokens depend on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Identities:
 
 
 async def find_changes(app: AppSpec) -> dict[str, str]:
-    """Return a changed file of each model whose version is unchanged."""
+    """Return, by model, a file that has changed although the version has not."""
     models = app.models.items()
     specs = {name: spec for name, spec in models if spec.identity is not None}
 

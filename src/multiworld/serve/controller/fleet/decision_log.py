@@ -35,7 +35,7 @@ class LoggedDecision:
     kind: str  # "scaling" or "placement"
     about: str  # name of the model; empty for all models
     what: str
-    # The policy defines both, and users may replace the policy.
+    # The policy, which users may replace, defines the keys of both dictionaries.
     facts: dict[str, Any] = field(default_factory=dict)
     snapshot: Callable[[], dict[str, Any]] = dict
 
@@ -79,7 +79,7 @@ class _Lines:
 
 
 class DecisionLog:
-    """Log of effective decisions (JSON lines at `path`), and the latest reasons."""
+    """Log of decisions with an effect (JSON lines at `path`), and the last reasons."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path

@@ -74,7 +74,7 @@ class HelperProcess(Generic[M]):
         on_end: Callable[[], None],  # the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
-        # True: kill a hung process. False: keep it, if killing it would lose others.
+        # True: kill a hung process. False: keep it, because others would die with it.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec

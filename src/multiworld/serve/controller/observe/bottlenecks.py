@@ -7,8 +7,8 @@ from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
 
-BUSY = 0.85  # share of the time spent computing from which on a stage is a bottleneck
-FULL = 0.95  # share of the KV memory in use from which on it is full
+BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
+FULL = 0.95  # minimum share of KV memory in use that counts as full
 READY = "ready"
 
 

@@ -20,7 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 class StageFacts(msgspec.Struct, frozen=True):
     name: str
-    wanted: int  # replicas
+    wanted: int  # desired number of replicas
     replicas: tuple[str, ...]  # names
 
 
@@ -50,7 +50,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     stage: int
     phase: str
-    since_s: float  # in its phase
+    since_s: float  # seconds in its current phase
     pid: int | None
     node: str
     load: int = 0  # requests and streams that gateways have at this replica

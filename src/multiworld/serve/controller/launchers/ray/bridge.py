@@ -38,8 +38,8 @@ from multiworld.serve.controller.launchers.ray.actor import (
 )
 
 PLACE_S = 10.0  # maximum seconds for Ray to reserve a replica's resources
-# Maximum seconds to start an actor's process or a replica, with the warm-up of a new
-# machine.
+# Maximum seconds to start an actor's process or a replica, including the warm-up of a
+# new machine.
 START_S = 60.0
 CODE_S = 2.0  # maximum seconds for a machine to report the exit code of a replica
 LOOK_S = 0.5  # seconds between queries of the head
