@@ -1,4 +1,4 @@
-"""Lifecycle of processes, from launch to the reason of their exit."""
+"""Lifecycle of processes, from launch to the reason for their exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IS_UP = (ProcessPhase.LOADED, ProcessPhase.SPARE, ProcessPhase.READY)
 
 
 class ProcessLifecycle:
-    """Launches and kills processes, and reports the end of each with its cause."""
+    """Launches and kills processes, and reports each exit with its cause."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ProcessLifecycle:
         launcher: Launcher,
         bookings: ReplicaBookings,
         history: History,
-        args_of: Callable[[str, str], ProcessArgs],  # of a name and its model
+        args_of: Callable[[str, str], ProcessArgs],  # by name and model
         recorded: Callable[[], Coroutine[Any, Any, None]],  # waits for the record
         save: Callable[[], None],
     ) -> None:

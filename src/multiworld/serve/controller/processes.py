@@ -128,7 +128,7 @@ class Processes:
         self._changed.set()
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to those left after ``limit_s``."""
+        """Send SIGTERM to processes, and SIGKILL to those left after ``limit_s``."""
         names = list(names)
         for name in names:
             self.signal(name, signal.SIGTERM)
@@ -151,7 +151,7 @@ def end_words(
     # Whether the kernel killed a process for lack of memory since the previous call.
     ran_out_of_memory: Callable[[], bool],
 ) -> str:
-    """Return how a process ended, for people."""
+    """Return in words how a process exited."""
     if code is None:
         return "it ended"
     words = f"it ended with {exit_words(code)}"

@@ -90,7 +90,7 @@ async def run_service(
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     ``waiting`` is a fork server for the first processes. ``fetched_at`` is the
-    monotonic time at which the command had found or fetched a model, if it did.
+    monotonic time at which the command had found or fetched a model; None: a spec.
     ``prepare`` is called once this controller has locked the folder.
 
     SIGHUP shuts the service down unless it is ignored, as with ``nohup``. Cancelling
@@ -109,7 +109,7 @@ async def run_service(
 
 
 def _suppressed(show: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that ignores a full disk and a closed pipe."""
+    """Wrap ``show`` so that a full disk or a closed pipe is logged, not raised."""
 
     def call(*args: Any) -> None:
         try:
@@ -287,7 +287,7 @@ async def _control(
         elif app.gateway.keeper:
             logger.warning(
                 "gateways with gateway.tls_certificate have no stream keeper: streams "
-                "are lost with their gateway; give TLS to a proxy in front instead"
+                "are lost with their gateway; terminate TLS at a proxy in front instead"
             )
         try:
             await _serves(admin, serving)
@@ -314,7 +314,9 @@ async def _serves(admin: EmbeddedServer, serving: asyncio.Task[None]) -> None:
         await asyncio.wait({serving}, timeout=ADMIN_LOOK_S)
         if serving.done():
             error = serving.exception()
-            raise ServeError(f"the service cannot be managed: {error or 'it ended'}")
+            raise ServeError(
+                f"the admin interface did not start: {error or 'it exited'}"
+            )
 
 
 async def _mind_store(

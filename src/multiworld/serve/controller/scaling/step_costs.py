@@ -1,5 +1,6 @@
-"""Duration of a step of a model that generates text, learned from samples: ``step_s + n
-* row_s`` for ``n`` tokens (it reads all weights once), by least squares. Pure."""
+"""Duration of a step of a model that generates text, fitted to samples by least
+squares: ``step_s``, in which the step reads all weights once, plus ``row_s`` for each
+token. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class StepCost:
 
 def prompt_seconds(tokens: float, costs: Sequence[StepCost], max_tokens: int) -> float:
     """Return the time to prefill a prompt that has the pipeline to itself."""
-    # Its chunks pass the stages one after the other; those in flight together have
-    # ``max_tokens`` tokens.
+    # The prompt's chunks pass the stages one after the other; the chunks in flight
+    # together have ``max_tokens`` tokens.
     tokens = max(1.0, tokens)
     part = min(tokens, max(MIN_CHUNK, min(tokens, max_tokens) / len(costs)))
     seconds = [cost.seconds(part) for cost in costs]
