@@ -204,7 +204,7 @@ def _placed(
             )
         )
     apart = [name for name in app.models if name not in found.served]
-    # The solvers ignore cores and memory next to GPUs, and a required GPU index.
+    # The solvers ignore GPU replicas' cores and host memory, and a required GPU index.
     is_open = apart or not lacking
     spread, short = _admitted(app, machines, found) if is_open else ({}, "")
     if short and not apart:

@@ -27,7 +27,7 @@ from multiworld.serve.controller.scaling.snapshot import (
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.text.engine_limits import EngineLimits
 
-# Schedules a call of a function at a simulated time; its argument is that time.
+# Schedules a function for a simulated time, which the function gets as its argument.
 At = Callable[[float, Callable[[float], None]], None]
 
 

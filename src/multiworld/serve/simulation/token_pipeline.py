@@ -57,7 +57,7 @@ class SimulatedSequence(Request):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Part of a step that waits at a replica; stage 0's ``origin`` planned it."""
+    """Part of a step that waits at a replica; ``origin``, of stage 0, planned it."""
 
     origin: TextReplica
     number: int
@@ -243,7 +243,7 @@ class TokenPipeline(Pipeline):
                 self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
     def _restart(self, sequence: SimulatedSequence) -> None:
-        """Place a sequence without output tokens again, and compute it from 0."""
+        """Place a sequence without output tokens again, and compute it anew."""
         number = sequence.key[:2]
         self._leave(sequence)
         sequence.key = (*number, sequence.key[2] + 1)
