@@ -164,7 +164,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # escapes other characters
+        if isinstance(stream, io.TextIOWrapper):  # escape what its encoding lacks
             stream.reconfigure(errors="backslashreplace")
     cli()
 

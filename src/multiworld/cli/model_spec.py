@@ -112,7 +112,7 @@ def text_of(
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
     has_gpus = machine.gpus >= options.stages * (options.replicas or 1)
-    if has_gpus and machine.gpus:  # whether it fits shows when it is loaded
+    if has_gpus and machine.gpus:  # a model that does not fit fails to load
         replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
         why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
     if options.replicas is not None:
