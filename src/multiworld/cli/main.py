@@ -91,7 +91,7 @@ class Commands(click.Group):
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
         except RuntimeError as error:
-            if "home directory" not in str(error):  # of ``Path.expanduser``
+            if "home directory" not in str(error):  # raised by ``expanduser``
                 raise
             raise click.ClickException(
                 f"{error} A path begins with ~; give an absolute path instead"

@@ -15,8 +15,8 @@ DEMO = "smollm2"
 
 MAX_REPLICAS = 2  # by default, so that one replica may die
 KV_BYTES = 640 * 2**20  # keys, values and cached prefixes of a replica, by default
-BASE_BYTES = 400 * 2**20  # of a process with torch and transformers
-SHARE = 0.8  # of a machine's memory that replicas may use
+BASE_BYTES = 400 * 2**20  # memory of a process with torch and transformers
+SHARE = 0.8  # share of a machine's memory that replicas may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def _latest(name: str) -> str:
         from huggingface_hub import HfApi
 
         sha = HfApi().model_info(name, timeout=10).sha
-    except Exception as error:  # of several libraries
+    except Exception as error:  # raised by several libraries
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"{name} is neither a file nor a folder, and the Hugging Face hub gave no "

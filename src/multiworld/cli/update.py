@@ -27,9 +27,9 @@ EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     """Update the running service to SPEC, without a pause.
 
-    The new version of a model starts beside the old one, and takes over once all of it
-    is ready; a version that does not become ready is rolled back. Waits for the
-    outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
+    The new version of a model starts beside the old one, and takes over once all its
+    replicas are ready; a version that does not become ready is rolled back. Waits for
+    the outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
     update.
     """
     text = read_text(spec)

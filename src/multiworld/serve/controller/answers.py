@@ -164,7 +164,7 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     is_ready: bool
     controller: int  # process id
     wanted: DesiredState
-    active: dict[str, str]  # version of each model that serves
+    active: dict[str, str]  # active version of each model
     table: int  # number of the routing table
     unplaced: dict[str, str]  # reason for each stage that has an unplaced replica
     failing: tuple[FailingStage, ...]
@@ -253,7 +253,7 @@ def encode(answer: Answer) -> bytes:
 
 
 def decode(content: bytes | str, kind: type[T]) -> T:
-    """Decode a response; raise ``AnswerFormError`` if it is not a `kind`."""
+    """Decode a response; raise ``AnswerFormError`` if it is not of type `kind`."""
     try:
         return msgspec.json.Decoder(kind).decode(content)
     except (msgspec.DecodeError, UnicodeError) as error:

@@ -279,7 +279,7 @@ class Controller:
         )
 
     async def identify(self, app: AppSpec) -> AppSpec:
-        """Add the identity of each version; SpecError if a file cannot be read."""
+        """Add each version's identity; raise SpecError if a file cannot be read."""
         # A running or desired version keeps its identity.
         return await self._identities.identify(app, self._used_versions())
 

@@ -160,7 +160,7 @@ class Operations:
             specs = self._versions.specs
             if self._placement.fits(desired):
                 asks = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
-            else:  # the update may fix that or concern another model
+            else:  # the update may make them fit, or concern another model
                 asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
         except Exception as error:  # also from a user's placement policy

@@ -58,7 +58,7 @@ class Processes:
             self._starting.discard(name)
 
     def _note_log(self, name: str) -> None:
-        """Note where the log ends, to ignore an earlier process of this name."""
+        """Record the end of a log, so that lines of an earlier process are ignored."""
         with contextlib.suppress(OSError):  # there is no log yet
             self._log_ends[name] = self.log_of(name).stat().st_size
             if len(self._log_ends) > KEPT_LOGS:

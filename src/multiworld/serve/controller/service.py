@@ -140,7 +140,7 @@ async def _run(
     if app.host == "auto":
         app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
-    maker_of(app.launcher)  # so that a mistake in its name is noticed early
+    maker_of(app.launcher)  # notices a wrong launcher name early
     preload = Preload(_preload(app), waiting)
     startup.end("to build the models")
     env = {
@@ -183,7 +183,7 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
         kept = folder.load()
         if kept is None:
             await end_store(store)
-        elif kept.store != store:  # it has replaced the recorded store
+        elif kept.store != store:  # it replaced a lost one
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
         logger.error("the store may still occupy its port: %s", error)

@@ -49,7 +49,7 @@ class StageModel(StageNow):
     # Seconds that a batch takes, by its work (its rows, if each request has work 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
-    max_wait_s: float = 0.0  # longest wait of a batch's oldest request for others
+    max_wait_s: float = 0.0  # longest wait of a request for others in its batch
     window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
 

@@ -1,9 +1,9 @@
 """Discrete-event simulation of a model that generates text.
 
-Each replica of stage 0 has the real scheduler. A step takes the time in each stage that
-was measured for its number of tokens. A sequence is pinned to the least loaded replica
-of each stage. It moves off a draining replica, or onto a new one, which first
-recomputes its tokens.
+Each replica of stage 0 has the real scheduler. In each stage, a step takes the time
+that was measured for its number of tokens. A sequence is pinned to the least loaded
+replica of each stage. It moves off a draining replica, or onto a new replica, which
+first recomputes the sequence's tokens.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ rare_log = RareLog(logger)
 
 KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
-WAITING = 100  # maximum decisions that wait for the disk; more are not written
+WAITING = 100  # maximum decisions that wait for the disk; others are not written
 FORMAT = 1  # format of a line; older releases wrote the same lines without this field
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 

@@ -297,7 +297,7 @@ class Reconciler:
             yield GiveUp(process.model, process.stage, failures, cause)
 
     def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
-        """Retry later: a replica may exit, or a machine may be added."""
+        """Schedule another attempt: a replica may exit, or a machine may be added."""
         key = _key_of(process)
         self._retry_at[key] = now + PLACEMENT_RETRY_S
         if self.unplaced.get(key) != why:
@@ -472,7 +472,7 @@ class Reconciler:
             yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return a stage's ready replicas of any version; ServeError if none."""
+        """Return a stage's ready replicas of any version; raise ServeError if none."""
         names = [
             p.name
             for p in self.processes.values()

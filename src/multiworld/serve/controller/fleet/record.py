@@ -264,7 +264,7 @@ class StateFolder:
         fresh.replace(self._record)
 
     def next_number(self) -> int:
-        """Return a number above those of all processes that have a log here."""
+        """Return a number above the numbers of all processes that have logs here."""
         # The record may lack the latest processes, if the disk was full.
         numbers = (NUMBERED.search(log.stem) for log in self.logs.glob("*.log"))
         return 1 + max((int(found[1]) for found in numbers if found), default=0)

@@ -74,7 +74,7 @@ class ForkServer:
             pass  # the next read notices that the socket is closed
 
     def _launch(self, order: protocol.Launch) -> bool:
-        """Fork a process; return whether this process can fork further ones."""
+        """Fork a process; return whether this server can fork more processes."""
         name = order.name
         threads = count_threads()
         if threads != 1 and has_more_threads(1):

@@ -1,6 +1,6 @@
 """The facts of a running service, which every view shows. Pure.
 
-Rates are of the last ten seconds, quantiles of the last minute.
+Rates cover the last ten seconds, quantiles the last minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collects the reports of a service's processes, and derives the facts from them."""
+"""Observer: collects the reports of a service's processes, and derives the facts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MIN_LATE_BURSTS = 2
 MIN_WAIT_SHARE = 0.25
 
 EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
-SIZE_GROWTH = 1.2  # ratio of successive candidates above that
+SIZE_GROWTH = 1.2  # ratio of successive candidates above ``EVERY_SIZE_UP_TO``
 
 # Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
 # share of a sampling interval within which its requests arrive, and the share of the
@@ -115,8 +115,8 @@ class BurstRecord:
     max_replicas: Sequence[int]
     max_wait_s: float  # time that a request may wait and still meet the objective
     deadline_s: float
-    # Seconds without a late answer, after which the next one starts a new burst: enough
-    # for replicas started in the previous one to become ready.
+    # Seconds without a late answer after which the next late answer starts a new burst:
+    # enough for replicas that were started in the previous burst to become ready.
     burst_gap_s: float
     objective_share: float
 
@@ -171,7 +171,7 @@ def reserved_replicas(
         ),
         default=math.inf,
     )
-    # Reserve no stage beyond the load that the bottleneck can carry at its maximum.
+    # A stage needs no more than the load that the bottleneck can carry at its maximum.
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
         for count, s in zip(enough, item_s, strict=True)

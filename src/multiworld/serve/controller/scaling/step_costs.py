@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from multiworld.serve.controller.scaling.snapshot import Snapshot, StageSeen
 from multiworld.serve.replica.scheduling.step_planner import MIN_CHUNK
 
-# Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-# an EPYC; see ``replica.scheduling.step_planner``.
+# Typical ``step_s / row_s``, used while all steps have about the same size. Measured
+# with SmolLM2 on an EPYC; see ``replica.scheduling.step_planner``.
 USUAL_RATIO = 9.0
 
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
@@ -59,7 +59,7 @@ class StepSums:
         )
 
     def with_steps(self, one: StageSeen, other: StageSeen) -> StepSums:
-        """Add the steps between two samples, taken to be of equal size."""
+        """Add the steps between two samples, assuming that all have the same size."""
         steps = other.batches - one.batches
         rows, seconds = other.rows - one.rows, other.busy_s - one.busy_s
         if steps <= 0 or seconds <= 0:

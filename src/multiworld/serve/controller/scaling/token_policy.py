@@ -54,7 +54,7 @@ MIN_COMPLETIONS = 5  # minimum finished sequences before their mean length count
 OVERLAP, SPLIT_COST = 0.75, 1.4
 
 SETTLING = 50  # maximum iterations until the number of sequences converges
-# Maximum duration of a round without ``tpot_ms``, as a multiple of a lone sequence's.
+# Maximum round without ``tpot_ms``, as a multiple of the round of a lone sequence.
 GUESSED_ROUND = 4.0
 
 

@@ -75,8 +75,8 @@ class WarmNodePool:
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
         self._order: protocol.WarmNodes | None = None
-        # Not detached, so they and their fork servers exit with the bridge. Replicas
-        # keep running, because their holders are detached.
+        # The launchers are not detached, so they and their fork servers exit with the
+        # bridge. Replicas keep running, because their holders are detached.
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: protocol.WarmNodes) -> None:
@@ -183,7 +183,7 @@ class Bridge:
                     self._adopt(name, ranks, must_be_known)
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
-        except Exception:  # otherwise the replica would never be reported
+        except Exception:  # otherwise nothing would report the replica
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # the launcher starts another bridge, which cleans up
