@@ -57,7 +57,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class FaultInjected(msgspec.Struct, frozen=True):
-    """A fault ("kill", "stop" or "cut") was injected into a replica."""
+    """A fault ("kill", "stop" or "cut") was injected into a replica or a gateway."""
 
     name: str
     pid: int

@@ -155,8 +155,8 @@ class StateFolder:
         size = len(os.fsencode(self.socket))
         if size > MAX_SOCKET_PATH:
             raise ServeError(
-                f"the path {self.socket} has {size} bytes, but a socket's path may "
-                f"have {MAX_SOCKET_PATH} at most; give a shorter --state"
+                f"the path {self.socket} has {size} bytes, but a socket's path at most "
+                f"{MAX_SOCKET_PATH}; give a shorter --state"
             )
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
