@@ -145,7 +145,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     # Counts since the service started.
     tokens: int = 0
     replayed: int = 0  # streams and requests that continued after a loss
-    moved: int = 0  # streams moved ahead of a shutdown
+    moved: int = 0  # streams moved from a running replica to another
     cut: int = 0  # streams cut off
     handed_over: int = 0  # connections that another gateway has continued
     unplaced: dict[str, str] = {}

@@ -41,7 +41,7 @@ class ReplicaBookings:
         self.ledger.book(name, post, spot, need)
         if is_planned:
             return spot, "as planned"
-        fewest = "few of its stage are" if here else "none of its stage is"
+        fewest = "none of its stage is" if not here else "few of its stage are"
         return spot, f"{fewest} there, and there is room"
 
     def _choose(self, ledger: Bookings, post: object, need: Need) -> Location:
