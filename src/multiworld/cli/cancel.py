@@ -13,11 +13,11 @@ from multiworld.serve.controller.client import Service
 @click.argument("request")
 @of_service
 def cancel(service: Service, request: str, as_json: bool) -> None:
-    """End the streams of the request with this id, at whichever gateway it is.
+    """End the streams of the request with this id, whichever gateway has it.
 
     Its client gets an error with the code "cancelled". The id is in the response's
     header X-Request-ID, in logs, and on the dashboard.
     """
     done = service.ask("POST", "/cancel", Cancelled, json={"request": request})
-    text = f"{request}: its streams end"
+    text = f"ending the streams of request {request}"
     show(plain(done), as_json=as_json, text=text)

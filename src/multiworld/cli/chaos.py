@@ -25,7 +25,7 @@ def chaos(
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 
-    MODEL gateway, without a STAGE: a gateway.
+    To inject it into a gateway, give the MODEL `gateway`, and no STAGE.
 
     kill: send SIGKILL. stop: send SIGSTOP. cut: drop all traffic from and to the
     replica for --seconds.

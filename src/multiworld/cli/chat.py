@@ -111,11 +111,15 @@ def _read() -> str | None:
 @click.argument("model", required=False)
 @click.option("--url", default="http://127.0.0.1:8000", help="Address of the service.")
 @click.option("--key", envvar="MULTIWORLD_KEY", default="", help="Key of a tenant.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum number of tokens of an answer.",
+)
 def chat(model: str | None, url: str, key: str, max_tokens: int | None) -> None:
     """Chat with a served MODEL, by default the first that generates text.
 
-    Each line of the input is a message. A pause of more than a second, as after the
-    loss of a worker, is shown.
+    Each line of the input is a message. Pauses of more than a second, such as after the
+    loss of a worker, are shown.
     """
     asyncio.run(_chat(url.rstrip("/").removesuffix("/v1"), model, key, max_tokens))

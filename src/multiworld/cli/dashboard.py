@@ -1,4 +1,4 @@
-"""``multiworld dashboard``: a page that shows a running service."""
+"""``multiworld dashboard``: a web page that shows a running service."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ PORT = 8265
 
 @click.command()
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Its port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port.")
 @STATE
 @APP
 def dashboard(app: str | None, state: str | None, host: str, port: int) -> None:
-    """Show a running service as a page, until Ctrl-C.
+    """Show a running service on a web page, until Ctrl-C.
 
     The page shows models, stages and replicas with their load, latencies, events and
-    diagnoses as they change, and can scale, drain and break them. On an address other
-    than loopback, visitors need the key in the address that is printed.
+    diagnoses as they change. It can also scale stages, drain replicas and inject
+    faults. On an address other than loopback, visitors need the key in the address that
+    is printed.
     """
     service = Service(app, state)  # type: ignore[arg-type]
     found = service.ask("GET", "/facts", Facts)

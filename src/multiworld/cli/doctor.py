@@ -175,7 +175,7 @@ def _bfloat16() -> Finding:
 
 
 def _compiled() -> Finding:
-    """Return whether code for generating text on CPUs is compiled here."""
+    """Check which compiled code for generating text on CPUs this machine has."""
     try:
         from multiworld.serve.engine.compute.layer_code import can_run
         from multiworld.serve.engine.models.integer_products import best
@@ -186,7 +186,7 @@ def _compiled() -> Finding:
     except NotImplementedError as error:
         remedy = "text is generated faster on CPUs with a C compiler: install gcc"
         return Finding("compiled code", "warn", f"none: {error}", remedy)
-    found = f"products in int8 for {products.name}" if products else "no products"
+    found = f"int8 matmuls for {products.name}" if products else "no int8 matmuls"
     layers = "layers of decoders" if can_run() else "no layers of decoders"
     return Finding("compiled code", "ok", f"{found}, {layers}")
 

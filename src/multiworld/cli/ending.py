@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # from ``kill``, ``timeout``, a terminal
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # sent by ``kill``, ``timeout``, a terminal
 
 
 def end_as_ctrl_c() -> None:

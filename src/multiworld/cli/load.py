@@ -40,7 +40,7 @@ def target_of(
     text: str,
     max_tokens: int | None = None,  # None: embeddings
 ) -> Target:
-    """Return the requests: the file ``body``, or chats or embeddings of texts."""
+    """Return the requests to send: ``body``, or chats or embeddings of texts."""
     if body is not None:
         return inference(url, model, [body.read_bytes()])
     lines = [text]
@@ -144,7 +144,7 @@ async def _try(target: Target) -> None:
                 )
     except aiohttp.InvalidURL as error:
         raise click.ClickException(
-            f"{target.url} is no URL; it begins with http:// or https://"
+            f"{target.url} is not a URL; a URL begins with http:// or https://"
         ) from error
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise click.ClickException(
@@ -165,7 +165,7 @@ def _message_in(text: str) -> str:
 async def _run(
     target: Target, rate: float, seconds: float, *, is_quiet: bool, metrics: str | None
 ) -> tuple[list[Sample], dict[str, float] | None]:
-    """Send; return the samples, and the CPU seconds of one request by process."""
+    """Send requests; return samples, and the CPU seconds of one request by process."""
     await _try(target)
     before = await _cpu(target, metrics)
     load = Load(target, rate)
@@ -293,10 +293,10 @@ def load(
     latency counts from then. Ctrl-C ends the run and prints a summary of the answers so
     far. The exit status is 1 if a request failed.
     """
-    # Clients of these APIs include it in their base URL.
+    # Clients of these APIs include /v1 or /v2 in their base URL.
     url = re.sub(r"/v[12]/?$", "", url)
     if not url.startswith(("http://", "https://")):
-        raise click.UsageError(f"{url} is no address; give http://HOST:PORT")
+        raise click.UsageError(f"{url} is not an address; give http://HOST:PORT")
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = _secured(target, ca, key)
     if body is None and asyncio.run(_generates(target, url, model)):

@@ -58,7 +58,7 @@ def _numbered(service: Service, name: str) -> str:
     help="Only lines of the last 90s, 5m, 2h, 1d ...",
 )
 @click.option(
-    "--ended", is_flag=True, help="Also of processes that have ended, or were replaced."
+    "--ended", is_flag=True, help="Also print logs of processes that have exited."
 )
 @of_service
 def logs(
@@ -73,8 +73,8 @@ def logs(
     """Print the end of the logs of NAME, or of all processes.
 
     NAME is a process, as status shows it, or the part of that name before a slash: a
-    model (shop) or a stage (shop/1, or by its name, shop/middle). A model's or a
-    stage's logs are those of its living replicas, unless none lives.
+    model (shop) or a stage (shop/1, or by its name, shop/middle). For a model or a
+    stage, prints the logs of running replicas, or of exited ones if none runs.
     """
     paths = sorted(service.folder.logs.glob("*.log"))
     left_out = 0
@@ -100,9 +100,9 @@ def logs(
         click.echo(f"==> {path} <==")
         click.echo("\n".join(shown))
     if is_all and not found:
-        click.echo("no such lines", err=True)
+        click.echo("no matching lines", err=True)
     if left_out:
-        text = f"({left_out} more of processes that have ended: --ended)"
+        text = f"({left_out} more logs of exited processes: --ended)"
         click.echo(text, err=True)
 
 
@@ -125,7 +125,7 @@ def _named(service: Service, name: str, paths: list[Path]) -> list[Path]:
         stems = sorted(re.sub(r"-(\d+)$", "", log.stem) for log in paths)
         known = ", ".join(dict.fromkeys(stems)) or "none"
         raise click.ClickException(
-            f"no log of {name!r} in {service.folder.logs}; there are those of "
-            f"{known} (MODEL-STAGE)"
+            f"no log of {name!r} in {service.folder.logs}; there are logs of {known} "
+            "(MODEL-STAGE)"
         )
     return found

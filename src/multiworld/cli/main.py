@@ -25,13 +25,13 @@ GROUPS = {
         "fetch": "Fetch a model before it is served.",
         "serve": "Serve the models of a spec, or one model, until Ctrl-C.",
         "chat": "Chat with a served model in the terminal.",
-        "shutdown": "End a service after it has answered the accepted requests.",
+        "shutdown": "Shut a service down after it has answered the accepted requests.",
         "store": "Run the store at which members of worlds meet.",
         "doctor": "Check this installation and this machine.",
     },
     "Inspect": {
         "status": "Show the processes of a service and its last events.",
-        "dashboard": "Show a service as a page.",
+        "dashboard": "Show a service on a web page.",
         "explain": "Show which process waits for which, and the last decisions.",
         "logs": "Print the end of the logs of processes.",
         "nodes": "Show the machines of a service, or this machine if none runs.",
@@ -67,7 +67,7 @@ Examples:
   multiworld chaos kill gateway        kill a gateway
   multiworld scale m back 3            three replicas of a stage"""
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of an output that is full
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of a full or failing disk
 
 EXTRAS = {"demo": "demo"}  # optional extras of commands; ``serve`` for the others
 
@@ -91,10 +91,10 @@ class Commands(click.Group):
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
         except RuntimeError as error:
-            if "home directory" not in str(error):  # of ``Path.expanduser``
+            if "home directory" not in str(error):  # raised by ``expanduser``
                 raise
             raise click.ClickException(
-                f"{error} of this user, for a path with ~; give whole paths"
+                f"{error} A path begins with ~; give an absolute path instead"
             ) from error
         except OSError as error:
             if error.errno not in FULL or _can_print():
@@ -164,7 +164,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # for what its encoding lacks
+        if isinstance(stream, io.TextIOWrapper):  # escape what its encoding lacks
             stream.reconfigure(errors="backslashreplace")
     cli()
 

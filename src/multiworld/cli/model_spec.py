@@ -1,4 +1,4 @@
-"""The spec that ``multiworld serve MODEL`` stands for: one model, and a few options."""
+"""The spec that ``multiworld serve MODEL`` generates: one model, and a few options."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DEMO = "smollm2"
 
 MAX_REPLICAS = 2  # by default, so that one replica may die
 KV_BYTES = 640 * 2**20  # keys, values and cached prefixes of a replica, by default
-BASE_BYTES = 400 * 2**20  # of a process with torch and transformers
-SHARE = 0.8  # of a machine's memory that replicas may use
+BASE_BYTES = 400 * 2**20  # memory of a process with torch and transformers
+SHARE = 0.8  # share of a machine's memory that replicas may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def is_model(text: str) -> bool:
 def found(
     text: str, revision: str | None, tell: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo's.
+    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo model.
 
     Raises:
         SpecError: The hub cannot be reached, or does not have the model.
@@ -77,7 +77,7 @@ def _latest(name: str) -> str:
         from huggingface_hub import HfApi
 
         sha = HfApi().model_info(name, timeout=10).sha
-    except Exception as error:  # of several libraries
+    except Exception as error:  # raised by several libraries
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"{name} is neither a file nor a folder, and the Hugging Face hub gave no "
@@ -88,7 +88,7 @@ def _latest(name: str) -> str:
 
 
 def replicas_that_fit(weight_bytes: int, machine: Machine) -> tuple[int, str]:
-    """Return how many replicas fit (at least 1, which may not), and why not more."""
+    """Return the number of replicas that fit, but at least 1, and why not more."""
     need = weight_bytes + KV_BYTES + BASE_BYTES
     room = int(SHARE * machine.memory_bytes)
     count = max(1, min(MAX_REPLICAS, room // need))
@@ -97,7 +97,7 @@ def replicas_that_fit(weight_bytes: int, machine: Machine) -> tuple[int, str]:
     gib = 2**30
     return count, (
         f"one replica only: each needs about {need / gib:.1f} GiB, and the machine has "
-        f"{machine.memory_bytes / gib:.1f} GiB; streams wait for a new one when it dies"
+        f"{machine.memory_bytes / gib:.1f} GiB; when it dies, streams wait for another"
     )
 
 
@@ -112,7 +112,7 @@ def text_of(
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
     has_gpus = machine.gpus >= options.stages * (options.replicas or 1)
-    if has_gpus and machine.gpus:  # how much a GPU holds is found when it is loaded
+    if has_gpus and machine.gpus:  # a model that does not fit fails to load
         replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
         why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
     if options.replicas is not None:

@@ -60,7 +60,7 @@ class Age(click.ParamType[float]):
             return value
         found = AGE.fullmatch(value.strip())
         if found is None:
-            self.fail(f"{value!r} is no length of time; give 90s, 5m, 2h or 1d")
+            self.fail(f"{value!r} is not a length of time; give 90s, 5m, 2h or 1d")
         return float(found[1]) * UNITS[found[2]]
 
 

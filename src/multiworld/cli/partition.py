@@ -26,7 +26,7 @@ from multiworld.serve.text.limits import limits_by
 
 
 def chosen_model(path: Path, name: str | None) -> tuple[str, ModelSpec]:
-    """Return a model of a spec, with the dtype that it has on this machine."""
+    """Return a model of a spec, with the dtype that fits this machine."""
     app = load_spec(path)
     chosen = name or next(iter(app.models))
     if chosen not in app.models:

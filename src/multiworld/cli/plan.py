@@ -48,7 +48,7 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 
-MAX_CPUS, MAX_BYTES = 4096, 2**50  # of a machine
+MAX_CPUS, MAX_BYTES = 4096, 2**50  # maximum values for one machine
 
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
 
@@ -204,7 +204,7 @@ def _placed(
             )
         )
     apart = [name for name in app.models if name not in found.served]
-    # The solvers ignore cores and memory next to GPUs, and a required GPU index.
+    # The solvers ignore GPU replicas' cores and host memory, and a required GPU index.
     is_open = apart or not lacking
     spread, short = _admitted(app, machines, found) if is_open else ({}, "")
     if short and not apart:
@@ -302,7 +302,7 @@ def _planned(resolved: Resolved, machines: Sequence[Node], limit_s: float) -> Pl
     )
 
 
-# Note on models with another device than ``cpu``.
+# Note on models with a device other than ``cpu``.
 UNTRIED = "text generation on GPUs is slow and little tested; see the documentation"
 
 
@@ -371,7 +371,7 @@ def _table(plan: PlanShown) -> Table:
 
 def _scaling_plans(name: str, spec: ModelSpec) -> list[ScalingPlan]:
     """Return an autoscaled model's scaling plans if all item_ms are declared."""
-    is_planned = is_scaled(spec) and spec.generation is None  # text: by tokens
+    is_planned = is_scaled(spec) and spec.generation is None  # text scales by tokens
     if not is_planned or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, None, 0.0)

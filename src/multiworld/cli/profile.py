@@ -33,8 +33,8 @@ def _batch(meter: Meter) -> str:
     if not isinstance(meter, TextMeter):
         return "a batch of n rows"
     return (
-        f"a step of n sequences of {meter.context} tokens each; ({meter.context}): "
-        "of a prompt of that length; memory for KV blocks is booked in addition"
+        f"a step of n sequences of {meter.context} tokens each. ms ({meter.context}): "
+        "time of a prompt of that length. Memory for KV blocks is booked in addition"
     )
 
 
@@ -116,12 +116,12 @@ def profile(
     console.print(
         f"ms (n): time of {_batch(meter)}. peak: memory beyond the "
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
-        "book, which is the sum of both plus 25 %"
+        "book, which is the sum of these two, plus 25 %"
     )
     if any(size < 0 for each in built.inputs for size in each.shape[1:]):
         console.print(
             "memory was measured with the model's example; longer inputs need more. "
-            "Raise memory_mb for them, as a replica that exceeds it is ended",
+            "Raise memory_mb for them, because a replica that exceeds it is killed",
             markup=False,
         )
     _keep(found, out)

@@ -47,22 +47,35 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--api-key",
                 envvar="MULTIWORLD_API_KEY",
-                help="Key that every request needs; other users see options.",
+                help="Key that every request needs; safer in MULTIWORLD_API_KEY, which "
+                "other users cannot see.",
             ),
-            click.option("--max-model-len", type=int, help="Tokens of a sequence."),
-            click.option("--max-num-seqs", type=int, help="Sequences of a replica."),
+            click.option(
+                "--max-model-len", type=int, help="Maximum tokens of a sequence."
+            ),
+            click.option(
+                "--max-num-seqs",
+                type=int,
+                help="Maximum running sequences of a replica.",
+            ),
             click.option("--dtype", help="float32, bfloat16 or float16."),
             click.option("--quantization", help="int8, on CPUs."),
             click.option("--engine", help="vllm or llama.cpp, in place of our own."),
-            click.option("--stages", type=click.IntRange(1, 26), help="1 by default."),
             click.option(
-                "--replicas", type=click.IntRange(1, 4096), help="Of a stage."
+                "--stages",
+                type=click.IntRange(1, 26),
+                help="Number of stages; 1 by default.",
+            ),
+            click.option(
+                "--replicas",
+                type=click.IntRange(1, 4096),
+                help="Replicas of each stage.",
             ),
             click.option("--revision", help="Commit of a model on the hub."),
             click.option(
                 "--print-spec",
                 is_flag=True,
-                help="Print the spec that this stands for, and serve nothing.",
+                help="Print the equivalent spec, and serve nothing.",
             ),
         ]
     ):
@@ -109,7 +122,7 @@ def _load(
     if given or revision or is_shown:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
-            f"{target} is no model, and {names or 'this option'} is for a model: a "
+            f"{target} is not a model, and {names or 'this option'} is for a model: a "
             "folder, OWNER/NAME or smollm2; a spec has fields for all of them"
         )
     if not Path(target).expanduser().exists():
@@ -121,7 +134,7 @@ def _load(
 
 
 def store_key(folder: Path, api_key: str) -> None:
-    """Let the owner have a key in a registry, in place of one given before."""
+    """Store the owner's key in a service's registry, replacing one given earlier."""
     from multiworld.serve.tenants.directory import Key, Tenant
     from multiworld.serve.tenants.keys import GIVEN, known_as
     from multiworld.serve.tenants.registry import open_registry
@@ -165,13 +178,14 @@ def _checked_key(api_key: str | None) -> str | None:
     envvar=FORMAT,
     default="text",
     show_default=True,
-    help="Lines of all logs: text, or a JSON object each.",
+    help="Format of all log lines: text, or one JSON object per line.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(LEVELS, case_sensitive=False),
     envvar=LEVEL,
-    help="Least severe lines in all logs.  [default: info; of the command: warning]",
+    help="Minimum severity of lines in all logs.  [default: info; of this command's "
+    "own lines: warning]",
 )
 @JSON
 def serve(
@@ -187,8 +201,8 @@ def serve(
 ) -> None:
     """Serve the models of SPEC (a YAML file), or one MODEL, until Ctrl-C.
 
-    MODEL is a Hugging Face folder, OWNER/NAME on the hub, or smollm2; the options from
-    --served-model-name to --revision are for it.
+    MODEL is a Hugging Face folder, OWNER/NAME on the hub, or smollm2. The options from
+    --served-model-name to --print-spec apply to a MODEL only.
 
     If the controller of a running service was lost, this adopts its processes, which
     have kept answering requests.
@@ -208,7 +222,7 @@ def serve(
     given = {name: value for name, value in options.items() if value is not None}
     source = click.get_current_context().get_parameter_source("api_key")
     if source is ParameterSource.ENVIRONMENT and not model_spec.is_model(target):
-        given.pop("api_key")  # it is for clients then, and a spec has its own keys
+        given.pop("api_key")  # meant for clients; a spec has its own keys
     api_key = _checked_key(given.get("api_key"))
     # Progress goes to stderr, because --print-spec prints the spec on stdout.
     err = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""``multiworld shutdown``: ends a service, even without its controller."""
+"""``multiworld shutdown``: shuts a service down, even without its controller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.controller.launchers.base import began_at
 
-END_S = 60.0  # seconds to wait for the end, in addition to the spec's shutdown_s
+END_S = 60.0  # seconds to wait for the shutdown, in addition to the spec's shutdown_s
 
 
 def _end_without_controller(folder: StateFolder, record: Record) -> None:
@@ -46,12 +46,12 @@ def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
 @click.command()
 @of_service
 def shutdown(service: Service, as_json: bool) -> None:
-    """End a service after it has answered the accepted requests."""
+    """Shut a service down after it has answered the accepted requests."""
     record = service.folder.load()
     if record is None:
         if not service.folder.is_controlled():
             raise click.ClickException(f"no service runs in {service.folder.path}")
-        # It has started nothing yet: it waits for machines or builds models.
+        # The controller has started no process: it waits for machines or builds models.
         app = service.folder.path.name
         with contextlib.suppress(ServeError):  # it is shutting down already
             app = service.ask("POST", "/shutdown", ShuttingDown).app
@@ -62,7 +62,7 @@ def shutdown(service: Service, as_json: bool) -> None:
     except ServeError as error:
         if "status" in error.__dict__:  # the controller answered
             raise
-        if service.folder.is_controlled():  # it would restart everything
+        if service.folder.is_controlled():  # it would restart processes
             pid = service.folder.controller()
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "

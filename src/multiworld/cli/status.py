@@ -29,7 +29,7 @@ class Seen:
     """Content to show: the status, and the facts about load.
 
     Attributes:
-        since: Epoch seconds from which on events are shown; None: the last ones.
+        since: Epoch seconds; later events are shown. None: the last ones.
     """
 
     status: StatusAnswer
@@ -120,7 +120,7 @@ def _shown(seen: Seen) -> Group:
 
 
 def _load(model: ModelFacts) -> str:
-    """Return how a model is used, in the last ten seconds and the last minute."""
+    """Return a model's load in words, of the last ten seconds and the last minute."""
     parts = [f"{model.requests_s:.1f} requests/s"]
     if model.tokens_s:
         parts.append(f"{model.tokens_s:.0f} tokens/s")
@@ -221,8 +221,8 @@ def status(service: Service, watch: bool, since: float | None, as_json: bool) ->
     `done` counts finished requests and completions; `lost` counts the processes of the
     stage that were lost.
 
-    Exits with 1 unless all that is wanted is ready. While an update, a replacement or
-    a further replica starts, the service answers requests all the same; see /health.
+    Exits with 1 unless every desired process is ready. The service also answers
+    requests while an update, a replacement or a further replica starts; see /health.
     """
     if as_json:
         answer = _status(service)

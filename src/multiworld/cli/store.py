@@ -22,7 +22,7 @@ from multiworld.rendezvous.store_service import StoreService
 # reconnects, so that earlier members announce their ranks first.
 SETTLE_S = 1.0
 LOOK_S = 1.0  # seconds between checks of the lock
-# Consecutive checks without a lock until the store exits: its service may be starting.
+# Consecutive checks without a lock before the store exits: its service may be starting.
 ALONE = 5
 
 

@@ -36,7 +36,7 @@ from multiworld.serve.tenants.records import UsageSum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Settings = dict[str, object]  # the settings of a tenant that were given
+Settings = dict[str, object]  # settings of a tenant that were given as options
 
 NAME = click.argument("name")
 COUNT = click.IntRange(0, 2**53)
@@ -238,7 +238,10 @@ def create(
     help="Refuse the keys of the tenant for now, or accept them again.",
 )
 @click.option(
-    "--because", "suspension", metavar="TEXT", help="With --suspend: told its clients."
+    "--because",
+    "suspension",
+    metavar="TEXT",
+    help="With --suspend: the reason, which clients of the tenant see.",
 )
 @of_service
 def change(service: Service, name: str, as_json: bool, **options: object) -> None:
@@ -251,7 +254,7 @@ def change(service: Service, name: str, as_json: bool, **options: object) -> Non
         raise click.UsageError(
             "--because says why a tenant is suspended; add --suspend"
         )
-    if "is_suspended" in said:  # the words of an earlier time are over
+    if "is_suspended" in said:  # drop the reason of an earlier suspension
         said.setdefault("suspension", "")
     if not said:
         raise click.UsageError(
@@ -333,7 +336,7 @@ def usage(
 ) -> None:
     """Show usage by tenant and model.
 
-    --csv and --json export it.
+    --csv and --json export the usage.
     """
     since = 0.0 if hours is None else time.time() - 3600 * hours
     params: dict[str, str | float | bool] = {"since": since, "by_minute": by_minute}

@@ -27,9 +27,9 @@ EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     """Update the running service to SPEC, without a pause.
 
-    The new version of a model starts beside the old one, and takes over once all of it
-    is ready; a version that does not become ready is rolled back. Waits for the
-    outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
+    The new version of a model starts beside the old one, and takes over once all its
+    replicas are ready; a version that does not become ready is rolled back. Waits for
+    the outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
     update.
     """
     text = read_text(spec)
@@ -62,7 +62,7 @@ def _interrupted(what: str) -> click.ClickException:
 
 
 def _wait(service: Service, answer: Updated) -> str:
-    """Wait until the update is done; return the reason of a failure, or ""."""
+    """Wait until the update is done; return the reason for a failure, or ""."""
     patience_s = answer.ready_s + EXTRA_S
     limit, most = time.monotonic() + patience_s, 0
     while True:
@@ -79,7 +79,7 @@ def _wait(service: Service, answer: Updated) -> str:
         others = [name for name, v in versions.items() if wanted.get(name) != v]
         if others:
             found = ", ".join(f"{name} {wanted.get(name, '(none)')}" for name in others)
-            return f"superseded by another update, which wants {found}"
+            return f"superseded by another update, to {found}"
         ready = sum(
             p.phase == "ready" and answer.versions.get(p.model) == p.version
             for p in status.processes

@@ -47,7 +47,7 @@ def fetch(tell: Callable[[str], None]) -> Path:
         try:
             (Path(scratch) / NAME).rename(made)
         except OSError:
-            # If it exists, another process was faster.
+            # If the folder exists, another process was faster.
             if not (made / "config.json").exists():
                 raise
     tell(f"{NAME} is in {made}")

@@ -112,7 +112,7 @@ def test_update_distinguishes_its_outcome_from_that_of_another(
     assert last.startswith(outcome)
     assert done.exit_code == (outcome != "done")
     if outcome == "superseded":
-        assert last.endswith("by another update, which wants m 3")
+        assert last.endswith("by another update, to m 3")
 
 
 def test_shutdown_ends_a_service_that_has_started_nothing_yet(

@@ -42,7 +42,7 @@ class Chat:
 
     @property
     def request(self) -> str:
-        """Id of its request."""
+        """Id of the chat's request."""
         return f"chat-{self.number}"
 
     def pause_after(self, begin_s: float, end_s: float) -> float:

@@ -17,7 +17,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARK = "#555555"  # color of events
 CUT = "#e6194b"  # color of a chat that was cut off
 
-SIZE_IN, DPI = (8.0, 5.4), 200  # so that letters can be read 800 pixels wide
+SIZE_IN, DPI = (8.0, 5.4), 200  # readable at a width of 800 pixels
 
 
 def draw(path: Path, chats: list[Chat], story: Story) -> None:
@@ -52,7 +52,7 @@ def draw(path: Path, chats: list[Chat], story: Story) -> None:
 def pieces(
     chat: Chat, looks: list[Chains]
 ) -> Iterator[tuple[tuple[str, ...], list[float], int]]:
-    """Yield the parts of a chat by chain: the chain, times, and the first token."""
+    """Yield a chat's parts by chain: the chain, times, and index of the first token."""
     known = [
         (look.at_s, look.of[chat.request]) for look in looks if chat.request in look.of
     ]
@@ -67,7 +67,7 @@ def pieces(
     for chain, group in itertools.groupby(numbered, lambda each: chain_at(each[1])):
         part = list(group)
         first, last = part[0][0], part[-1][0]
-        # To the next part, so that the line has no gap.
+        # Include the next part's first time, so that the line has no gap.
         yield chain, chat.times[first : last + 2], first
 
 

@@ -74,7 +74,7 @@ class Chains:
 async def until(
     probe: Callable[[], Awaitable[T | None]],
     progress: Callable[[], Hashable],
-    tell: Callable[[], None],  # every ``TELL_S``
+    tell: Callable[[], None],  # called every ``TELL_S`` seconds
 ) -> T:
     """Call ``probe`` until it returns a value; time out without progress."""
     seen = progress()

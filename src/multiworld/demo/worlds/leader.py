@@ -16,7 +16,8 @@ import torch
 
 from multiworld import MemberLostError, World, WorldManager
 
-WORKERS = {"A": ("red",), "B": ("blue", "green")}  # their worlds, as rank 1
+# Worlds of each worker, in which it is rank 1.
+WORKERS = {"A": ("red",), "B": ("blue", "green")}
 
 SURVIVOR, VICTIM = "A", "B"
 WORLDS = WORKERS[SURVIVOR] + WORKERS[VICTIM]
@@ -24,7 +25,8 @@ WORLDS = WORKERS[SURVIVOR] + WORKERS[VICTIM]
 STEP_S = 0.001  # seconds between two round trips in a world
 REPORT_S = 2.0  # seconds between two lines of progress
 MIN_PAUSE_S = 0.25  # seconds of pause that are always accepted in the surviving world
-PAUSE_FACTOR = 5  # maximum accepted pause, as a multiple of those before the kill
+# Maximum accepted pause, as a multiple of the longest pause before the kill.
+PAUSE_FACTOR = 5
 LIMIT_S = 25.0  # seconds to start workers, and to notice and replace the lost one
 END_S = 5.0  # seconds for workers to exit
 

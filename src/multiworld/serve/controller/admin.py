@@ -1,4 +1,4 @@
-"""The controller's admin interface: HTTP on a Unix socket, for its own user only."""
+"""The controller's admin interface: HTTP on a Unix socket private to its user."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Chaos(AdminRequest):
 
 
 async def is_done_before(ended: asyncio.Event, call: Awaitable[None]) -> bool:
-    """Await ``call``; return False if the service ends first."""
+    """Await ``call``; return False if the service shuts down first."""
     work = asyncio.ensure_future(call)
     ending = asyncio.ensure_future(ended.wait())
     either: set[asyncio.Future[Any]] = {work, ending}
@@ -143,7 +143,7 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
 
 
 async def _import_code(spec: AppSpec, known: Specs) -> None:
-    """Run the users' code that an update imports, which may hang or exit."""
+    """Import the users' code that a spec names; it may hang or exit."""
     try:
         async with asyncio.timeout(IMPORT_S):
             await in_thread(partial(import_new, spec, known))
@@ -186,7 +186,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             if number < updated[0]:
                 raise ServeError(
                     "a later update was applied while this one fetched its models; "
-                    "look at `multiworld status`, and repeat it if it is still wanted"
+                    "see `multiworld status`, and repeat this update if you want it"
                 )
             await _import_code(spec, controller.specs)
             spec = await controller.identify(spec)

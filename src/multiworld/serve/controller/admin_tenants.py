@@ -61,7 +61,7 @@ class NewTenant(TenantSettings):
 
 
 class Rotation(AdminRequest):
-    """A new key, valid for ``valid_s``; the others expire after ``grace_s`` seconds."""
+    """A new key, valid for ``valid_s``; older keys expire after ``grace_s`` seconds."""
 
     grace_s: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
     valid_s: ValidS | None = None
@@ -160,7 +160,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
                 await asyncio.to_thread(registry.audit_outcome, number, outcome)
             except ServeError as error:
                 logger.error(
-                    "%s by %s: cannot write its outcome into the audit log: %s",
+                    "%s by %s: cannot write the outcome to the audit log: %s",
                     act,
                     who,
                     error,
@@ -182,7 +182,7 @@ def _audited_body(body: bytes) -> dict[str, object]:
 def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
-    # Hides the secret of a pasted key.
+    # Hide the secret part of a key that a user has pasted.
     value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"

@@ -1,4 +1,4 @@
-"""Start of a controller: a new service, or the processes of an earlier controller."""
+"""Initial state of a controller, for a new service or with adopted processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def first_state(
 ) -> DesiredState:
     """Return the first desired state; raise PlacementError if it does not fit.
 
-    ``ended``: record of an ended service, whose sizes are kept if there is room.
+    ``ended``: record of a service without running processes; its stages keep their
+    sizes if there is room.
     """
     desired = desired_state_of(app)
     if ended is not None:

@@ -32,7 +32,7 @@ class Updated(msgspec.Struct, frozen=True):
     """An update was accepted."""
 
     versions: dict[str, str]
-    since: int  # number of the last event before it, to follow its events
+    since: int  # number of the last event before the update, whose events follow
     ready_s: float  # time limit for the new versions to become ready
 
 
@@ -46,18 +46,18 @@ class SpecShown(msgspec.Struct, frozen=True):
     """The spec that a service runs."""
 
     text: str  # YAML
-    before: str  # YAML before the last update, to roll back; empty: no update so far
+    before: str  # YAML from before the last update, to roll back; empty: no update
     differences: tuple[str, ...]  # between the running service and the spec
 
 
 class Cancelled(msgspec.Struct, frozen=True):
-    """The gateways end the streams of a request, if they have any."""
+    """A request was cancelled: the gateways end its streams."""
 
     request: str
 
 
 class FaultInjected(msgspec.Struct, frozen=True):
-    """A fault ("kill", "stop" or "cut") was injected into a replica."""
+    """A fault ("kill", "stop" or "cut") was injected into a replica or a gateway."""
 
     name: str
     pid: int
@@ -69,7 +69,7 @@ class ShuttingDown(msgspec.Struct, frozen=True):
 
 
 class RefusedByController(msgspec.Struct, frozen=True):
-    """The controller refused a request; `problems` has one line for each of a spec."""
+    """The controller refused a request; `problems` has a line per problem of a spec."""
 
     error: str
     problems: tuple[str, ...] | UnsetType = UNSET
@@ -102,11 +102,11 @@ class TenantShown(msgspec.Struct, frozen=True):
     keys: tuple[KeyShown, ...]
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
-    suspension: str = ""  # reason that an operator gave; empty: not suspended, or none
+    suspension: str = ""  # an operator's reason; empty: not suspended, or not given
 
 
 class TenantWithKey(TenantShown, frozen=True, kw_only=True):
-    """A tenant with a whole new key, which is neither stored nor shown again."""
+    """A tenant with a new key in full, which is neither stored nor shown again."""
 
     key: str
 
@@ -119,7 +119,7 @@ class TenantRemoved(msgspec.Struct, frozen=True):
 
 
 class FailingStage(msgspec.Struct, frozen=True):
-    """A stage without a ready replica whose replicas keep failing."""
+    """A stage whose replicas keep failing, and of which none is ready."""
 
     model: str
     version: str
@@ -138,7 +138,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
     stage: int
     stage_name: str
     phase: ProcessPhase
-    since_s: float  # in its phase
+    since_s: float  # seconds in its current phase
     pid: int | None
     node: str
     booked_cpus: float
@@ -164,7 +164,7 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     is_ready: bool
     controller: int  # process id
     wanted: DesiredState
-    active: dict[str, str]  # version of each model that serves
+    active: dict[str, str]  # active version of each model
     table: int  # number of the routing table
     unplaced: dict[str, str]  # reason for each stage that has an unplaced replica
     failing: tuple[FailingStage, ...]
@@ -201,7 +201,7 @@ _GATEWAY_REPORT = msgspec.json.Decoder(GatewayReport)
 
 
 class NodeShown(msgspec.Struct, frozen=True):
-    """A machine of a service (see ``Node``), with free resources and replicas."""
+    """A machine of a service (see ``Node``), with its free resources and replicas."""
 
     name: str
     cpus: float
@@ -229,7 +229,7 @@ class DecisionShown(msgspec.Struct, frozen=True):
     kind: str
     about: str
     what: str
-    # The policy defines both, and users may replace the policy.
+    # The policy, which users may replace, defines the keys of both dictionaries.
     facts: dict[str, Any]
     snapshot: dict[str, Any] | UnsetType = UNSET
 
@@ -253,7 +253,7 @@ def encode(answer: Answer) -> bytes:
 
 
 def decode(content: bytes | str, kind: type[T]) -> T:
-    """Decode a response; raise ``AnswerFormError`` if it is not a `kind`."""
+    """Decode a response; raise ``AnswerFormError`` if it is not of type `kind`."""
     try:
         return msgspec.json.Decoder(kind).decode(content)
     except (msgspec.DecodeError, UnicodeError) as error:

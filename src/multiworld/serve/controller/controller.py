@@ -81,7 +81,7 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 TICK_S = 0.25  # seconds between checks of deadlines and of memory
-WATCHED_S = 10.0  # seconds of reports with live streams after a request for facts
+WATCHED_S = 10.0  # seconds after a request for facts in which reports include streams
 COLLECT_TICKS = 8  # ticks between collections of the counts of all processes
 RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
 LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
@@ -93,8 +93,8 @@ class Controller:
     """The controller of one service.
 
     ``old`` is the record of an earlier controller whose processes may still run.
-    ``ended`` is the record of one without running processes: this controller continues
-    its numbers and sizes, and otherwise starts the service afresh.
+    ``ended`` is the record of an earlier controller without running processes: this
+    controller continues its numbers and sizes, and otherwise starts the service afresh.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Controller:
     # Start and shutdown.
 
     async def prepare(self, old: Record | None) -> None:
-        """Wait until the service can start; PlacementError if it never can."""
+        """Wait until the service can start; raise PlacementError if it never can."""
         if old is None:
             await self._await_machines()
         await await_measurements(self.app, self._launcher)
@@ -246,7 +246,7 @@ class Controller:
     def start(self, old: Record | None) -> None:
         adopted = [] if old is None else self._adopt(old)
         if old is not None and adopted:
-            # Compare as the record stores it: JSON has fewer types than YAML.
+            # Compare the spec in its recorded form: JSON has fewer types than YAML.
             app = AppSpec.model_validate_json(self.app.model_dump_json())
             check_update(old.app, app, old.specs)
         self._reconciliation.is_started = True
@@ -279,7 +279,7 @@ class Controller:
         )
 
     async def identify(self, app: AppSpec) -> AppSpec:
-        """Add the identity of each version; SpecError if a file cannot be read."""
+        """Add each version's identity; raise SpecError if a file cannot be read."""
         # A running or desired version keeps its identity.
         return await self._identities.identify(app, self._used_versions())
 
@@ -302,7 +302,7 @@ class Controller:
         task.add_done_callback(self._reporting.discard)
 
     async def _collect(self) -> None:
-        """Collect the counts of all processes, so that few are lost with a process."""
+        """Collect all processes' counts, so that a lost process takes few with it."""
         reports = await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
         posts = {
@@ -440,7 +440,7 @@ class Controller:
             self.placement.replanner.wake()
         self._changed.set()
         if isinstance(event, events.Applied) and not found:
-            return  # the record does not contain it
+            return  # numbers of applied tables are not recorded
         if not isinstance(event, events.Adopted):
             self._save()  # during adoption, the record would be incomplete
 
@@ -465,7 +465,7 @@ class Controller:
                 self._give_up(action)
 
     def _give_up(self, action: actions.GiveUp) -> None:
-        """Fail a service that was never ready and keeps failing in the same way."""
+        """Fail the service's first start with the cause of a stage's failures."""
         if not self._may_give_up or self._failure is not None:
             return
         version = self.app.models[action.model].version
@@ -478,7 +478,7 @@ class Controller:
         self._changed.set()
 
     def _stalled_s(self) -> float:
-        """Return the seconds for which a process may hold the GIL: two batches."""
+        """Return for how many seconds a process may hold the GIL: two batch limits."""
         stages = (s for model in self.app.models.values() for s in model.stages)
         longest_s = max((stage.compute_s or 0.0 for stage in stages), default=0.0)
         return 2 * max(HUNG_S, longest_s)
@@ -504,7 +504,7 @@ class Controller:
         table = messages.TableChanged(self.fleet.table)
         if name not in self._links.gateways:
             return [table]
-        # Omit a version that was rolled back, whose factory may crash the gateway.
+        # Omit rolled-back versions: their factories may crash the gateway.
         used = self._used_versions()
         specs = {
             model: {v: spec for v, spec in versions.items() if (model, v) in used}
@@ -550,7 +550,7 @@ class Controller:
             wanted = "" if spec is None or spec.identity is None else spec.identity.name
             found = news.identity
             if found and wanted and found != wanted:
-                why = f"it computes {found[:12]}, but its version is {wanted[:12]}"
+                why = f"its files have hash {found[:12]}, its version {wanted[:12]}"
                 self._reconciliation.happened(events.ProcessGone(name, why))
                 return
             if news.changed:
@@ -570,7 +570,7 @@ class Controller:
         await self.recorded()
         if self._record.trouble:
             raise ServeError(
-                "applied, but not recorded; a new controller would not know of it: "
+                "applied, but not recorded, so a new controller will not know of it: "
                 f"{self._record.trouble}"
             )
 

@@ -1,6 +1,6 @@
-"""Choice of the dtype in which a version of a model is computed: made once, from
-measurements of its hosts. Replicas of different dtypes would produce different tokens
-for one sequence."""
+"""Choice of the dtype of a model's version, made once, from measurements of its
+machines. Replicas with different dtypes would produce different tokens for one
+sequence."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def widened(spec: ModelSpec, facts: Generation) -> ModelSpec:
     stages = []
     for number, stage in enumerate(spec.stages):
         memory_mb = stage.memory_mb
-        # Its weights take twice the memory.
+        # Weights take twice as much memory in float32.
         if memory_mb and number < len(facts.weight_bytes):
             memory_mb += facts.weight_bytes[number] / MIB
         stages.append(stage.model_copy(update={"memory_mb": memory_mb}))

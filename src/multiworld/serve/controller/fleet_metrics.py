@@ -17,12 +17,12 @@ Label = tuple[str, tuple[str, ...]]
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
 
-# Number of exited processes with separate counts, because a last report may be late.
+# Number of exited processes whose counts stay separate: a last report may be late.
 REMEMBERED = 64
 
 
 class Totals:
-    """Sums of counts that processes report since their start; they never fall."""
+    """Sums of counts that processes report since their start; a sum never falls."""
 
     def __init__(self) -> None:
         # By process, including exited ones; names are never reused.
@@ -103,7 +103,7 @@ class FleetMetrics:
         return self._totals.sums()
 
     def heard(self, name: str, report: messages.Report) -> None:
-        """Store the counts of a process; the last ones may arrive after its exit."""
+        """Store the counts of a process; its last counts may arrive after its exit."""
         if report.gateway is not None:
             self._totals.heard(name, report.counted)
         elif report.worker is not None and (stage := self._stage_of(name)):

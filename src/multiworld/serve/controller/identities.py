@@ -1,4 +1,4 @@
-"""Identities of versions: a hash of all bytes that their tokens depend on."""
+"""Identities of versions: hashes of all bytes that a version's tokens depend on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Identities:
         self._specs, self._copies = specs, copies
 
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
-        """Add the identity of each version; SpecError if a file cannot be read.
+        """Add each version's identity; raise SpecError if a file cannot be read.
 
         ``used``: models and versions that keep their present identity.
         """
@@ -56,7 +56,7 @@ class Identities:
 
 
 async def find_changes(app: AppSpec) -> dict[str, str]:
-    """Return a changed file of each model whose version is unchanged."""
+    """Return, by model, a file that has changed although the version has not."""
     models = app.models.items()
     specs = {name: spec for name, spec in models if spec.identity is not None}
 

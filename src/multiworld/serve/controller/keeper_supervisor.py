@@ -31,8 +31,8 @@ AGAIN_S = 0.5  # seconds between attempts to start a keeper
 WORDS = {
     "handed_over": "connections of an exited gateway are continued by another: {}",
     "closed": "connections of an exited gateway are closed; they cannot continue: {}",
-    "refused": "connections are refused with 503, as no gateway takes them: {}",
-    "unprotected": "requests are unprotected, as gateway.keeper_memory_mb is full: {}",
+    "refused": "connections are refused with 503 because no gateway takes them: {}",
+    "unprotected": "gateway.keeper_memory_mb is full; unprotected requests: {}",
 }
 
 # Makes malloc return the memory of large dropped answers to the kernel (mallopt(3)).
@@ -136,7 +136,7 @@ class KeeperSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
-            # Heartbeats, not a clock: this process may have been paused.
+            # Count heartbeats, not seconds: this process may have been paused.
             if self._unanswered * KEEPER_BEAT_S > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
                 _signal(self.pid, signal.SIGKILL)

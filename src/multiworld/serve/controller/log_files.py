@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 END = 2**24  # bytes to read at the end of a log
-TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # of the standard library's lines
+TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # as the standard library logs it
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Set a stage's replicas; a number far above all cores needs a confirmation."""
+        """Set a stage's number of replicas; far more than cores need a confirmation."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
@@ -125,7 +125,7 @@ class Operations:
             )
 
     def cancel(self, request: str) -> None:
-        """End the streams of a request, by its id, at whichever gateway it is."""
+        """Order all gateways to end the streams of the request with this id."""
         self._history.say("cancel", f"request {request} is cancelled")
         self._links.send_gateways(CancelRequest(request))
 
@@ -160,7 +160,7 @@ class Operations:
             specs = self._versions.specs
             if self._placement.fits(desired):
                 asks = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
-            else:  # the update may fix that or concern another model
+            else:  # the update may make them fit, or concern another model
                 asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
         except Exception as error:  # also from a user's placement policy
@@ -217,7 +217,7 @@ class Operations:
     ) -> RunningProcess:
         """Inject "kill", "stop" or "cut" (for `seconds`) into a ready replica.
 
-        The model `GATEWAY` is a gateway.
+        With `GATEWAY` as the model, inject it into a gateway.
         """
         if model == GATEWAY:
             name = self._ready_gateway(action)

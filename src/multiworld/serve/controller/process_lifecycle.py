@@ -1,4 +1,4 @@
-"""Lifecycle of processes, from launch to the reason of their exit."""
+"""Lifecycle of processes, from launch to the reason for their exit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ IS_UP = (ProcessPhase.LOADED, ProcessPhase.SPARE, ProcessPhase.READY)
 
 
 class ProcessLifecycle:
-    """Launches and kills processes, and reports the end of each with its cause.
+    """Launches and kills processes, and reports each exit with its cause.
 
-    Up to three witnesses tell of an end: the launcher (``exited``, with the exit code),
+    Up to three sources report an exit: the launcher (``exited``, with the exit code),
     the control world (``lost``), and a watched pidfd, if the launcher did not start the
-    process. The first to report counts; the reconciler ignores an end of a process that
+    process. The first to report counts; the reconciler ignores the exit of a process that
     it no longer has.
     """
 
@@ -51,7 +51,7 @@ class ProcessLifecycle:
         launcher: Launcher,
         bookings: ReplicaBookings,
         history: History,
-        args_of: Callable[[str, str], ProcessArgs],  # of a name and its model
+        args_of: Callable[[str, str], ProcessArgs],  # by name and model
         recorded: Callable[[], Coroutine[Any, Any, None]],  # waits for the record
         save: Callable[[], None],
     ) -> None:

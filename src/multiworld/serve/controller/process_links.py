@@ -46,7 +46,7 @@ class ProcessLinkOwner(Protocol):
         """Handle the loss of a process."""
 
     def unheard(self, name: str, error: StaleEpochError) -> None:
-        """Handle a process that is alive but has declared this one lost."""
+        """Handle a process that is alive but has declared the controller lost."""
 
 
 class ProcessLinks:
@@ -59,8 +59,9 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Seconds without progress of a process's event loop until it counts as lost: if
-        # code that holds the GIL hangs, no thread of the process can detect that.
+        # Seconds without progress of its event loop after which a process counts as
+        # lost: if code that holds the GIL hangs, no thread of the process can detect
+        # that.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
@@ -68,8 +69,8 @@ class ProcessLinks:
         self._config = world_config(silence_s, LINK_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
-        # Timers by name: when one expires, the process, which has declared this one
-        # lost, counts as lost.
+        # Timers of processes that have declared the controller lost, by name; a process
+        # counts as lost when its timer expires.
         self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[messages.Report]] = {}
@@ -179,7 +180,8 @@ class ProcessLinks:
                 except (WorldBrokenError, WorldClosedError) as error:
                     logger.debug("%s: %s", name, error)
                     if isinstance(error, StaleEpochError):
-                        # The process has declared this one lost, and may never rejoin.
+                        # The process has declared the controller lost, and may never
+                        # rejoin.
                         self._unheard[name] = self._loop.call_later(
                             2 * self._config.silence_s, self._give_up, name, error
                         )

@@ -58,7 +58,7 @@ class Processes:
             self._starting.discard(name)
 
     def _note_log(self, name: str) -> None:
-        """Note where the log ends, to ignore an earlier process of this name."""
+        """Record the end of a log, so that lines of an earlier process are ignored."""
         with contextlib.suppress(OSError):  # there is no log yet
             self._log_ends[name] = self.log_of(name).stat().st_size
             if len(self._log_ends) > KEPT_LOGS:
@@ -128,7 +128,7 @@ class Processes:
         self._changed.set()
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to those left after ``limit_s``."""
+        """Send SIGTERM to processes, and SIGKILL to those left after ``limit_s``."""
         names = list(names)
         for name in names:
             self.signal(name, signal.SIGTERM)
@@ -151,7 +151,7 @@ def end_words(
     # Whether the kernel killed a process for lack of memory since the previous call.
     ran_out_of_memory: Callable[[], bool],
 ) -> str:
-    """Return how a process ended, for people."""
+    """Return in words how a process exited."""
     if code is None:
         return "it ended"
     words = f"it ended with {exit_words(code)}"

@@ -93,7 +93,7 @@ async def run_service(
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     ``waiting`` is a fork server for the first processes. ``fetched_at`` is the
-    monotonic time at which the command had found or fetched a model, if it did.
+    monotonic time at which the command had found or fetched a model; None: a spec.
     ``prepare`` is called once this controller has locked the folder.
 
     SIGHUP shuts the service down unless it is ignored, as with ``nohup``. Cancelling
@@ -112,7 +112,7 @@ async def run_service(
 
 
 def _suppressed(show: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that ignores a full disk and a closed pipe."""
+    """Wrap ``show`` so that a full disk or a closed pipe is logged, not raised."""
 
     def call(*args: Any) -> None:
         try:
@@ -143,7 +143,7 @@ async def _run(
     if app.host == "auto":
         app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
-    maker_of(app.launcher)  # so that a mistake in its name is noticed early
+    maker_of(app.launcher)  # notices a wrong launcher name early
     preload = Preload(_preload(app), waiting)
     startup.end("to build the models")
     env = {
@@ -186,7 +186,7 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
         kept = folder.load()
         if kept is None:
             await end_store(store)
-        elif kept.store != store:  # it has replaced the recorded store
+        elif kept.store != store:  # it replaced a lost one
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
         logger.error("the store may still occupy its port: %s", error)
@@ -290,7 +290,7 @@ async def _control(
         elif app.gateway.keeper:
             logger.warning(
                 "gateways with gateway.tls_certificate have no stream keeper: streams "
-                "are lost with their gateway; give TLS to a proxy in front instead"
+                "are lost with their gateway; terminate TLS at a proxy in front instead"
             )
         try:
             await _serves(admin, serving)
@@ -317,7 +317,9 @@ async def _serves(admin: EmbeddedServer, serving: asyncio.Task[None]) -> None:
         await asyncio.wait({serving}, timeout=ADMIN_LOOK_S)
         if serving.done():
             error = serving.exception()
-            raise ServeError(f"the service cannot be managed: {error or 'it ended'}")
+            raise ServeError(
+                f"the admin interface did not start: {error or 'it exited'}"
+            )
 
 
 async def _mind_store(

@@ -60,8 +60,8 @@ async def start_store(
     assert process.stdout is not None
     began = began_at(process.pid) or 0
     try:
-        # Note the store until it is in the record: a forgotten one would block the port
-        # and the state of its successor.
+        # Keep the store's process id on disk until the record has it: an unrecorded
+        # store would block the port and the state of its successor.
         with contextlib.suppress(OSError):  # disk full: start it anyway
             started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
@@ -103,7 +103,7 @@ async def store_answers(store: StoreRecord, security: Security) -> bool:
 
 
 async def check_secret(store: StoreRecord, security: Security) -> None:
-    """Raise ServeError if a store, and so all processes, hold another secret."""
+    """Raise ServeError if the store, and so every process, has another secret."""
     (address,) = parse_store(store.address).stores
     try:
         async with asyncio.timeout(STORE_ANSWER_S):
@@ -111,8 +111,8 @@ async def check_secret(store: StoreRecord, security: Security) -> None:
     except WrongSecretError as error:
         raise ServeError(
             f"the running processes of this service hold another secret: {error}; give "
-            "this controller the one that the service was started with, or end the "
-            "service with `multiworld shutdown` first"
+            "this controller the secret that the service was started with, or shut the "
+            "service down with `multiworld shutdown` first"
         ) from error
     except (OSError, TimeoutError, RendezvousError):
         pass  # the store is lost or hangs

@@ -56,7 +56,8 @@ class TenantManager:
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, tuple[str, int, int]] = {}
-        # A cancelled operation may be stored without being in effect: repeat it.
+        # Held by operations. A cancelled one may be stored without having taken effect;
+        # repeating it makes it take effect.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
@@ -206,7 +207,7 @@ class TenantManager:
             if not re.fullmatch(NAME, name) or "\n" in name:
                 raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
             if name in self.tenants:
-                raise ServeError(f"tenant {name!r} exists already")
+                raise ServeError(f"tenant {name!r} already exists")
             text, key = _fresh(valid_s)
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
             await self._save(tenant)  # if cancelled here, the key is lost: rotate it
@@ -239,13 +240,13 @@ class TenantManager:
             tenant = self._known(name)
             known = {key.id for key in tenant.keys}
             is_key = key_id is not None and key_id not in known
-            if key_id is not None and is_key:  # a whole key instead of its id: secret
+            if key_id is not None and is_key:  # the whole, secret key
                 key_id = known_as(key_id)[0]
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
                 ids = ", ".join(k.id for k in tenant.keys) or "none"
                 raise UnknownTenantError(
-                    f"tenant {name!r} has no key of that id; it has: {ids}"
+                    f"tenant {name!r} has no key with that id; its keys are: {ids}"
                 )
             tenant = dataclasses.replace(tenant, keys=kept)
             await self._save(tenant)

@@ -1,6 +1,6 @@
 """Bookings of machines' resources by replicas. Pure.
 
-They exceed a machine's resources only through ``restore`` and ``set_nodes``.
+Only ``restore`` and ``set_nodes`` can make bookings exceed a machine's resources.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raise this process's and its children's limit to the hard limit; return that."""
+    """Raise the limit of this process and its children to the hard limit; return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -17,7 +17,7 @@ def with_foresight(
     model: PipelineModel, arrivals: Sequence[Arrival], new_chance: Callable[[], Chance]
 ) -> PipelineModel:
     """Return the model with the cheapest oracle that meets the objective."""
-    # If none does, it is the one with the best attainment.
+    # If no oracle meets it, return the one with the best attainment.
     times = [arrival.at for arrival in arrivals]
     best, best_share = model, -1.0
     for margin in reference_policies.MARGINS:

@@ -27,7 +27,7 @@ from multiworld.serve.controller.scaling.snapshot import (
 from multiworld.serve.routing.load_balancer import Chance, choose
 from multiworld.serve.text.engine_limits import EngineLimits
 
-# Schedules a call of a function at a simulated time; its argument is that time.
+# Schedules a function for a simulated time, which the function gets as its argument.
 At = Callable[[float, Callable[[float], None]], None]
 
 
@@ -49,7 +49,7 @@ class StageModel(StageNow):
     # Seconds that a batch takes, by its work (its rows, if each request has work 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
-    max_wait_s: float = 0.0  # longest wait of a batch's oldest request for others
+    max_wait_s: float = 0.0  # longest wait of a request for others in its batch
     window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
 

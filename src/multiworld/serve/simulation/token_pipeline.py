@@ -1,9 +1,9 @@
 """Discrete-event simulation of a model that generates text.
 
-Each replica of stage 0 has the real scheduler. A step takes the time in each stage that
-was measured for its number of tokens. A sequence is pinned to the least loaded replica
-of each stage. It moves off a draining replica, or onto a new one, which first
-recomputes its tokens.
+Each replica of stage 0 has the real scheduler. In each stage, a step takes the time
+that was measured for its number of tokens. A sequence is pinned to the least loaded
+replica of each stage. It moves off a draining replica, or onto a new replica, which
+first recomputes the sequence's tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SimulatedSequence(Request):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Part of a step that waits at a replica; stage 0's ``origin`` planned it."""
+    """Part of a step that waits at a replica; ``origin``, of stage 0, planned it."""
 
     origin: TextReplica
     number: int
@@ -243,7 +243,7 @@ class TokenPipeline(Pipeline):
                 self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
     def _restart(self, sequence: SimulatedSequence) -> None:
-        """Place a sequence without output tokens again, and compute it from 0."""
+        """Place a sequence without output tokens again, and compute it anew."""
         number = sequence.key[:2]
         self._leave(sequence)
         sequence.key = (*number, sequence.key[2] + 1)

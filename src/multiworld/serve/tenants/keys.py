@@ -49,6 +49,6 @@ def known_as(text: str) -> tuple[str, str]:
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return the id and the digest of a key; the id is empty unless we made the key."""
+    """Return a key's id (empty unless ``make_key`` made the key) and its digest."""
     found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

@@ -21,7 +21,7 @@ rare_log = RareLog(logger)
 
 KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
-WAITING = 100  # maximum decisions that wait for the disk; more are not written
+WAITING = 100  # maximum decisions that wait for the disk; others are not written
 FORMAT = 1  # format of a line; older releases wrote the same lines without this field
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
@@ -35,7 +35,7 @@ class LoggedDecision:
     kind: str  # "scaling" or "placement"
     about: str  # name of the model; empty for all models
     what: str
-    # The policy defines both, and users may replace the policy.
+    # The policy, which users may replace, defines the keys of both dictionaries.
     facts: dict[str, Any] = field(default_factory=dict)
     snapshot: Callable[[], dict[str, Any]] = dict
 
@@ -79,7 +79,7 @@ class _Lines:
 
 
 class DecisionLog:
-    """Log of effective decisions (JSON lines at `path`), and the latest reasons."""
+    """Log of decisions with an effect (JSON lines at `path`), and the last reasons."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path

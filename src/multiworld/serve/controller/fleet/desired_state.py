@@ -17,7 +17,7 @@ MAX_REPLICAS = 4096  # maximum number of replicas of a stage
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of replicas of a model's stages, and the spec of that version."""
+    """Numbers of replicas of a version's stages, and the version's spec."""
 
     replicas: Sequence[int]
     spec: ModelSpec
@@ -70,7 +70,7 @@ def _options_of(gateway: GatewaySpec) -> str:
 
 
 def _fixed(model: ModelSpec, stage: int) -> int | None:
-    """Return the fixed number of replicas of a stage, if it has one."""
+    """Return a stage's fixed number of replicas; None if the number is not fixed."""
     if stage >= len(model.stages):
         return None
     found = model.stages[stage].replicas

@@ -81,7 +81,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The controller was paused for some time, and missed what happened."""
+    """The controller was paused, and has handled no event in this time."""
 
     seconds: float
 

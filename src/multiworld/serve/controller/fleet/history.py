@@ -44,7 +44,7 @@ BAD = (
 
 
 class History:
-    """The last events of a service, and counts of all by kind, model and stage."""
+    """The last events, and counts of all events by kind, model and stage."""
 
     def __init__(self) -> None:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)

@@ -49,8 +49,7 @@ class Reconciler:
     def __init__(
         self,
         *,
-        # Maximum time for a process to become ready, and for each further replica of a
-        # new version.
+        # Maximum seconds until a process is ready, and without progress of an update.
         ready_s: float = 120.0,
         drain_s: float = 60.0,  # maximum time for a draining process to finish its work
         first: int = 1,
@@ -80,7 +79,7 @@ class Reconciler:
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
         if isinstance(event, events.Applied):
-            # Every process sends one per table; only draining processes wait for them.
+            # Every process sends one per table, and only draining processes need them.
             if event.name in self.processes:
                 self.processes[event.name].applied = event.number
             finished: list[Action] = list(self._finish())
@@ -99,7 +98,7 @@ class Reconciler:
             case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
             case events.Adopted(process):
-                # Its senders may not know yet that it drains.
+                # Its senders may not have a table yet in which it drains.
                 process.drain_number = self.table.number + 1
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
@@ -298,7 +297,7 @@ class Reconciler:
             yield GiveUp(process.model, process.stage, failures, cause)
 
     def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
-        """Retry later: a replica may exit, or a machine may be added."""
+        """Schedule another attempt: a replica may exit, or a machine may be added."""
         key = _key_of(process)
         self._retry_at[key] = now + PLACEMENT_RETRY_S
         if self.unplaced.get(key) != why:
@@ -473,7 +472,7 @@ class Reconciler:
             yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return a stage's ready replicas of any version; ServeError if none."""
+        """Return a stage's ready replicas of any version; raise ServeError if none."""
         names = [
             p.name
             for p in self.processes.values()
@@ -542,7 +541,7 @@ class Reconciler:
         if len(others - {""}) > 1:
             text = (
                 f"{process.name} runs on {fingerprint}; other replicas of the model do "
-                "not, so a stream that moves between them may continue differently"
+                "not, so a stream that moves between them may get different tokens"
             )
             yield LogEvent("fingerprint", text, process.name)
 
@@ -615,13 +614,13 @@ class Reconciler:
         ]
 
     def _probe_s(self, process: Process) -> float:
-        """Return the limit of a replica's next probe; it doubles up to the deadline."""
+        """Return a probe's time limit: doubled by each failure, up to the deadline."""
         known = self._versions.get((process.model, process.version))
         longest_s = max(PROBE_S, known.deadline_s if known else 0.0)
         return min(longest_s, PROBE_S * 2.0**process.probe.failures)
 
     def _pass_unprobed(self, now: float) -> Iterator[Action]:
-        """Mark replicas as ready that no probe can reach: another stage is at zero."""
+        """Mark replicas as ready without a probe if another stage is scaled to zero."""
         for process in list(self.processes.values()):
             key = process.model, process.version
             known = self._versions.get(key)
@@ -698,7 +697,7 @@ PREFERRED = (
     ProcessPhase.READY,
 )
 
-# Seconds before placing a replica again; a new machine ends the wait.
+# Seconds until the next attempt to place a replica; a new machine ends the wait.
 PLACEMENT_RETRY_S = 1.0
 # Seconds before repeating a failed probe; doubled each time, up to 3.2 s.
 PROBE_PAUSE_S = 0.1

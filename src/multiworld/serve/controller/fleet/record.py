@@ -75,7 +75,7 @@ class Record(BaseModel):
 
 
 def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
-    """Return each model's recorded sizes, of its version or else of the active one."""
+    """Return each model's recorded sizes: its version's, otherwise the active one's."""
     found = {}
     for name, model in app.models.items():
         sizes, specs = old.sizes.get(name, {}), old.specs.get(name, {})
@@ -119,7 +119,7 @@ def _unusable(path: Path, error: OSError) -> ServeError:
 
 
 def _flush(file: IO[str]) -> None:
-    """Flush a file to disk, so that no crash leaves its new name without content."""
+    """Flush a file to disk, so that a crash after its renaming leaves no empty file."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -155,7 +155,7 @@ class StateFolder:
         size = len(os.fsencode(self.socket))
         if size > MAX_SOCKET_PATH:
             raise ServeError(
-                f"{self.socket} has {size} bytes, and a socket's path at most "
+                f"the path {self.socket} has {size} bytes, but a socket's path at most "
                 f"{MAX_SOCKET_PATH}; give a shorter --state"
             )
         try:
@@ -187,7 +187,7 @@ class StateFolder:
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
-        with contextlib.suppress(OSError):  # disk full; the file is only for messages
+        with contextlib.suppress(OSError):  # disk full; only messages use the id
             os.truncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
@@ -264,7 +264,7 @@ class StateFolder:
         fresh.replace(self._record)
 
     def next_number(self) -> int:
-        """Return a number above those of all processes that have a log here."""
+        """Return a number above the numbers of all processes that have logs here."""
         # The record may lack the latest processes, if the disk was full.
         numbers = (NUMBERED.search(log.stem) for log in self.logs.glob("*.log"))
         return 1 + max((int(found[1]) for found in numbers if found), default=0)

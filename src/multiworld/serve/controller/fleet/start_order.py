@@ -1,8 +1,8 @@
 """Order in which missing processes start, and how many start at once. Pure.
 
 Starts compete for processor time, so the most needed go first: gateways, stages without
-a replica, lost replicas, growth; then the stage that has the smallest fraction of its
-desired replicas.
+a replica, lost replicas, growth. Among equals, the stage with the smallest fraction of
+its desired replicas goes first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from multiworld.serve.machines.amounts import Node
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
 # Seconds after which a start counts as slow, so that urgent starts do not wait for it.
 SLOW_START_S = 10.0
-PER_CORE = 2  # starts per core: a start waits for half of its time
+PER_CORE = 2  # concurrent starts per core: a start waits half of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A stage with ``missing`` replicas too few, ``lost`` of them through losses."""
+    """A stage that lacks ``missing`` replicas, ``lost`` of them because of losses."""
 
     key: StageKey
     count: int
@@ -74,7 +74,7 @@ def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
 
 
 def starts_at_once(nodes: Iterable[Node]) -> int:
-    """Return the maximum number of concurrent starts; one address is one machine."""
+    """Return how many processes may start at once; one address is one machine."""
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)

@@ -35,7 +35,7 @@ class DesiredState:
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
-    # Digest of the gateways' desired options; gateways with another one are replaced.
+    # Digest of the desired options; gateways with another digest are replaced.
     gateway_options: str = ""
 
 
@@ -67,7 +67,7 @@ STATE_OF = {
 
 @dataclass(slots=True)
 class ProbeState:
-    """Progress of a replica's probes; ``gateway`` sends the current one, if any."""
+    """Progress of a replica's probes; ``gateway`` sends the current one; "": none."""
 
     gateway: str = ""
     asked_at: float = 0.0
@@ -94,7 +94,7 @@ class Process:
     drain_number: int = 0
     is_joined: bool = False  # its control world is ready
     is_drain_requested: bool = False
-    options: str = ""  # of a gateway: digest of those that it was started with
+    options: str = ""  # digest of a gateway's options at its start
     probe: ProbeState = field(default_factory=lambda: ProbeState())
     # Hardware fingerprint on which its results depend; empty if unknown.
     fingerprint: str = ""

@@ -26,7 +26,8 @@ def main(text: str) -> int:
     rank = args.rank
     setproctitle(f"multiworld {args.name}" + (f" rank {rank}" if rank else ""))
     if args.alive and Path(args.alive).exists():
-        # Held until this process exits. The store exits when no process holds it.
+        # Lock the file until this process exits. The store exits when no process holds
+        # a lock.
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if args.role == "gateway":
         # Imported here, because replicas need no web server.

@@ -74,7 +74,7 @@ class ForkServer:
             pass  # the next read notices that the socket is closed
 
     def _launch(self, order: protocol.Launch) -> bool:
-        """Fork a process; return whether this process can fork further ones."""
+        """Fork a process; return whether this server can fork more processes."""
         name = order.name
         threads = count_threads()
         if threads != 1 and has_more_threads(1):
@@ -167,7 +167,7 @@ def count_threads() -> int:
 
 
 def has_more_threads(before: int) -> bool:
-    """Return whether there are lasting new threads; joined ones disappear late."""
+    """Return whether new threads remain; a joined thread may vanish a moment later."""
     for _ in range(GONE_LOOKS):
         if count_threads() <= before:
             return False
@@ -176,7 +176,7 @@ def has_more_threads(before: int) -> bool:
 
 
 class WaitingServer(NamedTuple):
-    """A forked fork server that waits for ``Begin``; it exits with the socket."""
+    """A forked fork server that waits for ``Begin``; exits when the socket closes."""
 
     pid: int
     control: socket.socket

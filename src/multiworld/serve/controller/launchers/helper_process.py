@@ -29,7 +29,7 @@ M = TypeVar("M")
 
 END_S = 5.0  # seconds for a helper process to exit before it is killed
 PING_S = 1.0  # seconds between pings
-MISSED_LIMIT = 5  # unanswered pings after which it counts as hung
+MISSED_LIMIT = 5  # unanswered pings after which the process counts as hung
 LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
 
 
@@ -74,7 +74,7 @@ class HelperProcess(Generic[M]):
         on_end: Callable[[], None],  # the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
-        # True: kill a hung process. False: keep it, if killing it would lose others.
+        # True: kill a hung process. False: keep it, because others would die with it.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec

@@ -79,7 +79,7 @@ class Warm(Line, frozen=True, tag="Warm"):
 
 
 class Threaded(Line, frozen=True, tag="Threaded"):
-    """The fork server cannot fork, because a module has started a thread, and exits."""
+    """The fork server exits: a module has started a thread, so it cannot fork."""
 
     module: str  # empty if unknown
 
@@ -116,7 +116,7 @@ class AdoptActor(Line, frozen=True, tag="AdoptActor"):
 
     name: str
     ranks: int
-    must_be_known: bool  # whether it counts as exited if the head does not know it
+    must_be_known: bool  # whether a replica unknown to the head counts as exited
 
 
 class KillActor(Line, frozen=True, tag="KillActor"):

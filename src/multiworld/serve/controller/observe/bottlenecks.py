@@ -7,8 +7,8 @@ from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
 
-BUSY = 0.85  # share of the time spent computing from which on a stage is a bottleneck
-FULL = 0.95  # share of the KV memory in use from which on it is full
+BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
+FULL = 0.95  # minimum share of KV memory in use that counts as full
 READY = "ready"
 
 
@@ -37,8 +37,8 @@ def bottleneck_of(
     used = [each.kv_usage for each in ready[0]]
     if waiting and used and min(used) >= FULL:
         return (
-            f"the memory for keys and values is full ({min(used):.0%}), and {waiting} "
-            "wait: raise kv_cache_memory_mb, or scale the first stage"
+            f"the memory for keys and values is full ({min(used):.0%}), with {waiting} "
+            "waiting: raise kv_cache_memory_mb, or scale the first stage"
         )
     busy = {
         number: mean(each.busy for each in there)
@@ -49,12 +49,12 @@ def bottleneck_of(
     if most is not None and busy[most] >= BUSY:
         slow = [n for n in stages[most].replicas if n in replicas and replicas[n].slow]
         text = f"stage {stages[most].name} computes {busy[most]:.0%} of the time"
-        text += f", and {waiting} wait" if waiting else ", and nothing waits yet"
+        text += f", with {waiting} waiting" if waiting else ", with nothing waiting yet"
         more = f"; {', '.join(slow)} is slow" if slow else ""
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
         return (
-            f"{waiting} wait although no stage is busy: a limit holds them back "
+            f"{waiting} waiting although no stage is busy: a limit holds requests back "
             "(max_num_seqs, max_ongoing_requests, a tenant's share)"
         )
     return ""

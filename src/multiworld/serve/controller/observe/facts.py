@@ -1,6 +1,6 @@
 """The facts of a running service, which every view shows. Pure.
 
-Rates are of the last ten seconds, quantiles of the last minute.
+Rates cover the last ten seconds, quantiles the last minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 class StageFacts(msgspec.Struct, frozen=True):
     name: str
-    wanted: int  # replicas
+    wanted: int  # desired number of replicas
     replicas: tuple[str, ...]  # names
 
 
@@ -50,7 +50,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     stage: int
     phase: str
-    since_s: float  # in its phase
+    since_s: float  # seconds in its current phase
     pid: int | None
     node: str
     load: int = 0  # requests and streams that gateways have at this replica
@@ -145,7 +145,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     # Counts since the service started.
     tokens: int = 0
     replayed: int = 0  # streams and requests that continued after a loss
-    moved: int = 0  # streams moved ahead of a shutdown
+    moved: int = 0  # streams moved from a running replica to another
     cut: int = 0  # streams cut off
     handed_over: int = 0  # connections that another gateway has continued
     unplaced: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Collects the reports of a service's processes, and derives the facts from them."""
+"""Observer: collects the reports of a service's processes, and derives the facts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Observer:
     """Keeps the last reports of all processes, and derives rates and facts from them.
 
     Args:
-        history: Log of the service's events; gets one when a replica becomes slow.
+        history: Log of the service's events; gets an event when a replica becomes slow.
         journal: Log of the service's decisions.
         clock: Monotonic clock.
     """

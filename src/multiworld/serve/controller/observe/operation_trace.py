@@ -43,7 +43,7 @@ class OperationTrace:
         self._updates: dict[str, float] = {}  # start time of each model's update
 
     def happened(self, kind: str, text: str, name: str) -> None:
-        """Export the span that an event ends, if it ends one.
+        """Export a span if an event ends one.
 
         Args:
             kind: Kind of the event.

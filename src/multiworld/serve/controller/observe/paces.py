@@ -12,11 +12,14 @@ WINDOW_S = 10.0  # seconds over which a pace is measured
 MIN_STEPS = 8  # minimum number of steps in a window; fewer are too noisy
 PAST = 60  # number of windows that make up a replica's own past
 SLOW = 1.8  # ratio of step times, to peers and past, above which a replica is slow
-SLOW_ALONE = 2.5  # the same, to its past alone, if it has no peers
+SLOW_ALONE = 2.5  # ratio to its past above which a replica without peers is slow
 FAST = 1.4  # ratio below which a slow replica is no longer slow
-LONG_S = 1.0  # a current step longer than this, and ``LONG`` times peers', is slow
+# A step in progress is slow if it has taken more than ``LONG_S`` seconds, and more than
+# ``LONG`` times its peers' step time.
+LONG_S = 1.0
 LONG = 5.0
-STARVED = 0.6  # share of its peers' CPU time per computed second; less is starved
+# CPU time per second of computing, relative to peers, below which a replica is starved.
+STARVED = 0.6
 NO_COMPARISON = 1.0
 
 
@@ -164,9 +167,9 @@ def _words(
 ) -> str:
     parts = [f"a step takes {1000 * pace.step_s:.3g} ms"]
     if peers:
-        parts.append(f"{beside_peers:.1f} times that of its peers")
+        parts.append(f"{beside_peers:.1f} times its peers' time")
     if beside_past:
-        parts.append(f"{beside_past:.1f} times its own past")
+        parts.append(f"{beside_past:.1f} times its own past time")
     text = ", ".join(parts)
     usual = median(p.cpu for p in peers) if peers else 1.0
     if pace.cpu < STARVED * usual:

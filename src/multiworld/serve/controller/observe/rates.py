@@ -12,7 +12,7 @@ QUANTILE_S = 60.0  # seconds over which quantiles are measured
 
 
 class Window:
-    """The counts of the last ``QUANTILE_S``."""
+    """The counts of the last ``QUANTILE_S`` seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, Mapping[Label, float]]] = deque()
@@ -72,7 +72,7 @@ def _total(buckets: list[tuple[float, float]]) -> float:
 
 
 def quantile(buckets: list[tuple[float, float]], share: float) -> float:
-    """Return a quantile of counts by upper bound, as Prometheus interpolates it.
+    """Return a quantile of a histogram, interpolated as in Prometheus.
 
     A quantile in the last, unbounded bucket is the upper bound of the bucket before it.
     """

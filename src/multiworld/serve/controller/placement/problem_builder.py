@@ -155,7 +155,7 @@ def _stage(
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         min_replicas=counts[0],
         max_replicas=counts[1],
-        # If none of its machines exists, keep the spec's names for the error text.
+        # If none of the spec's machines exists, keep their names for the error text.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.gpus else float(stage.threads * stage.ranks),
         cores=0.0 if need.gpus else need.cpus,

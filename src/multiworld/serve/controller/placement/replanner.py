@@ -21,7 +21,8 @@ from multiworld.serve.machines.assignment import Plan
 
 logger = logging.getLogger("multiworld.serve")
 
-LIMIT_S = 2.0  # maximum seconds of the solvers; meanwhile, replicas go one by one
+# Maximum seconds of the solvers; meanwhile, replicas are placed one by one.
+LIMIT_S = 2.0
 DEBOUNCE_S = 0.2  # seconds to wait for further changes before planning
 
 

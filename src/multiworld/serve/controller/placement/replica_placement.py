@@ -34,15 +34,15 @@ class ReplicaBookings:
         return sorted(after - before), sorted(before - after)
 
     def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
-        """Book a location for a replica; return it, and the reason for people."""
+        """Book a location for a replica; return it, and the reason in words."""
         spot = self._choose(self.ledger, post, need)
         here = self.ledger.count(spot.node, post)
         is_planned = here < self.plan.get((post, spot.node), 0)
         self.ledger.book(name, post, spot, need)
         if is_planned:
             return spot, "as planned"
-        fewest = "none of its stage is there" if not here else "few of its stage are"
-        return spot, f"{fewest}, and there is room"
+        fewest = "none of its stage is" if not here else "few of its stage are"
+        return spot, f"{fewest} there, and there is room"
 
     def _choose(self, ledger: Bookings, post: object, need: Need) -> Location:
         try:
@@ -89,7 +89,8 @@ class ReplicaBookings:
 
     def moves(self, names: Iterable[str]) -> list[str]:
         """Return the replicas that the plan places elsewhere and that fit there."""
-        # A plan ignores replicas of unplanned models, and the cores of GPU replicas.
+        # Check the room: a plan ignores replicas of unplanned models, and the cores of
+        # GPU replicas.
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
         return [n for n in moves(self.plan, here) if self._has_room(bookings[n])]

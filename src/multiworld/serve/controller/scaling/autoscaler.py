@@ -40,7 +40,7 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.5  # seconds between checks for new models and for models that are due
 REPORT_S = 0.5  # seconds to wait for a process's report; then its previous one counts
 POLICY_S = 10.0  # maximum seconds of a policy; a later decision is ignored
-# Seconds to wait for other policies, so that decisions are carried out by weight.
+# Seconds to wait for other policies, so that decisions apply in order of weight.
 TOGETHER_S = 0.25
 START_S = 1.0  # assumed seconds of a replica's start, until one has been measured
 
@@ -195,7 +195,7 @@ class Autoscaler:
         await self._carry_out_all(asked)
 
     async def _carry_out_all(self, asked: Sequence[_Asked]) -> None:
-        """Carry out decisions in order of weight; each late one when it arrives."""
+        """Carry out decisions in order of weight, and late ones as they arrive."""
         try:
             if asked:
                 deciding = [each.deciding for each in asked]
@@ -341,7 +341,7 @@ class Autoscaler:
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]
     ) -> tuple[DesiredState, str]:
-        """Return the part of a policy's decision that fits, and what is short."""
+        """Return the part of a decision that fits, and why the rest does not."""
         wanted = self._with(name, after)
         try:
             self._admit(wanted, name)

@@ -19,8 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-SIGMAS = 2.0  # standard deviations above the allowed late requests to activate it
-MIN_LATE_BURSTS = 2  # separate bursts with late answers to activate it
+# The reserve is activated if late requests exceed the allowed number by ``SIGMAS``
+# standard deviations, and if they came in at least ``MIN_LATE_BURSTS`` separate bursts.
+SIGMAS = 2.0
+MIN_LATE_BURSTS = 2
 
 # Minimum share of the allowed wait that a request must have waited to be late for lack
 # of replicas. It limits how many such requests the total waiting time can explain. Well
@@ -28,7 +30,7 @@ MIN_LATE_BURSTS = 2  # separate bursts with late answers to activate it
 MIN_WAIT_SHARE = 0.25
 
 EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
-SIZE_GROWTH = 1.2  # ratio of successive candidates above that
+SIZE_GROWTH = 1.2  # ratio of successive candidates above ``EVERY_SIZE_UP_TO``
 
 # Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
 # share of a sampling interval within which its requests arrive, and the share of the
@@ -37,8 +39,8 @@ CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25
 
 MAX_STEP_S = 1.0  # maximum step of a fluid queue; longer intervals are split
 
-# Calibration levels per horizon by which a period with few misses recovers. Recovery is
-# slow because a period without misses proves little while a reserve is kept.
+# Calibration levels that a horizon with few misses recovers. Recovery is slow because a
+# period without misses proves little while a reserve is kept.
 RECOVERY = 1.0
 
 LateCounts = tuple[float, ...]  # late requests, by calibration level
@@ -113,8 +115,8 @@ class BurstRecord:
     max_replicas: Sequence[int]
     max_wait_s: float  # time that a request may wait and still meet the objective
     deadline_s: float
-    # Seconds without a late answer, after which the next one starts a new burst: enough
-    # for replicas started in the previous one to become ready.
+    # Seconds without a late answer after which the next late answer starts a new burst:
+    # enough for replicas that were started in the previous burst to become ready.
     burst_gap_s: float
     objective_share: float
 
@@ -122,7 +124,7 @@ class BurstRecord:
 def update(
     previous: BurstReserve, record: BurstRecord, horizon_s: float
 ) -> BurstReserve:
-    """Return the reserve with one interval added, and expired ones dropped."""
+    """Return the reserve with one interval added, and expired intervals dropped."""
     old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
     actual, fleets = [], []
     for k, item_s in enumerate(record.item_s):
@@ -169,7 +171,7 @@ def reserved_replicas(
         ),
         default=math.inf,
     )
-    # Reserve no stage beyond the load that the bottleneck can carry at its maximum.
+    # A stage needs no more than the load that the bottleneck can carry at its maximum.
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
         for count, s in zip(enough, item_s, strict=True)
@@ -229,14 +231,14 @@ def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
 def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
     allowed = (1.0 - record.objective_share) * found.arrived
     if found.is_active:
-        # It ends when the minimum number of replicas would be enough.
+        # The reserve ends when the minimum number of replicas is enough.
         return any(
             _smallest_sufficient(stage_fleets, found.level, allowed) > lowest
             for stage_fleets, lowest in zip(
                 found.fleets, record.min_replicas, strict=True
             )
         )
-    # It starts when attainment falls short in several bursts.
+    # The reserve starts when attainment falls short in several bursts.
     threshold = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
     return found.late_bursts >= MIN_LATE_BURSTS and found.missed > threshold
 

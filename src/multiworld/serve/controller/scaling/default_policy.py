@@ -1,8 +1,9 @@
 """Default autoscaling policy, used where a spec names no other. Pure.
 
-It looks up the scaling plan for the demand when a new replica would be ready, adds
-replicas for bursts, the backlog and the burst reserve, and applies the stabilization
-windows. Until service times are known, the queue length alone decides, as in Ray Serve.
+It looks up the scaling plan for the demand at the time when a new replica would be
+ready, adds replicas for bursts, the backlog and the burst reserve, and applies the
+stabilization windows. Until service times are known, the queue length alone decides,
+as in Ray Serve.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PLAN_TOLERANCE = 0.2
 RESERVE_HORIZON = 15.0
 
 SIMILAR_ROWS = 0.8  # ratio of mean batch sizes above which they count as equal
-MIN_REQUESTS = 20  # recent requests for a stage's measured times to count
+MIN_REQUESTS = 20  # minimum recent requests before a stage's measured times count
 
 # Seconds per request, seconds per batch, and requests per batch.
 Times = tuple[float, float, float]

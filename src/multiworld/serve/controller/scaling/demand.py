@@ -12,8 +12,8 @@ from multiworld.serve.controller.scaling.snapshot import Sample
 
 SIGMAS = 3.0  # standard deviations of a Poisson process that a burst must exceed
 BURST_SHARE = 6  # divisor of the look-back period that gives the burst window
-# Minimum sampling intervals of a rate, so that the first requests do not look like a
-# burst.
+# Minimum number of sampling intervals over which a rate is measured, so that the first
+# requests do not look like a burst.
 MIN_INTERVALS = 3
 TREND_PERIODS = 2.0  # look-back periods over which a trend is fitted
 BINS = 8  # points of the trend's linear regression
@@ -77,10 +77,10 @@ def demand_of(
 
 
 def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
-    """Return the minimum throughput (requests/s) for waits up to ``max_wait_s``."""
-    # What arrives within any ``w`` seconds must be computed within ``w + max_wait_s``:
-    # the measured arrival curve of network calculus (Cruz, "A calculus for network
-    # delay", IEEE Transactions on Information Theory 37, 1991).
+    """Return the minimum throughput (requests/s) that keeps waits to ``max_wait_s``."""
+    # Requests that arrive within any ``w`` seconds must be computed within ``w +
+    # max_wait_s``: the measured arrival curve of network calculus (Cruz, "A calculus
+    # for network delay", IEEE Transactions on Information Theory 37, 1991).
     first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
     lately = samples[max(0, first - 1) :]
     highest = 0.0

@@ -67,9 +67,9 @@ def keep_starting(
     there: Sequence[int],
 ) -> tuple[int, ...]:
     """Raise ``wanted`` where it would drain a replica that is still starting."""
-    # Most of a start's cost is spent before the replica is ready. ``before`` is the
-    # previous desired number, above which nothing is raised; ``there`` is the number of
-    # starting and ready replicas.
+    # Most of a start's cost is spent before the replica is ready. ``before``, the
+    # previous desired number, limits the result; ``there`` is the number of starting
+    # and ready replicas.
     return tuple(
         max(want, min(previous, known)) if starts else want
         for want, previous, starts, known in zip(

@@ -1,4 +1,4 @@
-"""Which policy decides how many replicas a model's stages need."""
+"""Choice of the policy that scales a model's stages."""
 
 from __future__ import annotations
 

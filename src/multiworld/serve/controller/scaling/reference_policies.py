@@ -95,7 +95,7 @@ def oracle(
 ) -> Policy:
     """Return a policy that knows all arrivals: roughly the best possible."""
     # It starts replicas just in time for every burst, and drains them right after. It
-    # does not know how requests will spread; ``margin`` compensates.
+    # does not know how requests will spread over replicas; ``margin`` compensates.
     plans = plans_of(costs, objective_s, share)
     compute_s = sum(stage.item_s for stage in costs)
     max_wait_s = max((objective_s or 10.0) - compute_s, (objective_s or 10.0) / 4)

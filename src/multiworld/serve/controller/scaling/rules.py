@@ -72,7 +72,7 @@ def settled(
 
 
 def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return a minimum for a busy stage, whose load looks small during starts."""
+    """Return a busy stage's minimum size: its load looks small while replicas start."""
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0

@@ -3,8 +3,8 @@
 A scaling plan is a number of replicas for *every* stage of a pipeline, and the maximum
 arrival rate that these replicas carry within the objective. The next plan has one more
 replica at the bottleneck, or a sixteenth more if there are many. Plans keyed by load
-are the idea of CascadeServe (Kossmann et al., arXiv 2406.14424), where they also choose
-among models.
+are the idea of CascadeServe (Kossmann et al., arXiv 2406.14424), whose plans also
+choose among models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BISECTIONS = 18  # steps that find a plan's load; exact to a few millionths
 MAX_UTILISATION = 0.85
 
 # Minimum objective of scaling plans, as a multiple of the service time. Even an idle
-# service misses a shorter objective; it must not claim all replicas.
+# service misses a shorter objective, so such an objective must not claim all replicas.
 MIN_OBJECTIVE = 1.5
 
 
@@ -38,7 +38,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPlan:
-    """Maximum arrival rate that some replicas of each stage carry."""
+    """Number of replicas of each stage, and the maximum arrival rate they carry."""
 
     rate: float
     replicas: tuple[int, ...]

@@ -1,5 +1,6 @@
-"""Duration of a step of a model that generates text, learned from samples: ``step_s + n
-* row_s`` for ``n`` tokens (it reads all weights once), by least squares. Pure."""
+"""Duration of a step of a model that generates text, fitted to samples by least
+squares: ``step_s``, in which the step reads all weights once, plus ``row_s`` for each
+token. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from multiworld.serve.controller.scaling.snapshot import Snapshot, StageSeen
 from multiworld.serve.replica.scheduling.step_planner import MIN_CHUNK
 
-# Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-# an EPYC; see ``replica.scheduling.step_planner``.
+# Typical ``step_s / row_s``, used while all steps have about the same size. Measured
+# with SmolLM2 on an EPYC; see ``replica.scheduling.step_planner``.
 USUAL_RATIO = 9.0
 
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
@@ -30,8 +31,8 @@ class StepCost:
 
 def prompt_seconds(tokens: float, costs: Sequence[StepCost], max_tokens: int) -> float:
     """Return the time to prefill a prompt that has the pipeline to itself."""
-    # Its chunks pass the stages one after the other; those in flight together have
-    # ``max_tokens`` tokens.
+    # The prompt's chunks pass the stages one after the other; the chunks in flight
+    # together have ``max_tokens`` tokens.
     tokens = max(1.0, tokens)
     part = min(tokens, max(MIN_CHUNK, min(tokens, max_tokens) / len(costs)))
     seconds = [cost.seconds(part) for cost in costs]
@@ -58,7 +59,7 @@ class StepSums:
         )
 
     def with_steps(self, one: StageSeen, other: StageSeen) -> StepSums:
-        """Add the steps between two samples, taken to be of equal size."""
+        """Add the steps between two samples, assuming that all have the same size."""
         steps = other.batches - one.batches
         rows, seconds = other.rows - one.rows, other.busy_s - one.busy_s
         if steps <= 0 or seconds <= 0:

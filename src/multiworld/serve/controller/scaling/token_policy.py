@@ -39,14 +39,14 @@ from multiworld.serve.replica.scheduling.step_planner import ROWS
 BUSY = 0.85  # maximum planned utilization of a stage
 
 KV_SHARE = 0.9  # maximum planned share of the KV blocks
-MIN_TOKENS = 100  # recent output tokens for a measured round to count
+MIN_TOKENS = 100  # minimum recent output tokens before a measured round counts
 
 # Limits of the measured correction of a predicted round. Sequences that still wait for
 # their first token look like slow rounds.
 MAX_FACTOR = 1.5
 MIN_FACTOR = 0.85
 
-MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
+MIN_COMPLETIONS = 5  # minimum finished sequences before their mean length counts
 
 # Share of the prefill time that delays a round whose steps run one after the other; and
 # slowdown of a round whose steps wait for each other because there are several or they
@@ -54,7 +54,7 @@ MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
 OVERLAP, SPLIT_COST = 0.75, 1.4
 
 SETTLING = 50  # maximum iterations until the number of sequences converges
-# Maximum duration of a round without ``tpot_ms``, as a multiple of a lone sequence's.
+# Maximum round without ``tpot_ms``, as a multiple of the round of a lone sequence.
 GUESSED_ROUND = 4.0
 
 
@@ -190,7 +190,7 @@ def _token_needs(
     ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
     begin = sample_at(snapshot.samples, snapshot.now - period_s)
     arrived = snapshot.samples[-1].arrived - begin.arrived
-    # More sequences than the longest round explains means that some are waiting.
+    # If there are more sequences than the longest round explains, some are waiting.
     usual = arrived / period_s * lengths.answer * longest_round_s(text, costs)
     load = Load(
         rate=demand.expected,
@@ -261,8 +261,8 @@ def _trimmed(
 
 def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> float:
     """Return the seconds of a round; infinite if the fleet does not carry the load."""
-    # The number of sequences follows from the round (Little's law: one lives for as
-    # many rounds as it has tokens), and the round from their number.
+    # The number of sequences follows from the round (Little's law: a sequence lives for
+    # one round per token), and the round from their number.
     sequences = load.sequences
     for _ in range(SETTLING):
         found = load.factor * _round_with(sequences, counts, costs, load)
@@ -279,7 +279,8 @@ def _round_with(
     """Return the seconds of a round with ``number`` running sequences."""
     # Each replica computes a token of each of its sequences and its share of prompts.
     # Few sequences pass the stages one by one; many are split into as many steps as
-    # there are stages. A stage with fewer replicas than stage 0 serves several of them.
+    # there are stages. If a stage has fewer replicas than stage 0, each of them serves
+    # several replicas of stage 0.
     prompts = (load.rate + load.backlog) * load.lengths.prompt
     groups = min(len(counts), max(1.0, number / counts[0] / ROWS))
     fixed, shares = [], []

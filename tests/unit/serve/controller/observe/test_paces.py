@@ -73,7 +73,7 @@ def test_replica_that_becomes_slow_is_named_within_a_window() -> None:
     (found,) = stage.run(WINDOW_S + TICK_S).items()
     name, why = found
     assert name == "m/0/1"
-    assert "30 ms, 3.0 times that of its peers, 3.0 times its own past" in why
+    assert "30 ms, 3.0 times its peers' time, 3.0 times its own past" in why
     assert "it gets enough processor time" in why
 
 

@@ -3,7 +3,7 @@
 A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it. Each
 rank of a replica also has a ``ReplicaHolder`` in the replica's placement group, through
 which Ray accounts for the replica's resources. The holder holds the rank's leash
-(``machines.leash``), so the rank dies with it.
+(``machines.leash``), so the rank dies with the holder.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class NodeLauncher:
                 raise LaunchError(f"{name} was cancelled while the fork server started")
         finally:
             self._waiting.discard(name)
-        # Not created earlier: if it were let go meanwhile, another rank's leash could
-        # get its path.
+        # Created only now: a leash that is released during the wait above would free
+        # its path for another rank's leash.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -86,7 +86,7 @@ class NodeLauncher:
             future.set_result(code)
 
     async def exit_code(self, name: str) -> int | None:
-        """Return the exit code of an exited rank, or None; readable only once."""
+        """Return an exited rank's exit code, but only once; None if it is unknown."""
         future = self._codes.get(name)
         if future is None:
             return None

@@ -38,8 +38,8 @@ from multiworld.serve.controller.launchers.ray.actor import (
 )
 
 PLACE_S = 10.0  # maximum seconds for Ray to reserve a replica's resources
-# Maximum seconds to start an actor's process or a replica, with the warm-up of a new
-# machine.
+# Maximum seconds to start an actor's process or a replica, including the warm-up of a
+# new machine.
 START_S = 60.0
 CODE_S = 2.0  # maximum seconds for a machine to report the exit code of a replica
 LOOK_S = 0.5  # seconds between queries of the head
@@ -75,8 +75,8 @@ class WarmNodePool:
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
         self._order: protocol.WarmNodes | None = None
-        # Not detached, so they and their fork servers exit with the bridge. Replicas
-        # keep running, because their holders are detached.
+        # The launchers are not detached, so they and their fork servers exit with the
+        # bridge. Replicas keep running, because their holders are detached.
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: protocol.WarmNodes) -> None:
@@ -183,7 +183,7 @@ class Bridge:
                     self._adopt(name, ranks, must_be_known)
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
-        except Exception:  # otherwise the replica would never be reported
+        except Exception:  # otherwise nothing would report the replica
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # the launcher starts another bridge, which cleans up

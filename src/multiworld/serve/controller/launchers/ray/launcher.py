@@ -84,8 +84,8 @@ class RayLauncher:
             text = f"no Ray cluster at {self._spec.address!r}: {reason}"
             if is_new:
                 raise ServeError(
-                    f"{text}. It needs multiworld-elastic[ray], and `ray start --head` "
-                    "or `address: local`"
+                    f"{text}. Ray needs multiworld-elastic[ray], and `ray start "
+                    "--head` or `address: local`"
                 ) from error
             self._trouble = (
                 f"{text}: replicas keep running, but none is started or scaled"

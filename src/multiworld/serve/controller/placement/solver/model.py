@@ -65,7 +65,7 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
     """Return the maximum seconds for each stage, with all others at their fastest."""
-    # A necessary condition for the latency; ``is_in_time`` checks all of it.
+    # Necessary to meet the latency limit, but not sufficient; see ``is_in_time``.
     if model.latency_s is None:
         return [math.inf] * len(model.stages)
     kinds = {place.device.kind for place in places_of(problem)}
