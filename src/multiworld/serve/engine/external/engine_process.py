@@ -201,8 +201,8 @@ def free_port() -> int:
 class HeldPort:
     """A free port that no other engine on this host gets until ``release``.
 
-    vLLM starts to listen long after its port was chosen, even if another process then
-    listens on the same port.
+    vLLM starts to listen long after its port was chosen. It does so even if another
+    process listens on that port by then.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Names of xllamacpp's parameters that differ from those of the flags.
+# Names of xllamacpp's parameters, by the names of flags that differ from them.
 NAMES = {
     "ctx_size": "n_ctx",
     "parallel": "n_parallel",

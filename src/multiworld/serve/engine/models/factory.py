@@ -18,7 +18,7 @@ from multiworld.serve.spec.stage import Model, Stage
 HUGGINGFACE = (
     "multiworld.serve.engine.models.huggingface:model"  # for models given by ``path``
 )
-DECODER = "multiworld.serve.engine.models.decoder:model"  # for those that generate text
+DECODER = "multiworld.serve.engine.models.decoder:model"  # for text generation
 
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.engine.external.whole_model:model"
@@ -83,7 +83,7 @@ def build_model(spec: ModelSpec) -> Model:
         names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
             f"the model has {len(model.stages)} stages ({names}), but `stages:` in the "
-            f"spec has {count}; list as many there"
+            f"spec has {count}; list every stage there"
         )
     _check_limits(model, spec)
     return model

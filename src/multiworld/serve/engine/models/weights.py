@@ -85,7 +85,7 @@ def name_of(folder: Path, *settings: object) -> str:
 def name_of_files(files: Iterable[Path], *settings: object) -> str:
     """Return a hash of files that hold a model, and of ``settings``."""
     # Files in the hub's cache are identified by their content hash, others by name,
-    # size, time and samples: container images may give all files the same time. So the
+    # size, time and samples (container images may give all files the same time). So the
     # same weights may have different names on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in files:

@@ -47,7 +47,7 @@ class StageInterface:
     """Inputs, outputs and pass-through tensors of one stage."""
 
     takes: tuple[str | SizeOf | Constant, ...]  # arguments: tensors, sizes, constants
-    gives: tuple[str, ...]  # results in order; empty if unused
+    gives: tuple[str, ...]  # names of the results in order; empty: unused result
     passes: tuple[str, ...]
     ranges: tuple[SizeRange, ...] = ()
 

@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Failure(Exception):
-    """A sequence cannot continue; its client gets the text."""
+    """A sequence cannot continue; its client gets this error's text."""
 
 
 class Later(Exception):
@@ -111,7 +111,7 @@ class Structures:
 
 
 class Ranks:
-    """The ranks of vLLM with the same logits; ``is_first``: this one samples."""
+    """The ranks of vLLM with the same logits; ``is_first``: this rank samples."""
 
     def __init__(self) -> None:
         self._group: Any = None
