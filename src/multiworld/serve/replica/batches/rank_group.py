@@ -43,7 +43,7 @@ SETTLED = 2  # tag of the replies to the leader's reports
 
 
 class RankGroup:
-    """Collectives of a replica's ranks, for the model's thread; a ``Group``.
+    """Collectives of a replica's ranks, for the model's thread; implements ``Group``.
 
     A rank whose part of a batch raises reports how many collectives it had begun. If
     another rank has begun more, or begins more later, it cancels that collective, which

@@ -88,7 +88,7 @@ class Worker:
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._announced: dict[str, list[Attempt]] = {}  # latest batch, by gateway
-        self._gave_up: set[str] = set()  # gateways that cancelled a part of it
+        self._gave_up: set[str] = set()  # gateways that cancelled part of that batch
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
@@ -245,7 +245,7 @@ class Worker:
             holder.put(inference_messages.Cancel(key))
 
     def _end_load(self) -> None:
-        """Notify gateways that no work which they cancelled is computed any more."""
+        """Notify gateways that the work they cancelled is no longer computed."""
         # Until then, or until the next announcement, they count it as load.
         for gateway in self._gave_up:
             self._notify(gateway, inference_messages.BatchBegun((), False))
@@ -290,8 +290,8 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # Not earlier: a sender reports work as lost or stuck only while it is owed the
-        # credit.
+        # Credit is not returned earlier: a sender reports work as lost or stuck only
+        # until it gets the credit back.
         self._credit.release_soon(batch.works)
         return True
 

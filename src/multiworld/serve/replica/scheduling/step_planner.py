@@ -154,7 +154,7 @@ class StepPlanner:
         ]
 
     def _ready_suspects(self) -> list[ScheduledSequence]:
-        """Return the suspects that run or could, least recently computed first."""
+        """Return the suspects that run or may run, least recently computed first."""
         found = [
             s
             for s in self._pool.suspects.values()
@@ -207,7 +207,8 @@ class StepPlanner:
         for sequence in self._ready():
             ready.setdefault(sequence.share, []).append(sequence)
         for those in ready.values():
-            # Taken from the end: sequences that decode first, then prompts in order.
+            # Taken from the end of the list: first sequences that decode, then prompts
+            # in order.
             those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
             those.reverse()
         # A tenant with few tokens to decode is in every step, so that a newcomer's

@@ -37,7 +37,7 @@ def check(
     stage: int,
     table: SequenceTable,
 ) -> None:
-    """Raise MessageError for a wrong sender or stage, or for contents that mismatch."""
+    """Raise MessageError for a wrong sender or stage, or for mismatched contents."""
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
         raise MessageError(f"{peer} sent a {type(message).__name__} to stage {stage}")
     match message:

@@ -74,7 +74,7 @@ class Recovery:
         self._find_prefix = find_prefix
         self.table = SequenceTable(is_last=settings.is_last)
         self.counts: Counter[str] = Counter()
-        # Sampled by the last stage during a KV rebuild; None: the sequence has ended.
+        # Tokens that the last stage sampled in a KV rebuild; None: the sequence ended.
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
         self._memory: KvBudget[StreamId] = KvBudget(
@@ -88,7 +88,7 @@ class Recovery:
         self._now = 0.0
 
     def handle(self, event: events.Event, now: float) -> list[act.Action]:
-        """Update the state by an event; return the actions to carry out, in order."""
+        """Apply an event to the state; return the actions to carry out, in order."""
         self._now = now
         match event:
             case events.Received(peer, message):
@@ -281,7 +281,7 @@ class Recovery:
             self.fail(state.key, InvalidRequestError(str(error)))
 
     def _fill(self, state: SequenceState) -> None:
-        """Request the rows that this stage lacks of a sequence to prepare."""
+        """Request the rows of a prepared sequence that this stage lacks."""
         key, start, held = state.key, state.start, state.held
         if self._stage > 0:
             fetch = generation_messages.FetchActivations(key, start.previous, held)
@@ -480,7 +480,7 @@ class Recovery:
     def rebuilt(
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
-        """Continue after a piece of a KV rebuild; return the rows to send, if any."""
+        """Continue after a piece of a KV rebuild; return the rows to send, or None."""
         # ``rows``: number of output rows by sequence; ``is_end``: the last piece.
         state = self.table.get(key)
         if state is None or state.is_evicted:
@@ -512,7 +512,7 @@ def _is_fresh(state: SequenceState) -> bool:
 
 
 def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
-    """Return the replicas of a chain that have edges to the one of ``stage``."""
+    """Return the replicas of a chain that have edges to its replica of ``stage``."""
     found = {*chain[max(0, stage - 1) : stage + 2]}
     if stage in (0, len(chain) - 1):
         found |= {chain[0], chain[-1]}

@@ -60,7 +60,7 @@ class SequenceState:
         return min(count, max(0, end - sent))
 
     def take_untold(self) -> bool:
-        """Return whether the next step must announce this sequence, and clear that."""
+        """Return and clear whether the next step must announce this sequence."""
         is_untold, self.is_untold = self.is_untold, False
         return is_untold
 
@@ -95,7 +95,7 @@ class SequenceTable:
         return state if state is not None and state.key == key else None
 
     def is_new(self, key: Key) -> bool:
-        """Return whether an attempt may begin: it has not, and no later one has."""
+        """Return whether neither this attempt nor a later one has begun."""
         known = self._states.get(key[:2])
         is_older = known is not None and known.key[2] >= key[2]
         return not is_older and key not in self._ended
@@ -112,7 +112,7 @@ class SequenceTable:
         return [key for key, at in times if at is not None and at < before]
 
     def excuse(self, now: float) -> None:
-        """Restart the wait for gateways: this process was stopped."""
+        """Restart the wait for gateways, because this process was stopped."""
         for state in self:
             if state.announced_at is not None:
                 state.announced_at = now
