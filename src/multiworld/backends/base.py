@@ -26,7 +26,7 @@ Meta = Mapping[str, Any]
 Handler = Callable[[Tensor], None]
 
 # Receives the bytes of a uint8 tensor; never raises. The bytes are valid only during
-# the call, and only until it receives something else in the same world.
+# the call, and only until the called function receives something in the same world.
 Peek = Callable[[memoryview], None]
 
 
@@ -60,7 +60,7 @@ class Lingering(Protocol):
 
 
 class WorldView(Protocol):
-    """A world as its backend sees it; ``device`` is that of a c10d backend's
+    """A world as its backend sees it; ``device`` is the device of a c10d backend's
     tensors."""
 
     incarnation: Incarnation

@@ -204,7 +204,7 @@ class Channel:
     def _polls_in_vain(
         self, is_there: Callable[[], bool], poll: Callable[[], None]
     ) -> bool:
-        """Poll for a message while that is worth it; return True if none came."""
+        """Poll for a message as long as that pays off; return True if none came."""
         seconds = 0.0 if Channel.parked else self._spin.seconds
         if not seconds:
             return False
@@ -219,7 +219,7 @@ class Channel:
         return True
 
     async def _yield_to_loop(self) -> None:
-        """Let other tasks run, which never happens while messages keep arriving."""
+        """Let other tasks run; otherwise, arriving messages could starve them."""
         self._received = 0
         await asyncio.sleep(0)
 

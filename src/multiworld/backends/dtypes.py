@@ -123,7 +123,7 @@ def require_matching(
     *,
     size: int,
     check: Callable[[Tensor], Tensor],
-    is_written: bool = False,  # if so, none may share memory
+    is_written: bool = False,  # if so, no two may share memory
 ) -> list[Tensor]:
     """Return each ``check(tensor)``; require one per rank with ``like``'s dtype and
     size."""
@@ -177,7 +177,7 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
 
 
 def reached_by(tensors: Iterable[Tensor], targets: Iterable[Tensor]) -> list[bool]:
-    """Return for each tensor whether its memory overlaps that of one of ``targets``."""
+    """Return for each tensor whether its memory overlaps one of ``targets``."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(span for t in targets if (span := _span(t))[0] < span[1]):
         if merged and begin < merged[-1][1]:

@@ -103,7 +103,7 @@ class Mailbox:
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        # Receives with later messages, not yet returned, get earlier ones in exchange.
+        # Receives that have not returned their later messages yet get earlier ones.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 

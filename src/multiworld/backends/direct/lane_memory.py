@@ -23,8 +23,8 @@ LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
-# Maximum number of descriptors whose frames have not been parsed. A read takes one, and
-# at most the frame of the previous one is incomplete.
+# Maximum number of descriptors whose frames have not been parsed. A read takes one
+# descriptor, and at most the frame of the previous descriptor is incomplete.
 MAX_DESCRIPTORS = 8
 
 

@@ -57,7 +57,7 @@ def make_sealed(name: str, size: int) -> int:
 
 
 def check_sealed(fd: int, size: int, what: str) -> None:
-    """Check a peer's memory: if it could shrink, access would kill us (SIGBUS)."""
+    """Check a peer's memory: if it shrank, access would kill this process (SIGBUS)."""
     if os.fstat(fd).st_size != size:
         raise HeaderError(f"the shared memory does not have {what}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -150,7 +150,7 @@ class Window(_Mapped):
         """Mark a slot free; return True if the caller must ring the bell."""
         memory = self._memory
         memory[slot] = 0
-        # Ringing for every slot would wake the sender for every slot.
+        # Ring only once half of the slots are free, to wake the sender less often.
         if (
             not memory[_WAITING]
             or 2 * bytes(memory[: self.slots]).count(0) < self.slots
