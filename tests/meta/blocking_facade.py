@@ -72,7 +72,7 @@ class BlockingWorld:
 MANAGER_HEAD = '''
 
 class BlockingManager(Generic[W]):
-    """Methods of a manager; those that wait take ``timeout_s``; ``W``: type of its worlds."""
+    """Methods of a manager; those that wait take ``timeout_s``. ``W``: world type."""
 
     _manager: WorldManager
 

@@ -32,7 +32,7 @@ class Breakage:
     evidence: str = ""  # the observation that led to the verdict
     rank: int | None = None  # lost first; None if no member is known to be lost
     silent_s: float = 0.0  # since that member's last sign of life
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
     lost: frozenset[int] = frozenset()
     is_stale: bool = False  # the others declared this process lost
 
@@ -114,8 +114,9 @@ class SaidLeft:
 class Finished:
     """A member's data connection delivered its last message: the member is leaving."""
 
-    # From now on operations with it fail, so ``Life.gone`` must name it. All else waits
-    # for its ``Left``, which follows its earlier control messages.
+    # From now on, operations that need this member fail, so ``Life.gone`` must name it.
+    # Everything else waits for the member's ``Left``, which follows its earlier control
+    # messages.
     rank: int
 
 
@@ -128,7 +129,7 @@ class WasLost:
     evidence: str = ""
     silent_s: float = 0.0
     reported_by: int | None = None  # None: this process's watchdog
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Verdict:
     reason: str
     evidence: str
     silent_s: float
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class _Peer:
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its event loop's last sign; inf if not late
     is_computing: bool = False
-    unheard_s: float = 0.0  # since it had heard us, at its last heartbeat
+    unheard_s: float = 0.0  # since it had heard this process, by its last heartbeat
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
@@ -299,7 +299,7 @@ class FailureDetector:
         return findings
 
     def _give_grace(self, now: float) -> None:
-        """Give the processes on this host more time if all (several) are silent."""
+        """Give the processes on this host more time if all of several are silent."""
         peers = self._peers.values()
         near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
         if len(near) > 1 and all(now - p.beat_at > 2 * self._margin_s for p in near):

@@ -26,7 +26,7 @@ logger = logging.getLogger("multiworld.watchdog")
 # Seconds without a report until the helper is replaced: well below the default
 # ``silence_s``, because the peers may hear nothing in the meantime.
 MISSED_S = 0.8
-START_S = 5.0  # the same before its first report: it may be slow to start
+START_S = 5.0  # ``MISSED_S`` before the first report: a helper may start slowly
 
 REAP_S = 0.1  # seconds to wait until a killed helper exits
 
@@ -169,7 +169,8 @@ class Heartbeat:
         except TimeoutError:
             # A late loop may have read the report in the iteration that timed out.
             if not self._reported.is_set():
-                # No miss if this loop was late: it may have starved with its helper.
+                # Not a miss if this loop was late: loop and helper may both have
+                # starved.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
                 return False

@@ -104,7 +104,7 @@ def _stat_of(path: str) -> list[bytes] | None:
 
 
 class StopLook:
-    """Detects a stopped process: at two checks in a row, with no work in between.
+    """Detects a process that is stopped at two checks, and does no work in between.
 
     A process that is stopped and continued in pulses, as by ``cpulimit``, may be
     stopped at every check, but works in between.

@@ -1,4 +1,4 @@
-"""Heartbeat connections to the peers; each to another host also has a UDP socket."""
+"""Heartbeat connections to peers; connections to other hosts also have a UDP socket."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Control links of a manager to its peers: listening, dialing, accepting. Two processes
-have one link, however many worlds they share. The smaller uid dials, so that
-connections never cross."""
+have one link, however many worlds they share. The process with the smaller uid dials,
+so that connections never cross."""
 
 from __future__ import annotations
 

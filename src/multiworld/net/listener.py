@@ -1,6 +1,6 @@
-"""The listener: accepts connections, authenticates and refuses them. It passes on those
-that completed the handshake within ``HELLO_S``. It closes and counts the others, and
-logs a sample of them."""
+"""The listener: accepts connections, authenticates and refuses them. It passes on the
+connections that complete the handshake within ``HELLO_S``. It closes and counts the
+others, and logs a sample of them."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ A name has at most one *current* incarnation (admitted) and one *forming* (waiti
 members). When the last member arrives, the incarnation gets its epoch: higher than any
 that the registry or a member has seen. So epochs never go back.
 
-If a claimed rank is held, the holder is asked. The claim may open the next epoch if the
-holder is silent or its session has ended. Members of a living incarnation keep their
-ranks until a larger incarnation (``grow``) is complete. For survivors of a broken
+If a claimed rank is held, the store asks the holder. The claim may open the next epoch
+if the holder is silent or its session has ended. Members of a living incarnation keep
+their ranks until a larger incarnation (``grow``) is complete. For survivors of a broken
 incarnation, see ``reform``.
 """
 
@@ -305,7 +305,7 @@ class Registry:
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
-        if world.reforming is not None:  # they missed the new incarnation
+        if world.reforming is not None:  # those members missed this
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)

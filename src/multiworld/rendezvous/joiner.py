@@ -222,8 +222,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # In use: something serves the address, and ``connect`` checks what. Not
-            # available: the store is on another host.
+            # EADDRINUSE: something serves the address, and ``connect`` checks what.
+            # EADDRNOTAVAIL: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise errors.StoreUnreachableError(

@@ -269,7 +269,7 @@ class BlockingWorld:
 
 
 class BlockingManager(Generic[W]):
-    """Methods of a manager; those that wait take ``timeout_s``; ``W``: type of its worlds."""
+    """Methods of a manager; those that wait take ``timeout_s``. ``W``: world type."""
 
     _manager: WorldManager
 

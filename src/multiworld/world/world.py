@@ -232,7 +232,7 @@ class World(CollectiveMethods):
         """Raise this world's error if it is broken or closed, or a member has left.
 
         Args:
-            cause: The error that made the caller ask.
+            cause: The error that made the caller check.
         """
         try:
             self._life.check()
@@ -457,9 +457,9 @@ class World(CollectiveMethods):
         Cancellation:
             Before the store admits the next incarnation, the claim is withdrawn and
             this world stays as it is. After the admission, this world is closed. If
-            some members of the next incarnation had not connected yet, that one is kept
-            as broken and ``manager.world(name).reform()`` recovers it; otherwise it is
-            closed, too.
+            some members of the next incarnation had not connected yet, that incarnation
+            is kept as broken, and ``manager.world(name).reform()`` recovers it;
+            otherwise it is closed, too.
         """
         return await self._changes.reform(self.name)
 
@@ -468,9 +468,9 @@ class World(CollectiveMethods):
 
         This is a collective: every member calls it with the same ``to``. Each newcomer
         joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
-        new ranks; the event ``MemberWaiting`` notifies the members that one waits.
-        Members keep their ranks. Other worlds are not affected. This incarnation is
-        closed, and messages that were not received are dropped.
+        new ranks; the event ``MemberWaiting`` notifies the members of each newcomer
+        that waits. Members keep their ranks. Other worlds are not affected. This
+        incarnation is closed, and messages that were not received are dropped.
 
         Args:
             to: The new world size.
