@@ -188,7 +188,7 @@ class Channel:
         # The caller then calls ``lanes[source].take``, with no ``await`` in between.
         lane = self.lanes.get(source)
         if self._received >= TURN_MESSAGES:
-            return None  # post a receive instead: it yields and keeps its place
+            return None  # a posted receive yields, and keeps its position
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1

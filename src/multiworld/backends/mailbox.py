@@ -98,12 +98,12 @@ class Mailbox:
         return self._handlers.get((source, description.tag))
 
     def cancel(self, receive: Receive) -> None:
-        """Withdraw ``receive``; its message, if any, returns to its queue."""
+        """Withdraw ``receive``; a message that it has returns to the queue."""
         self._unpost(receive)
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        # Receives that have not returned their later messages yet get earlier ones.
+        # Receives that have later messages and have not returned them get earlier ones.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 

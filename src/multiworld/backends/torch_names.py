@@ -128,7 +128,7 @@ def register_group(
     *,
     name: str,
     device: torch.device,
-    ids: Sequence[int],  # global ones, by rank
+    ids: Sequence[int],  # global ranks, by rank
 ) -> ProcessGroup:
     """Return a group around a native one, registered with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
@@ -158,7 +158,7 @@ def forget_group(group: ProcessGroup) -> None:
     """Undo ``register_group``; safe to repeat.
 
     It does not call ``destroy_process_group``, which waits for the work of an NCCL
-    group, and that may wait for a lost member. The owner frees the group in a thread.
+    group; this work may wait for a lost member. The owner frees the group in a thread.
     """
     from torch.distributed import distributed_c10d
 

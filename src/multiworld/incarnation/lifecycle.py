@@ -292,7 +292,7 @@ def _finished(life: Life, rank: int) -> Life:
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
     is_silent = loss.reported_by is None and not loss.has_ended
     if loss.rank in life.left and is_silent and not life.is_over:
-        return life, (EndMember(loss.rank),)  # what it sent last may never arrive
+        return life, (EndMember(loss.rank),)  # its last messages may never arrive
     if rank_is_irrelevant(life, loss.rank):
         return life, ()
     if life.breakage is not None:

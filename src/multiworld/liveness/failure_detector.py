@@ -36,8 +36,8 @@ class PeerJoined:
     """A control connection to a peer is up."""
 
     peer: PeerKey
-    has_heartbeats: bool = True  # False: they start with ``HeartbeatsBegan``
-    is_near: bool = False  # it runs on this host
+    has_heartbeats: bool = True  # False: heartbeats start with ``HeartbeatsBegan``
+    is_near: bool = False  # the peer runs on this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PeerHeard:
     at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
     lag_s: float = 0.0  # since the peer's event loop last responded
-    is_computing: bool = False  # that loop's thread runs; False: it waits
+    is_computing: bool = False  # the event loop's thread runs; False: it waits
     # Seconds since the peer last heard this process; None: never.
     heard_us_s: float | None = None
 

@@ -101,7 +101,7 @@ class Heartbeat:
         """Send a connection's heartbeats over this UDP socket too, and own it."""
         if number in self._sockets:
             self._datagrams[number] = sock
-            if self._control is not None:  # else the next helper gets it when it starts
+            if self._control is not None:  # otherwise the next helper gets the socket
                 self._send_sockets(number)
         else:
             sock.close()
@@ -200,7 +200,7 @@ class Heartbeat:
         self._restart()
 
     def _prepare_standby(self) -> None:
-        """Start a standby helper beside one that does not report.
+        """Start a standby helper beside a helper that does not report.
 
         Whatever starved the helper may delay the standby, too. So the helper continues,
         if it can, until the standby has reported.

@@ -104,14 +104,14 @@ def _stat_of(path: str) -> list[bytes] | None:
 
 
 class StopLook:
-    """Detects a process that is stopped at two checks, and does no work in between.
+    """Detects a process that is stopped at two checks in a row without work in between.
 
     A process that is stopped and continued in pulses, as by ``cpulimit``, may be
     stopped at every check, but works in between.
     """
 
     def __init__(self) -> None:
-        # Work until the last check, if the process was stopped.
+        # Work that the process had done at the last check, if it was stopped there.
         self._did: object = None
 
     def state(self, state: int, did: object) -> int:
@@ -326,7 +326,7 @@ class HeartbeatHelper:
                 self._unreported[number] = target
 
     def _report(self) -> None:
-        """Send what is new; for a slow owner, keep only each peer's latest."""
+        """Send new reports; for a slow owner, keep only each peer's latest report."""
         is_last = False
         while not is_last:
             numbers = list(self._unreported)[:REPORTS_A_MESSAGE]

@@ -95,7 +95,7 @@ class HeartbeatLinks:
         connection, message = self._connections.get(key), self._ports.get(key)
         if connection is None or connection.datagrams is None or message is None:
             return
-        if message.number != connection.number:  # e.g. that of the previous connection
+        if message.number != connection.number:  # e.g. of the previous connection
             return
         if not _is_numeric(key.remote_host):
             return

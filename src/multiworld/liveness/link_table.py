@@ -457,4 +457,4 @@ def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
 
 
 def _forget_error(task: asyncio.Task[Any]) -> None:
-    _ = task.cancelled() or task.exception()  # the callers have got it
+    _ = task.cancelled() or task.exception()  # the callers have got the error

@@ -118,7 +118,7 @@ class Joiner:
         return session
 
     def _prefer_earlier(self, addresses: StoreAddresses, session: StoreSession) -> None:
-        """Return to an earlier store once it answers: new processes use that one."""
+        """Return to an earlier store once it answers, because new processes use it."""
         if not session.address.place[0]:
             return
 
@@ -234,7 +234,7 @@ class Joiner:
         self._stores[addresses] = store
 
     async def _has_several(self, address: StoreAddress, deadline: float) -> bool:
-        """Return whether a name has several addresses; wait for one that has none.
+        """Return whether a name has several addresses; wait while it has none.
 
         Raises:
             OSError: The name had no address until the deadline.

@@ -50,7 +50,7 @@ class Newcomer(Message, frozen=True, kw_only=True):
     rank: Rank
     size: Size
     terms: str  # options that all members must agree on, in words
-    seen: Epoch  # the highest epoch of this name that it has seen
+    seen: Epoch  # highest epoch of this name that the member has seen
 
 
 class Claim(Newcomer, frozen=True, kw_only=True, tag="Claim"):

@@ -29,7 +29,7 @@ class Current:
     epoch: int
     holders: dict[int, Holder]
     reforms: int | None = None  # broken epoch that its members survived, or None
-    members: int = 0  # those that have not withdrawn their claims
+    members: int = 0  # number of members that have not withdrawn their claims
 
 
 class Forming(dict[int, Claimed]):

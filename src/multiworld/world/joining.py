@@ -181,7 +181,7 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            # The missing members had time to connect, as others did: report a loss.
+            # Others have connected, so the missing members had time: report a loss.
             some = 0 < len(local.unlinked) < local.incarnation.size - 1
             if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:

@@ -123,7 +123,7 @@ class _Forks:
 
     def _copy(self) -> None:
         global _total
-        _total.forget_lock()  # the fork may have copied it locked
+        _total.forget_lock()  # the fork may have copied a held lock
         _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)

@@ -151,7 +151,7 @@ class _Norm:
 
 
 class _Trial(Attention):
-    """Attention that records its options; query, key and value affect its result."""
+    """Substitute that records its options; its result depends on all three tensors."""
 
     def __init__(self) -> None:
         self.options: dict[int, dict[str, Any]] = {}

@@ -39,7 +39,7 @@ class Rows:
 
 
 class MissingTokensError(Exception):
-    """The cache lacks tokens that precede those of a step."""
+    """The cache lacks tokens that precede the tokens of a step."""
 
 
 class Batch:

@@ -46,7 +46,7 @@ def torch_kernel() -> Callable[..., Tensor] | None:
     try:
         # Imported late: it loads torch's compiler (1 s, 100 MB).
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # a torch built without it
+    except ImportError:  # this torch is built without it
         return None
     kernel = cast("Callable[..., Tensor]", varlen_attn)
     takes_pages = "block_table" in inspect.signature(kernel).parameters

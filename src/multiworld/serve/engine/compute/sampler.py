@@ -232,8 +232,9 @@ def _adjust(
     logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Apply masks, biases, penalties and ``min_tokens`` to logits."""
-    # Returns the previous values, except those that masks changed: indices and values,
-    # in order. Here index_select and scatter_ are 4 to 10 times as fast as indexing.
+    # Returns the overwritten logits, except those that masks changed, as indices and
+    # values, in order. Here index_select and scatter_ are 4 to 10 times as fast as
+    # indexing.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:

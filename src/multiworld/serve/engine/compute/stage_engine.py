@@ -326,7 +326,7 @@ class StageEngine:
     def _score(self, part: StepPart, logits: Tensor) -> None:
         """Record the log-probabilities of the prompt tokens that follow these rows."""
         tail = self._tails[part.key[:2]]
-        del tail.scored[part.begin :]  # these are recomputed
+        del tail.scored[part.begin :]  # these scores are recomputed
         most = tail.start.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.start.prompt - 1)
         for begin in range(part.begin, end, SCORED_AT_ONCE):

@@ -190,7 +190,8 @@ class ServerChoice:
 
     async def _unused_server(self) -> str:
         """Return a server that answers and that no replica uses; empty: none."""
-        # Other replicas may have left this server, so that this one can have it alone.
+        # The other replicas may have left this replica's server; then it has no other
+        # user.
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:

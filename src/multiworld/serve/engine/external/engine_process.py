@@ -88,7 +88,7 @@ class EngineProcess:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        cores: int = 0,  # cores that no other engine has; 0: it may use all
+        cores: int = 0,  # cores for this engine alone; 0: it may use all
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock

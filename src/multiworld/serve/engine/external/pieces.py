@@ -85,7 +85,7 @@ def size_of(sampling: Sampling, size: int | None) -> int | None:
 
 
 def seed_of(sampling: Sampling, start: int) -> int:
-    """Return the seed of a piece, derived from that of the sequence; 31 bits."""
+    """Return the seed of a piece, derived from the sequence's seed; 31 bits."""
     data = struct.pack("<QQQ", sampling.seed % 2**64, sampling.choice, start)
     digest = hashlib.blake2b(data, digest_size=4, person=b"piece").digest()
     return int.from_bytes(digest, "little") >> 1

@@ -61,7 +61,7 @@ class Dialect:
 
     def check(self, sampling: Sampling) -> None:
         """Raise InvalidRequestError for parameters that the server does not support."""
-        # No server that samples itself supports these.
+        # No server that samples itself supports these parameters.
         if sampling.grammar:
             remedy = "a structure that was begun cannot be continued after a loss"
             raise refuse(self.title, "structured output", remedy)

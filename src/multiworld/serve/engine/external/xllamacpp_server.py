@@ -71,7 +71,7 @@ def main(flags: list[str]) -> None:
         return xllamacpp.CommonAdapterLoraInfo(path, 1.0)
 
     server = xllamacpp.Server(parameters_of(xllamacpp.CommonParams(), flags, adapter))
-    assert server is not None  # it serves for as long as it exists
+    assert server is not None  # the server runs while this object exists
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
 
 

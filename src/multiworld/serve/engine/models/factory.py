@@ -90,7 +90,7 @@ def build_model(spec: ModelSpec) -> Model:
 
 
 def _check_version(spec: ModelSpec) -> None:
-    """Raise SpecError unless code and files are those of the spec's version."""
+    """Raise SpecError unless code and files match the spec's version."""
     if spec.identity is None:
         return
     path = imported_sources.changed(spec.identity.code)
@@ -120,7 +120,7 @@ def folder_of(spec: ModelSpec) -> str | None:
     """Return the folder of a model given by ``path``; fetch it if needed.
 
     Raises:
-        SpecError: The files are not those of this version, and there are no copies.
+        SpecError: The files do not match this version, and there are no copies.
     """
     if spec.path is None:
         return None

@@ -69,7 +69,7 @@ def folder_of(path: str, revision: str | None) -> str:
     # because another program may have fetched only some of its files into the cache.
     found = ""
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet
+        with contextlib.suppress(LocalEntryNotFoundError):  # not fetched yet
             found = snapshot_download(
                 path, revision=revision, allow_patterns=FILES, local_files_only=True
             )

@@ -125,7 +125,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     for name, begin, end in tensors:
         layer = LAYER.search(name)
         if layer is None:
-            # Counted for both stages, as the embeddings may also be the head.
+            # Counted for both stages, because the embeddings may also be the head.
             for stage in {0, len(cuts) - 1}:
                 found[stage] += end - begin
             continue

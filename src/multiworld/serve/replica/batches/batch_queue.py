@@ -53,7 +53,7 @@ class BatchQueue:
         self._probes: dict[Key, None] = {}  # waiting probes
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
-        self._apart: dict[str, float] = {}  # by tenant: time until which it is separate
+        self._apart: dict[str, float] = {}  # by tenant: end of its separation
 
     def __len__(self) -> int:
         return len(self._waiting)

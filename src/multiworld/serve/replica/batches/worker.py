@@ -57,7 +57,7 @@ TELL_S = 0.1  # maximum seconds to announce a batch: a stopped gateway does not 
 class WorkerLimits:
     max_batch_size: int = 16  # in rows
     max_wait_s: float = 0.0  # longest wait for more work to share a batch
-    # Credit: requests sent to one replica of the next stage that it has not begun.
+    # Credit: maximum requests sent to a replica of the next stage and not begun there.
     max_ongoing_requests: int = 32
     compute_s: float | None = None  # maximum seconds of a call; None: see ``OVERDUE_S``
 
@@ -93,7 +93,7 @@ class Worker:
         self._room = asyncio.Event()
         self._is_waiting = False
         self._is_busy = asyncio.Event()
-        self._left: Batch | None = None  # out of the queue; ``run`` computes it next
+        self._left: Batch | None = None  # taken from the queue, for ``run`` to compute
         self._running: Batch | None = None
         self._began_at = 0.0  # monotonic time of the latest batch
         self._counted = BatchCounts()
@@ -246,7 +246,7 @@ class Worker:
 
     def _end_load(self) -> None:
         """Notify gateways that the work they cancelled is no longer computed."""
-        # Until then, or until the next announcement, they count it as load.
+        # Until this message, or the next announcement, gateways count it as load.
         for gateway in self._gave_up:
             self._notify(gateway, inference_messages.BatchBegun((), False))
         self._gave_up.clear()

@@ -23,7 +23,7 @@ class ScheduledSequence:
     blocks: int = 0
     number: int = 0  # order of arrival
     is_probe: bool = False  # it skips the queue
-    # It runs alone, or with its group, until it has produced some tokens.
+    # A suspect runs alone, or with its group, until it has produced some tokens.
     is_suspect: bool = False
     group: tuple[str, int] | None = None  # gateway and number; None: it runs alone
     proof: int = 0  # tokens that it has produced as a suspect

@@ -143,7 +143,7 @@ class StepPlanner:
 
     def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
         """Return the running sequences to compute now: probes, or all others."""
-        passed = self._steps.passed()  # these get no further chunks
+        passed = self._steps.passed()  # sequences that get no further chunks
         return [
             s
             for s in self._pool.running.values()
@@ -179,7 +179,7 @@ class StepPlanner:
         waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
         for sequence in heapq.merge(*waiting, key=self._rank):
             if sequence.key in self._pool.preempted[before:]:
-                continue  # preempted for one of these
+                continue  # preempted in this loop
             if not self._pool.admit(sequence):
                 return
 
@@ -323,14 +323,15 @@ class StepPlanner:
         max_rows = min(max_rows, int(fits))
         ready = sum(not s.is_in_flight for s in decoding)
         # If fewer than a step's share are ready, they wait until others return. During
-        # a KV rebuild they do not: steps run anyway, and a few more rows cost little.
+        # a KV rebuild they do not wait: steps run anyway, and a few more rows cost
+        # little.
         if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
             return  # the others are in flight
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
             if len(parts) >= max_rows:
                 return
             if sequence.number not in self._pool.running:
-                continue  # it was preempted for an earlier one
+                continue  # it was preempted for an earlier sequence
             if sequence.lacking == 1 and self._pool.has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 

@@ -20,7 +20,7 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import Key, MessageError
 
-# Messages that only later stages may receive, and those of stage 0.
+# Messages that only later stages may receive, and messages that only stage 0 may.
 OF_LATER_STAGES = (
     generation_messages.ActivationRows,
     generation_messages.Step,

@@ -159,7 +159,7 @@ class Recovery:
                     self._scheduler.resume(key, token)
 
     def _disconnected(self, peer: str) -> None:
-        """End the sequences of a lost gateway; return those of a lost replica."""
+        """End the sequences of a lost gateway; return sequences of a lost replica."""
         self._connected.discard(peer)
         for state in self.table:
             if state.key[0] == peer:
@@ -178,7 +178,7 @@ class Recovery:
                 self._begin(start)
             state = self.table.get(start.key)
             if state is not None:
-                state.is_untold = not self._is_last  # the next stage may not know it
+                state.is_untold = not self._is_last  # it may not know the sequence
                 state.announced_at = self._now if is_new else state.announced_at
 
     def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
@@ -197,7 +197,7 @@ class Recovery:
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
-            # There is no room to prepare it here.
+            # There is no room to prepare the sequence here.
             self.return_to_gateway([start.key])
             self._end(start.key)
         elif away := neighbours_of(start.chain, self._stage) - self._connected:
@@ -206,7 +206,7 @@ class Recovery:
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
         elif self._stage == 0 and not self._is_last and _is_fresh(state):
-            # No later stage has KV of it, so no report is needed.
+            # No later stage has KV of the sequence, so no report is needed.
             state.sent, state.is_untold = 0, True
             self._resolve(state)
 
@@ -267,7 +267,7 @@ class Recovery:
             return
         elif key in self._scheduler.pool.known:
             self._scheduler.rewind(key, state.held)
-            if self._is_last:  # the only stage: no other reports that it caught up
+            if self._is_last:  # no other stage reports that it has caught up
                 self._scheduler.resume(key, None)
         else:
             self._add(state)
@@ -347,9 +347,9 @@ class Recovery:
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
         """Allocate memory for parts; return the indices of those that fit."""
         if self._stage == 0:
-            return [*range(len(parts))]  # the scheduler has allocated it
+            return [*range(len(parts))]  # the scheduler has allocated memory
         for part in parts:
-            if part.begin == 0:  # its memory is freed before it is recomputed
+            if part.begin == 0:  # recomputing starts with freed memory
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
         # Other sequences may be dropped to make room.
@@ -383,7 +383,7 @@ class Recovery:
             self._evicted.append(evicted)  # handled between two steps
             return
         state = self.table.get(evicted.key)
-        if state is None:  # it may not have begun here yet: its gateway decides
+        if state is None:  # perhaps not begun here yet: its gateway decides
             self.return_to_gateway([evicted.key])
         else:
             self._send(state.start.chain[self._stage - 1], evicted)
@@ -419,8 +419,8 @@ class Recovery:
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
         planned = self._scheduler.next_step(now)
-        # Done even without a step: the scheduler counts these blocks as free, and a
-        # KV rebuild may take them.
+        # Preempt even if there is no step: the scheduler counts these blocks as free,
+        # and a KV rebuild may take them.
         preempted = self._scheduler.pool.take_preempted()
         self.preempt(preempted)
         # Later stages may be waiting for rows of a paused sequence, which are dropped.
@@ -433,7 +433,7 @@ class Recovery:
 
     def _note_alone(self, keys: frozenset[Key]) -> None:
         """Report the suspects that run alone now, and those that no longer do."""
-        # Both are sent before the step is computed, because it may crash this process.
+        # Send both reports before the step, because it may crash this process.
         before, self._alone = self._alone, keys
         for key in sorted(before - keys):
             over = generation_messages.RunsAlone(key, is_over=True)

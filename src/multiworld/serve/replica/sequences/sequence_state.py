@@ -10,7 +10,7 @@ from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
 MAX_EARLY = 4096  # maximum reports kept about sequences that have not begun here yet
-MAX_ENDED = 4096  # ended sequences kept, as messages about them may be in flight
+MAX_ENDED = 4096  # ended sequences kept: messages about them may be in flight
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class SequenceState:
     # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
     prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
-    # The next stage may not know of it: the first step sent there announces it.
+    # The next stage may not know the sequence: the first step sent there announces it.
     is_untold: bool = False
-    # When the previous stage announced it; None: its gateway did.
+    # Time at which the previous stage announced the sequence; None: its gateway did.
     announced_at: float | None = None
     is_paused: bool = False  # paused or returned: only a later attempt continues it
     is_evicted: bool = False  # evicted for lack of memory: rows in flight are ignored

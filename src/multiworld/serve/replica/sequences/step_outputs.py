@@ -79,7 +79,7 @@ def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
     count = sum(on.count for on in ons)
     if not count or found.hidden is None:
         return NO_ROWS
-    if count == len(found.hidden):  # all of them, in this order
+    if count == len(found.hidden):  # all rows, in this order
         return found.hidden.clone()  # the stage may reuse its memory
     rows_of = found.rows()
     return torch.cat([rows_of[on.key][-on.count :] for on in ons if on.count])

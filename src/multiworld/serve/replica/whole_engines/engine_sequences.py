@@ -202,7 +202,7 @@ class EngineSequences:
         self._leaving: set[int] = set()  # ended runs that are still in the engine
         self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
         self._queue: FairQueue[StreamId] = FairQueue()  # sequences in phase QUEUED
-        # Suspects that run in isolation now, and those that did so last.
+        # Suspects that run in isolation now, and suspects that did so most recently.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0

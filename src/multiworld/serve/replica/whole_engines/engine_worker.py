@@ -97,7 +97,7 @@ class EngineWorker:
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
-        # If an adapter raises here, it must do so before the replica is ready.
+        # An adapter that raises here must do so before the replica is ready.
         self.report()
         self._engine.stopped_s()
         self._guard.turned()
@@ -317,7 +317,7 @@ class EngineWorker:
             if self._busy_since is None or now - self._busy_at > BUSY_S:
                 self._busy_since = now
             self._busy_at = now
-            if now - self._busy_since > BUSY_S:  # it counts as a failure from now on
+            if now - self._busy_since > BUSY_S:  # busy for too long is a failure
                 error = whole_engine.RunFailedError(str(error))
         return error
 

@@ -93,7 +93,7 @@ class Structures:
             return Structure(failed)
         self._kept[grammar] = made
         while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)[1].cancel()  # unless it has started
+            self._kept.popitem(last=False)[1].cancel()  # unless it has begun to compile
         return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
