@@ -249,7 +249,7 @@ class Channel:
     # Closing.
 
     def member_left(self, rank: int, make_error: ErrorMaker) -> None:
-        """Fail every send to a member that left; what it sent can be received."""
+        """Fail every send to a member that left; its messages can be received."""
         lane = self.lanes.get(rank)
         if lane is not None:
             lane.fail_sends(make_error)
@@ -263,7 +263,7 @@ class Channel:
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every operation, close every lane; what has arrived can be received."""
+        """Fail every operation, close every lane; arrived messages can be received."""
         for lane in self.lanes.values():
             lane.take_in()
         self.mailbox.abort(make_error)

@@ -407,7 +407,7 @@ class Mailbox:
                 self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
-        """Fail every receive; later ones get complete held messages, or fail too."""
+        """Fail every receive; later receives get complete held messages, or fail."""
         if self._broken is not None:
             return
         self._broken = make_error

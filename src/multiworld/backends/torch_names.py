@@ -130,7 +130,7 @@ def register_group(
     device: torch.device,
     ids: Sequence[int],  # global ranks, by rank
 ) -> ProcessGroup:
-    """Return a group around a native one, registered with ``torch.distributed``."""
+    """Return a group around a native group, registered with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
 
     kinds = ProcessGroup.BackendType

@@ -98,7 +98,7 @@ class Heartbeat:
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
-        """Send a connection's heartbeats over this UDP socket too, and own it."""
+        """Send a connection's heartbeats over a UDP socket, too; own the socket."""
         if number in self._sockets:
             self._datagrams[number] = sock
             if self._control is not None:  # otherwise the next helper gets the socket
@@ -151,7 +151,7 @@ class Heartbeat:
 
     async def tick(self) -> bool:
         """Give the event loop's sign and wait for the helper's next report; return
-        whether it came."""
+        whether a report came."""
         if self._control is None and not self._sockets:
             await asyncio.sleep(self._heartbeat_s)
             return True

@@ -50,7 +50,7 @@ class HeartbeatLinks:
     def begin(
         self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool, number: int
     ) -> None:
-        """Exchange heartbeats on a new connection, and own it; end the previous one."""
+        """Own a new connection, exchange heartbeats on it, and end the previous one."""
         key = link.key
         self._end_connection(key)
         # Each direction has its own key, so that a reflected frame is invalid.

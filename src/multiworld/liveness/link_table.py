@@ -193,7 +193,7 @@ class LinkTable:
     def _once(
         self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
     ) -> asyncio.Task[None]:
-        """Dial in a task of the table: a cancelled join must not end others' links."""
+        """Dial in a separate task: cancelling one join must not end another's link."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
             task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")

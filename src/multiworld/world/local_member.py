@@ -110,7 +110,7 @@ class LocalMember:
         return self._life.gone
 
     def silent_s(self, rank: int) -> float:
-        """Return the seconds since a member's last sign of life; 0 for this one."""
+        """Return the seconds since a member's last sign of life; 0 for this member."""
         members = self.incarnation.members
         if rank == self.rank:
             return 0.0

@@ -494,7 +494,7 @@ class World(CollectiveMethods):
     # The end.
 
     async def close(self) -> None:
-        """Leave politely: the others get what was sent, then ``MemberLeftError``.
+        """Leave politely: the others get all sent data, then ``MemberLeftError``.
 
         Waits at most ``WorldConfig.close_s`` for sent data to leave. May be repeated.
 

@@ -104,7 +104,7 @@ class WorkRunner:
             self._waiting.discard(future)
 
     async def _translate(self, error: RuntimeError) -> None:
-        """Raise torch's error as one of multiworld's."""
+        """Raise torch's error as an error of multiworld."""
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(

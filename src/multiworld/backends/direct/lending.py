@@ -135,7 +135,7 @@ def _watch_forks() -> _Forks:
 
 
 class Block(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
+    """The sender's end of a block; pass on ``fd``, then call ``close_fd``."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -166,7 +166,7 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end, mapped while a tensor lies in it; it always closes ``fd``."""
+    """The receiver's end of a block, mapped while a tensor lies in it; closes ``fd``."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:

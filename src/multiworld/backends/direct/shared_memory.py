@@ -78,7 +78,7 @@ class _Mapped:
 
 
 class Ring(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
+    """The sender's end of a ring; pass on ``fd``, then call ``close_fd``."""
 
     def __init__(self, slots: int) -> None:
         size = CONTROL_BYTES + slots * SLOT_BYTES
@@ -123,7 +123,7 @@ class Ring(_Mapped):
 
 
 class Window(_Mapped):
-    """The receiver's end; closes ``fd`` in every case."""
+    """The receiver's end of a ring; closes ``fd`` in every case."""
 
     def __init__(self, fd: int, slots: int) -> None:
         try:

@@ -181,7 +181,7 @@ def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:
 def _sizes_of(
     key: str, function: Callable[[Tensor], Tensor], example: Tensor
 ) -> list[int]:
-    """Return ``invariant_rows``, from the cache if this machine has tested them."""
+    """Return ``invariant_rows`` of a function, from the cache if tested before."""
     with torch.inference_mode():
         return known(
             f"rows of {key}, of {ROWS}",

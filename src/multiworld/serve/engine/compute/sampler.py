@@ -61,7 +61,7 @@ _BITS = torch.where(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sampled token; its log-probabilities are those before any parameter applies."""
+    """A sampled token; log-probabilities are computed before any parameter applies."""
 
     token: int
     logprob: float | None = None

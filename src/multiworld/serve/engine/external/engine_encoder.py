@@ -187,7 +187,7 @@ class EngineEncoder:
             ) from error
 
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Exit this process once the server is lost or a process of it is stopped."""
+        """Exit this process once the server is lost or one of its processes stopped."""
         assert self._server is not None
         try:
             why = asyncio.run(lost())

@@ -126,7 +126,7 @@ class Kernel(Protocol):
 
 
 class TorchKernel:
-    """A kernel that multiplies with an operator of torch, and scales with others."""
+    """A kernel that multiplies and scales with operators of torch."""
 
     def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
         self._outputs = tuple(outputs)

@@ -356,7 +356,7 @@ class GenerationWorker:
         self._record(found)
 
     async def _rebuild(self, pieces: Sequence[RebuildRows]) -> None:
-        """Compute rows that this stage lacks, and send those that later stages lack."""
+        """Compute rows that this stage lacks, and send rows that later stages lack."""
         parts: list[StepPart] = []
         rows: list[Tensor] = []
         for piece in pieces:

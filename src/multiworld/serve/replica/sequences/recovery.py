@@ -1,4 +1,4 @@
-"""Recovery of one replica's sequences, from their begin to their end. Pure.
+"""Recovery of one replica's sequences, from their start to their end. Pure.
 
 Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
 each other stage's input is in the activation log of the previous stage. When an attempt
@@ -345,7 +345,7 @@ class Recovery:
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
-        """Allocate memory for parts; return the indices of those that fit."""
+        """Allocate memory for parts; return the indices of the parts that fit."""
         if self._stage == 0:
             return [*range(len(parts))]  # the scheduler has allocated memory
         for part in parts:
@@ -432,7 +432,7 @@ class Recovery:
         return planned
 
     def _note_alone(self, keys: frozenset[Key]) -> None:
-        """Report the suspects that run alone now, and those that no longer do."""
+        """Report which suspects run alone now, and which no longer do."""
         # Send both reports before the step, because it may crash this process.
         before, self._alone = self._alone, keys
         for key in sorted(before - keys):

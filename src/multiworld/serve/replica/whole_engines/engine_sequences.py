@@ -1,4 +1,4 @@
-"""Sequences of a replica with a whole engine, and the choice of those that run. Pure.
+"""Sequences of a replica with a whole engine, and the scheduling of their runs. Pure.
 
 Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
 that the engine's own queue stays empty. The tokens generated so far are kept here, so a
@@ -58,7 +58,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The engine ended a run by itself; ``error`` is None if it raised none."""
+    """The engine ended a run by itself; ``error``: what it raised, or None."""
 
     run: int
     error: Exception | None = None
