@@ -166,7 +166,7 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end of a block, mapped while a tensor lies in it; closes ``fd``."""
+    """The receiver's end of a block, mapped while a tensor is in it; closes ``fd``."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:

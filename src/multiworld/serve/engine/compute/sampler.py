@@ -224,7 +224,7 @@ def _without(
         [masks[n] for n in others] if masks else (),
     )
     chosen = dict(zip(others, found, strict=True))
-    error = ValueError(f"it has tokens outside the vocabulary of {logits.shape[-1]}")
+    error = ValueError(f"a token is outside the vocabulary of {logits.shape[-1]}")
     return [chosen.get(n, error) for n in range(len(histories))]
 
 

@@ -74,7 +74,7 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
         return True
     size = sum(tensor.numel() for tensor in _tensors(base))
     if size > MAX_NUMBERS:
-        raise MemoryError(f"it has {size:,} numbers outside its layers")
+        raise MemoryError(f"the model has {size:,} numbers outside its layers")
     base = base.to_empty(device="cpu").to(torch.float32).eval()
     _fill(base)
     spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)

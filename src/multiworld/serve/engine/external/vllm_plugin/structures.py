@@ -56,7 +56,7 @@ class Structure:
             try:
                 made = self._made.result(wait_s)
             except (futures.TimeoutError, futures.CancelledError):
-                raise Later("its grammar is not compiled yet") from None
+                raise Later("the grammar is not compiled yet") from None
             self._matcher = made.deep_copy()
         matcher: Any = self._matcher
         for token in tokens[prompt + self._consumed :]:
