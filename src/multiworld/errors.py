@@ -244,8 +244,9 @@ class MemberLostError(WorldBrokenError):
 class StaleEpochError(WorldBrokenError):
     """The other members continue without this process.
 
-    They declared it lost (stopped for too long, or network partition), but it is alive.
-    It is fenced: the others ignore everything it sends. Join again to come back.
+    The other members declared this process lost, because it was stopped for too long or
+    cut off by a network partition. It is fenced: the other members ignore everything
+    that it sends. Join again to come back.
 
     Attributes:
         seen: The epoch that this process held to be current.

@@ -36,7 +36,7 @@ class Bundle:
 
     Attributes:
         tensors: Tensors by name, in the order they were sent, of any dtypes and shapes.
-            They share one storage.
+            All tensors share one storage.
         meta: JSON data: str, int, float, bool, None, lists and dicts.
         source: Rank of the sender.
     """

@@ -88,8 +88,8 @@ class CollectiveMethods:
         """Reduce all members' tensors, element by element, into the tensor of ``dst``.
 
         Args:
-            tensor: Any shape; the same dtype and number of elements on every member. It
-                changes at ``dst`` only.
+            tensor: Any shape; the same dtype and number of elements on every member.
+                The tensor changes at ``dst`` only.
             dst: The rank that receives the result.
             op: A ``torch.distributed.ReduceOp``.
 

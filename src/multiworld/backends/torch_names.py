@@ -157,8 +157,8 @@ def register_group(
 def forget_group(group: ProcessGroup) -> None:
     """Undo ``register_group``; safe to repeat.
 
-    It does not call ``destroy_process_group``, which waits for the work of an NCCL
-    group; this work may wait for a lost member. The owner frees the group in a thread.
+    This does not call ``destroy_process_group``, which waits for the work of an NCCL
+    group; that work may wait for a lost member. The owner frees the group in a thread.
     """
     from torch.distributed import distributed_c10d
 

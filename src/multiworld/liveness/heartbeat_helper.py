@@ -1,8 +1,8 @@
 """The heartbeat helper: sends and reads heartbeats outside the owner's GIL.
 
-It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
-PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
-``heartbeat_s`` it reads the peers' heartbeats, reports what is new over the control
+The helper runs as a script in its own process (``python -I -S -E heartbeat_helper.py FD
+SIGN PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
+``heartbeat_s`` it reads the peers' heartbeats, reports new ones over the control
 socket, and sends one frame to each peer. The owner's event loop writes its sign (a
 time) to shared memory, without waking the helper.
 

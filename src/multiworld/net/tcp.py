@@ -26,9 +26,10 @@ ELSEWHERE = ("198.51.100.1", 9)
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it.
 
-    It ends after about five minutes without an answer (before Linux 6.15: 15), or
-    earlier if the failure detector declares the member lost. ``TCP_USER_TIMEOUT`` is
-    not set: it would also end a connection whose receiver answers but stays full.
+    The connection ends after about five minutes without an answer (before Linux 6.15:
+    15), or earlier if the failure detector declares the member lost.
+    ``TCP_USER_TIMEOUT`` is not set, because it would also end a connection whose
+    receiver answers but stays full.
     """
     options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))
     for option, value in options:

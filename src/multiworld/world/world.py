@@ -195,8 +195,8 @@ class World(CollectiveMethods):
         """Yield to code on ``process_group``, and turn its errors into the world's own.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
-        backend's ``RuntimeError``, which does not name the lost member. This raises
-        ``WorldBrokenError`` (``MemberLostError`` names the member) or
+        backend's ``RuntimeError``, which does not name the lost member. This context
+        manager raises ``WorldBrokenError`` (``MemberLostError`` names the member) or
         ``MemberLeftError`` instead::
 
             async with world.named_errors():
@@ -287,7 +287,8 @@ class World(CollectiveMethods):
 
         Raises:
             TensorMismatchError: The message does not fit ``out``, or is a bundle or an
-                object. It stays first in its queue; receive it with a call that fits.
+                object. The message stays first in its queue; receive it with a call
+                that fits.
             MemberLeftError: The sender has left, and all its messages were received.
 
         Cancellation:
@@ -466,7 +467,7 @@ class World(CollectiveMethods):
     async def grow(self, *, to: int) -> World:
         """Return the next incarnation, with newcomers; this one stays open until then.
 
-        This is a collective: every member calls it with the same ``to``. Each newcomer
+        A collective: every member calls ``grow`` with the same ``to``. Each newcomer
         joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
         new ranks; the event ``MemberWaiting`` notifies the members of each newcomer
         that waits. Members keep their ranks. Other worlds are not affected. This

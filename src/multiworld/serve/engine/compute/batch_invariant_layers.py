@@ -3,7 +3,7 @@
 A kernel may sum a row in a different order when the call has more rows, which changes
 the last bits of the result. Which row counts are affected depends on the processor, the
 library and the number of threads. So each row count is tested once, when a stage is
-loaded. It is used only if every row has the same bits as in a call with ``REFERENCE``
+loaded, and used only if every row has the same bits as in a call with ``REFERENCE``
 rows.
 
 torch computes elementwise functions with vector instructions, except for the remainder

@@ -1,9 +1,8 @@
 """Sampling of the next token of each sequence of a step.
 
-A token is a function of the logits, the parameters and the tokens so far. It does not
-depend on the other sequences of the step. All of its randomness is one hash of the
-seed, the choice and the index of the token, so a recomputed sequence samples the same
-tokens.
+A token is a function of the logits, the parameters and the tokens so far. Other
+sequences of the step do not affect it. All of its randomness is one hash of the seed,
+the choice and the index of the token, so a recomputed sequence samples the same tokens.
 
 Below, a word is a token of the vocabulary. To draw one, the words race (a form of the
 Gumbel-max trick): each word has a clock, which is an exponential variate that the hash
@@ -16,14 +15,15 @@ the boundaries of all words, and in a flat distribution one of them easily passe
 random number.
 
 The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
-each block. That suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
-words are in the blocks with the largest maxima. Other sequences take five passes (one
-to scale, three for softmax, one to sum), and one more for ``min_p`` or ``top_p``. If
-more than 64 words remain, up to 34 further passes find the probability of the last of
-them by bisection. A mask takes one more pass. Only the 64 likeliest words are sorted.
+each block. This pass suffices for temperature 0, and for ``top_k`` up to 63: the
+likeliest words are in the blocks with the largest maxima. Other sequences take five
+passes (one to scale, three for softmax, one to sum), and one more for ``min_p`` or
+``top_p``. If more than 64 words remain, up to 34 further passes find the probability of
+the last of these words by bisection. A mask takes one more pass. Only the 64 likeliest
+words are sorted.
 
 ``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
-in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
+in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to the remaining words.
 
 The module needs torch alone.
 """

@@ -2,13 +2,13 @@
 
 The host takes several times as long to launch the kernels of such a step one by one as
 the GPU takes to run them. A CUDA graph, which is recorded ("captured") once, launches
-all of them at once. It computes a fixed number of rows over a fixed number of pages,
-from tensors at fixed addresses. So a step is padded with rows that belong to no
+all of them at once. A graph computes a fixed number of rows over a fixed number of
+pages, from tensors at fixed addresses. So a step is padded with rows that belong to no
 sequence, and its page tables are padded with pages of zeros.
 
 The first step of a padded shape is computed without a graph, which also initialises
-libraries. The second step records a graph while it computes padding rows only. It then
-compares the graph's result for the rows of the step with a result computed without the
+libraries. The second step records a graph while it computes padding rows only. Then the
+graph's result for the rows of the step is compared with a result computed without the
 graph.
 """
 

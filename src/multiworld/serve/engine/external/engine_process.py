@@ -201,7 +201,7 @@ def free_port() -> int:
 class HeldPort:
     """A free port that no other engine on this host gets until ``release``.
 
-    vLLM starts to listen long after its port was chosen. It does so even if another
+    vLLM starts to listen long after its port was chosen, and does so even if another
     process listens on that port by then.
     """
 

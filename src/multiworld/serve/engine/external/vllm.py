@@ -583,8 +583,8 @@ def has_processors(python: str) -> bool:
 def write_plugin(folder: Path, settings: EngineSettings) -> None:
     """Write the package that vLLM's processes import, with our sampler and tokenizer.
 
-    The package needs torch, and llguidance for structured output. It must not import
-    multiworld, whose torch could replace vLLM's.
+    The package needs torch, and llguidance for structured output. The package must not
+    import multiworld, whose torch could replace vLLM's.
     """
     from multiworld.serve.text.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
 """llama.cpp's server from the package xllamacpp, with the flags of ``llama-server``.
 
-It runs in the environment of ``engine_python``, and does not import multiworld.
+This script runs in the environment of ``engine_python``; it does not import multiworld.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Replicas of several ranks, one process each.
 
-To other processes, the leader (rank 0) is the replica. It forks the other ranks before
-it starts anything else (on Ray, each rank is launched by itself), and all ranks join a
-world of their own. The leader sends each batch to the other ranks; then every rank
-computes its part, and they exchange tensors through the group's collectives. The loss
-of any rank is the loss of the replica: the world breaks, the leader exits, and the
-controller starts another replica.
+To other processes, the leader (rank 0) is the replica. The leader forks the other ranks
+before it starts anything else (on Ray, each rank is launched by itself), and all ranks
+join a world of their own. The leader sends each batch to the other ranks; then every
+rank computes its part, and the ranks exchange tensors through the group's collectives.
+The loss of any rank is the loss of the replica: the world breaks, the leader exits, and
+the controller starts another replica.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Worker of one replica: receives work, computes it, and forwards it or answers. It
-announces batches to the gateways, so that they know what a lost replica was computing.
+"""Worker of one replica: receives work, computes it, and forwards it or answers. The
+worker announces batches, so that gateways know which work a lost replica was computing.
 A quick stage computes on the event loop, without announcements."""
 
 from __future__ import annotations

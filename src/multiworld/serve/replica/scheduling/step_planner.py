@@ -3,12 +3,12 @@
 Every step computes one token of each running sequence whose previous token is known,
 and fills the rest of the token budget with prefill chunks. Up to one step per stage is
 in flight, each with an equal part of the running sequences. But a step of one row takes
-almost as long as one of eight, so if there are only a few sequences, they share one
+almost as long as a step of eight, so if there are only a few sequences, they share one
 step and wait for each other.
 
 The tenant that has received the fewest tokens is first in a step, and
-``tenant_step_limits`` limits how much a step may delay each tenant. A probe
-is always in the next step.
+``tenant_step_limits`` limits how much a step may delay each tenant. A probe is always
+in the next step.
 """
 
 from __future__ import annotations
