@@ -72,7 +72,7 @@ class Arrival:
             return
         tensor = allocate(self.description)
         source = self.tensor.view(-1).view(torch.uint8)[: self.received]
-        # With torch: copying through a memoryview would hold the GIL.
+        # Copy with torch: a copy through a memoryview would hold the GIL.
         tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False

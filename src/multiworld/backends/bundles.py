@@ -55,7 +55,7 @@ class Layout:
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = dtypes.memory_of(tensor)
             else:
-                # Not through a memoryview: copying would hold the GIL.
+                # A copy through a memoryview would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 

@@ -16,7 +16,7 @@ from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()
 
-# In the order of their wire codes. Only append: any other change needs a new version.
+# Names in the order of their wire codes. Append only: other changes need a new version.
 _NAMES = (
     "uint8",
     "int8",
@@ -62,7 +62,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return _EMPTY
-    # Not through numpy: it may be missing, and does not support bfloat16.
+    # numpy is not used, because it may be missing and does not support bfloat16.
     view: memoryview = _from_memory(tensor.data_ptr(), size, _WRITABLE)
     return view
 

@@ -221,7 +221,7 @@ class LaneCollectives:
 
     def others(self) -> list[int]:
         """Return the other ranks, from this one's successor on."""
-        # Otherwise all members would start with rank 0.
+        # In a fixed order, all members would start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:

@@ -169,8 +169,8 @@ class Heartbeat:
         except TimeoutError:
             # A late loop may have read the report in the iteration that timed out.
             if not self._reported.is_set():
-                # Not a miss if this loop was late: loop and helper may both have
-                # starved.
+                # If this loop was late, no miss is counted: the helper may have starved
+                # with it.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
                 return False

@@ -318,8 +318,9 @@ class HeartbeatHelper:
             if target.datagrams is not None:
                 target.read_datagrams(now)
             if not target.is_ended and not target.read(now):
-                # This is no verdict: the control link shows whether the process has
-                # ended. The owner opens another connection; datagrams continue.
+                # The connection's end is no verdict: the control link shows whether the
+                # process has ended. The owner opens another connection; datagrams
+                # continue.
                 target.is_ended = True
                 self._unreported[number] = target
             if target.heard_at != heard_at:

@@ -139,8 +139,8 @@ class _Loop:
 class _Operation(Generic[T]):
     """A coroutine that runs as a task of the loop; ``ended`` settles at its end."""
 
-    # Not ``run_coroutine_threadsafe``: cancelling its future drops a result that the
-    # task already has, and does not wait for the task.
+    # ``run_coroutine_threadsafe`` is not used: cancelling its future drops a result
+    # that the task already has, and does not wait for the task.
     def __init__(
         self, step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
     ) -> None:

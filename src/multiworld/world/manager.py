@@ -509,8 +509,8 @@ class WorldManager:
             found += local.filenos()
             local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
-        # Not ``close``: inherited objects still hold these numbers, and would later
-        # close whatever reuses them.
+        # Keep the numbers in use: inherited objects still hold them, and would later
+        # close any file that reuses a number.
         try:
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # no file can be opened, so none reuses the numbers

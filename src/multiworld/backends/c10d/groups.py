@@ -137,5 +137,6 @@ class Group:
             if done is not None:
                 done()
 
-        # Not a daemon thread: a group that outlives the interpreter aborts the process.
+        # The thread is not a daemon, because a group that outlives the interpreter
+        # aborts the process.
         threading.Thread(target=free, name="multiworld-drop-group").start()

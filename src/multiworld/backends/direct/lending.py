@@ -75,7 +75,7 @@ class Mapping:
         self.size = size
         # Populated at once: a page fault for each page would cost more than the copy.
         self.address = map_shared(fd, size, is_populated=True)
-        # Not ``__del__``: a fork during its run would still find the mapping.
+        # With ``__del__``, a fork during its run would still find the mapping.
         weakref.finalize(self, unmap, self.address, size).atexit = False
         self.memory = view_at(self.address, size)  # valid as long as this object
 

@@ -44,7 +44,7 @@ Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 def torch_kernel() -> Callable[..., Tensor] | None:
     """Return torch's attention over pages; None if this torch has none."""
     try:
-        # Imported late: it loads torch's compiler (1 s, 100 MB).
+        # Imported late, because the import loads torch's compiler (1 s, 100 MB).
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # this torch is built without it
         return None

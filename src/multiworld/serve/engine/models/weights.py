@@ -38,7 +38,7 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as weights:
                 for key in wanted & set(weights.keys()):
-                    # Not mapped: the file may be overwritten while it is served.
+                    # Copy: a mapped file may be overwritten while it is served.
                     found[key] = weights.get_tensor(key).clone()
         except (OSError, SafetensorError) as error:
             raise SpecError(f"{file}: {error}; give a safetensors file") from error

@@ -175,7 +175,7 @@ class Forwarder:
             chosen = HashRing(candidates).home(piece.session) or None
             most = min((load[name] for name in candidates), default=0) + SESSION_LEAD
             if piece.via is None and chosen is not None and load[chosen] >= most:
-                # Otherwise one session could use up this replica's credit.
+                # Without this limit, one session could use up this replica's credit.
                 chosen = None
         if chosen is None:
             # Of two equally loaded replicas, prefer the one that began a batch longer

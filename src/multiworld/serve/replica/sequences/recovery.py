@@ -201,7 +201,7 @@ class Recovery:
             self.return_to_gateway([start.key])
             self._end(start.key)
         elif away := neighbours_of(start.chain, self._stage) - self._connected:
-            # Not connected yet, or no longer.
+            # These neighbours are not connected yet, or no longer.
             self.return_to_gateway([start.key], lacks=min(away))
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
