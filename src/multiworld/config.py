@@ -79,8 +79,8 @@ class WorldConfig:
 
     shared_memory_bytes: int = 4 * MIB
     """Bytes of shared memory for large messages between two processes of one host. Each
-    ``direct`` connection allocates it once for each direction, with the first large
-    message. 0 sends everything through sockets."""
+    ``direct`` connection allocates this memory once for each direction, with the first
+    large message. 0 sends everything through sockets."""
 
     unexpected_bytes: int = 64 * MIB
     """Maximum number of bytes held for each pair of members for messages that no

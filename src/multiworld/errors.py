@@ -7,11 +7,11 @@
     ├ WorldError                         .world .epoch
     │ ├ UnknownWorldError(ValueError)    no such world in this manager
     │ ├ WorldExistsError(ValueError)     the name is in use in this manager
-    │ ├ WorldClosedError                 this process closed it
-    │ │ └ MemberLeftError                a member it needs has left  .rank
+    │ ├ WorldClosedError                 this process closed the world
+    │ │ └ MemberLeftError                a member that is needed has left  .rank
     │ ├ RankTakenError                   another live process holds the rank
     │ ├ UsedAfterForkError               a forked child may not use its parent's worlds
-    │ ├ WorldBrokenError                 a fault broke it  .reason .evidence .lost
+    │ ├ WorldBrokenError                 a fault ended it  .reason .evidence .lost
     │ │ ├ MemberLostError                .rank .silent_s
     │ │ └ StaleEpochError                .seen .expected
     │ └ WorldTimeoutError(TimeoutError)
@@ -34,7 +34,8 @@
     │ ├ OverloadedError            429   .retry_after_s
     │ ├ QuarantinedError           429   a tenant's requests killed replicas
     │ ├ ModelFailedError           500   the model raised for this request  .stage
-    │ ├ RequestPoisonedError       500   it killed two replicas
+    │ ├ RequestCancelledError      409   an operator cancelled the request
+    │ ├ RequestPoisonedError       500   the request killed two replicas
     │ ├ NoReplicaError             503   .retry_after_s
     │ ├ DeadlineExceededError      504
     │ ├ LaunchError                      a process could not be started
@@ -246,8 +247,9 @@ class MemberLostError(WorldBrokenError):
 class StaleEpochError(WorldBrokenError):
     """The other members continue without this process.
 
-    They declared it lost (stopped for too long, or network partition), but it is alive.
-    It is fenced: the others ignore everything it sends. Join again to come back.
+    The other members declared this process lost, because it was stopped for too long or
+    cut off by a network partition. It is fenced: the other members ignore everything
+    that it sends. Join again to come back.
 
     Attributes:
         seen: The epoch that this process held to be current.

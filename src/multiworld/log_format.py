@@ -72,12 +72,12 @@ class JsonFormatter(logging.Formatter):
 def configure(
     environment: Mapping[str, str], process: str, level: int = logging.INFO
 ) -> None:
-    """Log to standard error as the environment says.
+    """Log to standard error, with the format and level that the environment names.
 
     Args:
-        environment: Of this process.
-        process: Its name.
-        level: Used if the environment names none.
+        environment: Environment variables of this process.
+        process: Name of this process.
+        level: Level to use if the environment names none.
     """
     known = logging.getLevelNamesMapping()
     named = known.get(environment.get(LEVEL, "").upper(), level)

@@ -72,7 +72,7 @@ class BlockingWorld:
 MANAGER_HEAD = '''
 
 class BlockingManager(Generic[W]):
-    """Methods of a manager; those that wait take ``timeout_s``. ``W``: its worlds."""
+    """Methods of a manager; those that wait take ``timeout_s``. ``W``: world type."""
 
     _manager: WorldManager
 
@@ -85,7 +85,7 @@ class BlockingManager(Generic[W]):
         raise NotImplementedError
 
     def _each(self, worlds: AsyncIterator[World]) -> Iterator[W]:
-        """Wait for each of some worlds."""
+        """Iterate over worlds, waiting for each one."""
         raise NotImplementedError
 '''
 

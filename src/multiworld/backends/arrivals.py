@@ -15,8 +15,8 @@ from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
-# Approximate memory of a held message beside its payload, if no other message has its
-# tag; and of each dimension of its shape.
+# Approximate bytes of a held message besides its payload (if no other message has its
+# tag), and of each dimension of its shape.
 MESSAGE_BYTES, DIMENSION_BYTES = 1664, 28
 
 
@@ -31,11 +31,11 @@ class Description(NamedTuple):
     label: int  # of a bundle: bytes of its manifest; or ``Operation.label``
 
 
-# The error of a receive that refuses this source and message, or None.
+# Returns the error for a receive that refuses this source and message, or None.
 Check = Callable[[int, Description], Exception | None]
-# The tensor to receive into, or None for new memory.
+# Returns the tensor to receive into, or None for new memory.
 Place = Callable[[Description], Tensor | None]
-# The tensor of a message in memory that its sender lends.
+# Returns the tensor of a message in memory that its sender lends.
 Lent = Callable[[Description], Tensor]
 # Merges a part of a payload, from this byte on, into a tensor.
 Merge = Callable[[int, memoryview], None]
@@ -72,7 +72,7 @@ class Arrival:
             return
         tensor = allocate(self.description)
         source = self.tensor.view(-1).view(torch.uint8)[: self.received]
-        # With torch: copying through a memoryview would hold the GIL.
+        # Copy with torch: a copy through a memoryview would hold the GIL.
         tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False

@@ -26,7 +26,7 @@ Meta = Mapping[str, Any]
 Handler = Callable[[Tensor], None]
 
 # Receives the bytes of a uint8 tensor; never raises. The bytes are valid only during
-# the call, and only until it receives something else in the same world.
+# the call, and only until the called function receives something in the same world.
 Peek = Callable[[memoryview], None]
 
 
@@ -36,7 +36,7 @@ class Bundle:
 
     Attributes:
         tensors: Tensors by name, in the order they were sent, of any dtypes and shapes.
-            They share one storage.
+            All tensors share one storage.
         meta: JSON data: str, int, float, bool, None, lists and dicts.
         source: Rank of the sender.
     """
@@ -60,7 +60,7 @@ class Lingering(Protocol):
 
 
 class WorldView(Protocol):
-    """A world as its backend sees it; ``device`` is that of a c10d backend's
+    """A world as its backend sees it; ``device`` is the device of a c10d backend's
     tensors."""
 
     incarnation: Incarnation

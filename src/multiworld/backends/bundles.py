@@ -17,7 +17,7 @@ from multiworld.backends.offload import size_of
 from multiworld.errors import ConfigError, TensorMismatchError
 
 ALIGNMENT = 64  # bytes: one cache line, and enough for any vector load
-COPIED_BYTES = 64 * 1024  # largest tensor to copy without torch, which costs less
+COPIED_BYTES = 64 * 1024  # largest tensor that is copied faster without torch
 
 
 def encode_object(obj: Any, what: str) -> bytes:
@@ -55,7 +55,7 @@ class Layout:
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = dtypes.memory_of(tensor)
             else:
-                # Not through a memoryview: copying would hold the GIL.
+                # A copy through a memoryview would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 
@@ -102,7 +102,8 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
 
 def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Tensor:
     """Return a tensor that lies in ``packed`` (flat, uint8) and shares its memory."""
-    # KeyError: unknown dtype. ValueError: not within. RuntimeError: torch refuses.
+    # KeyError: the dtype is unknown. ValueError: the tensor is not within ``packed``.
+    # RuntimeError: torch refuses the arguments.
     size = _size_within(packed.numel(), begin, code, shape)
     return packed[begin : begin + size].view(dtypes.DTYPES[code]).view(shape)
 

@@ -188,7 +188,7 @@ class Channel:
         # The caller then calls ``lanes[source].take``, with no ``await`` in between.
         lane = self.lanes.get(source)
         if self._received >= TURN_MESSAGES:
-            return None  # post a receive instead: it yields and keeps its place
+            return None  # a posted receive yields, and keeps its position
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1
@@ -204,7 +204,7 @@ class Channel:
     def _polls_in_vain(
         self, is_there: Callable[[], bool], poll: Callable[[], None]
     ) -> bool:
-        """Poll for a message while that is worth it; return True if none came."""
+        """Poll for a message as long as that pays off; return True if none came."""
         seconds = 0.0 if Channel.parked else self._spin.seconds
         if not seconds:
             return False
@@ -219,7 +219,7 @@ class Channel:
         return True
 
     async def _yield_to_loop(self) -> None:
-        """Let other tasks run, which never happens while messages keep arriving."""
+        """Let other tasks run; otherwise, arriving messages could starve them."""
         self._received = 0
         await asyncio.sleep(0)
 
@@ -249,7 +249,7 @@ class Channel:
     # Closing.
 
     def member_left(self, rank: int, make_error: ErrorMaker) -> None:
-        """Fail every send to a member that left; what it sent can be received."""
+        """Fail every send to a member that left; its messages can be received."""
         lane = self.lanes.get(rank)
         if lane is not None:
             lane.fail_sends(make_error)
@@ -263,7 +263,7 @@ class Channel:
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every operation, close every lane; what has arrived can be received."""
+        """Fail every operation, close every lane; arrived messages can be received."""
         for lane in self.lanes.values():
             lane.take_in()
         self.mailbox.abort(make_error)

@@ -88,8 +88,8 @@ class CollectiveMethods:
         """Reduce all members' tensors, element by element, into the tensor of ``dst``.
 
         Args:
-            tensor: Any shape; the same dtype and number of elements on every member. It
-                changes at ``dst`` only.
+            tensor: Any shape; the same dtype and number of elements on every member.
+                The tensor changes at ``dst`` only.
             dst: The rank that receives the result.
             op: A ``torch.distributed.ReduceOp``.
 
@@ -159,8 +159,8 @@ class CollectiveMethods:
         """Receive this rank's element of the list that ``src`` passes.
 
         Args:
-            out: The tensor to fill; dtype and number of elements as each of
-                ``tensors``.
+            out: The tensor to fill; each of ``tensors`` has its dtype and number of
+                elements.
             tensors: One tensor for each rank; at ``src`` only.
             src: The rank whose ``tensors`` are distributed.
 
@@ -183,8 +183,8 @@ class CollectiveMethods:
         """Reduce ``tensors[i]`` of all members into ``out`` of rank i.
 
         Args:
-            out: The tensor to fill; dtype and number of elements as each of
-                ``tensors``.
+            out: The tensor to fill; each of ``tensors`` has its dtype and number of
+                elements.
             tensors: One tensor for each rank.
             op: A ``torch.distributed.ReduceOp``.
 
@@ -204,7 +204,7 @@ class CollectiveMethods:
     async def all_to_all(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send ``ins[i]`` to rank i, and receive what it sends here into ``outs[i]``.
+        """Send ``ins[i]`` to rank i, and receive rank i's tensor into ``outs[i]``.
 
         Args:
             outs: One tensor for each rank, all of one dtype and number of elements.
@@ -224,7 +224,7 @@ class CollectiveMethods:
         return list(outs)
 
     async def barrier(self) -> None:
-        """Wait until every member has called it.
+        """Wait until every member has called ``barrier``.
 
         Cancellation: as for ``broadcast``.
         """
@@ -234,7 +234,7 @@ class CollectiveMethods:
         return [torch.empty_like(tensor) for _ in range(self.size)]
 
 
-# How each runs over lanes. The code above ``steps`` checks the call when it is made.
+# How each collective runs over lanes. The code above ``steps`` checks the call at once.
 
 
 @declare(0, has_root=True)

@@ -16,7 +16,7 @@ from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()
 
-# In the order of their wire codes. Only append: any other change needs a new version.
+# Names in the order of their wire codes. Append only: other changes need a new version.
 _NAMES = (
     "uint8",
     "int8",
@@ -62,7 +62,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return _EMPTY
-    # Not through numpy: it may be missing, and does not support bfloat16.
+    # numpy is not used, because it may be missing and does not support bfloat16.
     view: memoryview = _from_memory(tensor.data_ptr(), size, _WRITABLE)
     return view
 
@@ -123,7 +123,7 @@ def require_matching(
     *,
     size: int,
     check: Callable[[Tensor], Tensor],
-    is_written: bool = False,  # if so, none may share memory
+    is_written: bool = False,  # if so, no two may share memory
 ) -> list[Tensor]:
     """Return each ``check(tensor)``; require one per rank with ``like``'s dtype and
     size."""
@@ -177,7 +177,7 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
 
 
 def reached_by(tensors: Iterable[Tensor], targets: Iterable[Tensor]) -> list[bool]:
-    """Return for each tensor whether its memory overlaps that of one of ``targets``."""
+    """Return for each tensor whether its memory overlaps one of ``targets``."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(span for t in targets if (span := _span(t))[0] < span[1]):
         if merged and begin < merged[-1][1]:

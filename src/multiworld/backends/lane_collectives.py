@@ -29,8 +29,9 @@ from multiworld.errors import MemberLeftError, TensorMismatchError, WorldError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
-# Maximum that a member reduces before it sends the result, so that operand and result
-# fit into the cache and a lane's shared memory (``WorldConfig.shared_memory_bytes``).
+# Maximum bytes that a member reduces before it sends the result, so that operand and
+# result fit into the cache and a lane's shared memory
+# (``WorldConfig.shared_memory_bytes``).
 CHUNK_BYTES = 2 * 1024 * 1024
 
 
@@ -102,7 +103,8 @@ class LaneCollectives:
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
         """Reduce all members' tensors into every member's, by recursive doubling."""
-        # The largest power of two members exchange; each other one goes through one.
+        # Members up to the largest power of two exchange data pairwise. Each other
+        # member sends its data to one of these, and gets the result from it.
         power = 1 << (self.size.bit_length() - 1)
         extra = self.size - power
         arrived = torch.empty_like(flat)
@@ -173,7 +175,7 @@ class LaneCollectives:
                     await self._open_lane(rank)
                 await steps(operation)
         except asyncio.CancelledError:
-            # Some of its messages have been exchanged.
+            # Members may already have exchanged messages of this collective.
             self._view.report(
                 Failed(f"rank {self.rank} cancelled {operation} before it was complete")
             )
@@ -197,7 +199,7 @@ class LaneCollectives:
         self._end_everywhere(self._number + 1, left)
 
     def _end_everywhere(self, number: int, left: int) -> None:
-        # The others may wait for this member but not for the one that left.
+        # The others may wait for this member, and not notice the one that left.
         self.end_from(number, left)
         note = EndCollectives(self._view.incarnation.nonce, number, left)
         for rank in self.others():
@@ -219,7 +221,7 @@ class LaneCollectives:
 
     def others(self) -> list[int]:
         """Return the other ranks, from this one's successor on."""
-        # Otherwise all members would start with rank 0.
+        # In a fixed order, all members would start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:

@@ -101,12 +101,12 @@ class Mailbox:
         return self._handlers.get((source, description.tag))
 
     def cancel(self, receive: Receive) -> None:
-        """Withdraw ``receive``; its message, if any, returns to its queue."""
+        """Withdraw ``receive``; a message that it has returns to the queue."""
         self._unpost(receive)
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        # Receives with later messages, not yet returned, get earlier ones in exchange.
+        # Receives that have later messages and have not returned them get earlier ones.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 
@@ -410,7 +410,7 @@ class Mailbox:
                 self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
-        """Fail every receive; later ones get complete held messages, or fail too."""
+        """Fail every receive; later receives get complete held messages, or fail."""
         if self._broken is not None:
             return
         self._broken = make_error

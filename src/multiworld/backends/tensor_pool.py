@@ -44,7 +44,7 @@ class TensorPool:
         for block in sorted(fits, key=len):
             try:
                 self._idle.remove(block)
-            except ValueError:  # another thread's loop has taken it
+            except ValueError:  # another thread's loop has taken the block
                 continue
             return block
         return None

@@ -128,9 +128,9 @@ def register_group(
     *,
     name: str,
     device: torch.device,
-    ids: Sequence[int],  # global ones, by rank
+    ids: Sequence[int],  # global ranks, by rank
 ) -> ProcessGroup:
-    """Return a group around a native one, registered with ``torch.distributed``."""
+    """Return a group around a native group, registered with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
 
     kinds = ProcessGroup.BackendType
@@ -157,8 +157,8 @@ def register_group(
 def forget_group(group: ProcessGroup) -> None:
     """Undo ``register_group``; safe to repeat.
 
-    It does not call ``destroy_process_group``, which waits for the work of an NCCL
-    group, and that may wait for a lost member. The owner frees the group in a thread.
+    This does not call ``destroy_process_group``, which waits for the work of an NCCL
+    group; that work may wait for a lost member. The owner frees the group in a thread.
     """
     from torch.distributed import distributed_c10d
 

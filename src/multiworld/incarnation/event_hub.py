@@ -18,7 +18,7 @@ class Subscription:
         self._hub = hub
         self._queue: deque[Event] = deque()
         self._dropped = 0
-        self.changed = asyncio.Event()  # or the hub has closed
+        self.changed = asyncio.Event()  # an event was added, or the hub has closed
 
     def put(self, event: Event) -> None:
         """Append an event; drop the oldest one if the queue is full."""

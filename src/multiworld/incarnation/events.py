@@ -70,7 +70,7 @@ class MemberStalled(Event):
     Attributes:
         rank: The member's rank.
         stalled_s: Seconds since its event loop last responded.
-        evidence: What that loop's thread seems to be doing.
+        evidence: Observed state of that loop's thread.
     """
 
     rank: int

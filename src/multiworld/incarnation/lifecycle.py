@@ -32,7 +32,7 @@ class Breakage:
     evidence: str = ""  # the observation that led to the verdict
     rank: int | None = None  # lost first; None if no member is known to be lost
     silent_s: float = 0.0  # since that member's last sign of life
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
     lost: frozenset[int] = frozenset()
     is_stale: bool = False  # the others declared this process lost
 
@@ -115,8 +115,9 @@ class SaidLeft:
 class Finished:
     """A member's data connection delivered its last message: the member is leaving."""
 
-    # From now on operations with it fail, so ``Life.gone`` must name it. All else waits
-    # for its ``Left``, which follows its earlier control messages.
+    # From now on, operations that need this member fail, so ``Life.gone`` must name it.
+    # Everything else waits for the member's ``Left``, which follows its earlier control
+    # messages.
     rank: int
 
 
@@ -129,7 +130,7 @@ class WasLost:
     evidence: str = ""
     silent_s: float = 0.0
     reported_by: int | None = None  # None: this process's watchdog
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,7 @@ def _finished(life: Life, rank: int) -> Life:
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
     is_silent = loss.reported_by is None and not loss.has_ended
     if loss.rank in life.left and is_silent and not life.is_over:
-        return life, (EndMember(loss.rank),)  # what it sent last may never arrive
+        return life, (EndMember(loss.rank),)  # its last messages may never arrive
     if rank_is_irrelevant(life, loss.rank):
         return life, ()
     if life.breakage is not None:

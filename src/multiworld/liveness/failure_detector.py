@@ -36,8 +36,8 @@ class PeerJoined:
     """A control connection to a peer is up."""
 
     peer: PeerKey
-    has_heartbeats: bool = True  # False: they start with ``HeartbeatsBegan``
-    is_near: bool = False  # it runs on this host
+    has_heartbeats: bool = True  # False: heartbeats start with ``HeartbeatsBegan``
+    is_near: bool = False  # the peer runs on this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PeerHeard:
     at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
     lag_s: float = 0.0  # since the peer's event loop last responded
-    is_computing: bool = False  # that loop's thread runs; False: it waits
+    is_computing: bool = False  # the event loop's thread runs; False: it waits
     # Seconds since the peer last heard this process; None: never.
     heard_us_s: float | None = None
 
@@ -125,7 +125,7 @@ class Verdict:
     reason: str
     evidence: str
     silent_s: float
-    has_ended: bool = False  # its connection has
+    has_ended: bool = False  # its connection has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class _Peer:
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its event loop's last sign; inf if not late
     is_computing: bool = False
-    unheard_s: float = 0.0  # since it had heard us, at its last heartbeat
+    unheard_s: float = 0.0  # since it had heard this process, by its last heartbeat
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
@@ -299,7 +299,7 @@ class FailureDetector:
         return findings
 
     def _give_grace(self, now: float) -> None:
-        """Give the processes on this host more time if all (several) are silent."""
+        """Give the processes on this host more time if all of several are silent."""
         peers = self._peers.values()
         near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
         if len(near) > 1 and all(now - p.beat_at > 2 * self._margin_s for p in near):

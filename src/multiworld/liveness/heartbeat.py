@@ -26,7 +26,7 @@ logger = logging.getLogger("multiworld.watchdog")
 # Seconds without a report until the helper is replaced: well below the default
 # ``silence_s``, because the peers may hear nothing in the meantime.
 MISSED_S = 0.8
-START_S = 5.0  # the same before its first report: it may be slow to start
+START_S = 5.0  # ``MISSED_S`` before the first report: a helper may start slowly
 
 REAP_S = 0.1  # seconds to wait until a killed helper exits
 
@@ -98,10 +98,10 @@ class Heartbeat:
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
-        """Send a connection's heartbeats over this UDP socket too, and own it."""
+        """Send a connection's heartbeats over a UDP socket, too; own the socket."""
         if number in self._sockets:
             self._datagrams[number] = sock
-            if self._control is not None:  # else the next helper gets it when it starts
+            if self._control is not None:  # otherwise the next helper gets the socket
                 self._send_sockets(number)
         else:
             sock.close()
@@ -151,7 +151,7 @@ class Heartbeat:
 
     async def tick(self) -> bool:
         """Give the event loop's sign and wait for the helper's next report; return
-        whether it came."""
+        whether a report came."""
         if self._control is None and not self._sockets:
             await asyncio.sleep(self._heartbeat_s)
             return True
@@ -169,7 +169,8 @@ class Heartbeat:
         except TimeoutError:
             # A late loop may have read the report in the iteration that timed out.
             if not self._reported.is_set():
-                # No miss if this loop was late: it may have starved with its helper.
+                # If this loop was late, no miss is counted: the helper may have starved
+                # with it.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
                 return False
@@ -199,7 +200,7 @@ class Heartbeat:
         self._restart()
 
     def _prepare_standby(self) -> None:
-        """Start a standby helper beside one that does not report.
+        """Start a standby helper beside a helper that does not report.
 
         Whatever starved the helper may delay the standby, too. So the helper continues,
         if it can, until the standby has reported.

@@ -1,8 +1,8 @@
 """The heartbeat helper: sends and reads heartbeats outside the owner's GIL.
 
-It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
-PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
-``heartbeat_s`` it reads the peers' heartbeats, reports what is new over the control
+The helper runs as a script in its own process (``python -I -S -E heartbeat_helper.py FD
+SIGN PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
+``heartbeat_s`` it reads the peers' heartbeats, reports new ones over the control
 socket, and sends one frame to each peer. The owner's event loop writes its sign (a
 time) to shared memory, without waking the helper.
 
@@ -104,14 +104,14 @@ def _stat_of(path: str) -> list[bytes] | None:
 
 
 class StopLook:
-    """Detects a stopped process: at two checks in a row, with no work in between.
+    """Detects a process that is stopped at two checks in a row without work in between.
 
     A process that is stopped and continued in pulses, as by ``cpulimit``, may be
     stopped at every check, but works in between.
     """
 
     def __init__(self) -> None:
-        # Work until the last check, if the process was stopped.
+        # Work that the process had done at the last check, if it was stopped there.
         self._did: object = None
 
     def state(self, state: int, did: object) -> int:
@@ -318,15 +318,16 @@ class HeartbeatHelper:
             if target.datagrams is not None:
                 target.read_datagrams(now)
             if not target.is_ended and not target.read(now):
-                # This is no verdict: the control link shows whether the process has
-                # ended. The owner opens another connection; datagrams continue.
+                # The connection's end is no verdict: the control link shows whether the
+                # process has ended. The owner opens another connection; datagrams
+                # continue.
                 target.is_ended = True
                 self._unreported[number] = target
             if target.heard_at != heard_at:
                 self._unreported[number] = target
 
     def _report(self) -> None:
-        """Send what is new; for a slow owner, keep only each peer's latest."""
+        """Send new reports; for a slow owner, keep only each peer's latest report."""
         is_last = False
         while not is_last:
             numbers = list(self._unreported)[:REPORTS_A_MESSAGE]

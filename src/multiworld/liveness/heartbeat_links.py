@@ -1,4 +1,4 @@
-"""Heartbeat connections to the peers; each to another host also has a UDP socket."""
+"""Heartbeat connections to peers; connections to other hosts also have a UDP socket."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HeartbeatLinks:
     def begin(
         self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool, number: int
     ) -> None:
-        """Exchange heartbeats on a new connection, and own it; end the previous one."""
+        """Own a new connection, exchange heartbeats on it, and end the previous one."""
         key = link.key
         self._end_connection(key)
         # Each direction has its own key, so that a reflected frame is invalid.
@@ -95,7 +95,7 @@ class HeartbeatLinks:
         connection, message = self._connections.get(key), self._ports.get(key)
         if connection is None or connection.datagrams is None or message is None:
             return
-        if message.number != connection.number:  # e.g. that of the previous connection
+        if message.number != connection.number:  # e.g. of the previous connection
             return
         if not _is_numeric(key.remote_host):
             return

@@ -1,6 +1,6 @@
 """Control links of a manager to its peers: listening, dialing, accepting. Two processes
-have one link, however many worlds they share. The smaller uid dials, so that
-connections never cross."""
+have one link, however many worlds they share. The process with the smaller uid dials,
+so that connections never cross."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class LinkTable:
     def _once(
         self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
     ) -> asyncio.Task[None]:
-        """Dial in a task of the table: a cancelled join must not end others' links."""
+        """Dial in a separate task: cancelling one join must not end another's link."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
             task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
@@ -457,4 +457,4 @@ def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
 
 
 def _forget_error(task: asyncio.Task[Any]) -> None:
-    _ = task.cancelled() or task.exception()  # the callers have got it
+    _ = task.cancelled() or task.exception()  # the callers have got the error

@@ -8,9 +8,9 @@ LATE_S = 0.25  # smallest delay that counts as a pause; a busy machine delays by
 
 
 class PauseDetector:
-    """Detects that this process was stopped, suspended or blocked. What arrived in that
-    time is still unread, so silence counts from ``resumed_at``, and the look that
-    detects the pause must declare no peer lost."""
+    """Detects that this process was stopped, suspended or blocked. Messages that
+    arrived in that time are still unread, so silence counts from ``resumed_at``, and
+    the check that detects the pause must declare no peer lost."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s

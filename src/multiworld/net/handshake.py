@@ -52,7 +52,7 @@ class HandshakeError(ConnectionRefusedError):
         self, kind: str, why: str, *, theirs: int = 0, answer: Answer | None = None
     ) -> None:
         # ``kind``: "version", "secret", "tls", "refused" or "malformed". ``theirs``:
-        # the peer's version, or 0. ``answer``: a message for the peer, if any.
+        # the peer's version, or 0. ``answer``: a message for the peer, or None.
         self.kind, self.theirs, self.answer = kind, theirs, answer
         super().__init__(why)
 

@@ -1,6 +1,6 @@
-"""The listener: accepts connections, authenticates and refuses them. It passes on those
-that completed the handshake within ``HELLO_S``. It closes and counts the others, and
-logs a sample of them."""
+"""The listener: accepts connections, authenticates and refuses them. Connections that
+complete the handshake within ``HELLO_S`` are passed on. Other connections are closed
+and counted, and a sample of them is logged."""
 
 from __future__ import annotations
 

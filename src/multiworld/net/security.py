@@ -71,7 +71,7 @@ class Tls:
         return found
 
 
-_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # the last ones that loaded
+_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # last valid contexts
 
 
 @functools.lru_cache(maxsize=16)

@@ -26,9 +26,10 @@ ELSEWHERE = ("198.51.100.1", 9)
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it.
 
-    It ends after about five minutes without an answer (before Linux 6.15: 15), or
-    earlier if the failure detector declares the member lost. ``TCP_USER_TIMEOUT`` is
-    not set: it would also end a connection whose receiver answers but stays full.
+    The connection ends after about five minutes without an answer (before Linux 6.15:
+    15), or earlier if the failure detector declares the member lost.
+    ``TCP_USER_TIMEOUT`` is not set, because it would also end a connection whose
+    receiver answers but stays full.
     """
     options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))
     for option, value in options:
@@ -95,7 +96,7 @@ async def _connect_unix(sock: socket.socket, where: Any) -> None:
             await asyncio.sleep(pause_s)
         else:
             return
-    raise TimeoutError(f"no connection within {sum(CROWDED_S):.0f} s: it is crowded")
+    raise TimeoutError(f"the listener's queue was full for {sum(CROWDED_S):.0f} s")
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
@@ -107,7 +108,7 @@ async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
         try:
             info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except UnicodeError as error:  # not a valid host name
-            raise OSError(f"{host[:80]!r} is no name of a host: {error}") from error
+            raise OSError(f"{host[:80]!r} is not a host name: {error}") from error
         return [(family, where) for family, _, _, _, where in info]
     return [((socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port))]
 

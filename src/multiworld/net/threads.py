@@ -47,6 +47,6 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
         else:
             settle(loop, future, result)
 
-    # Not in a pool: all threads of a pool could be waiting.
+    # A pool is not used, because all of its threads could be waiting.
     threading.Thread(target=run, name="multiworld-call", daemon=True).start()
     return future

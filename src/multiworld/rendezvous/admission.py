@@ -4,9 +4,9 @@ A name has at most one *current* incarnation (admitted) and one *forming* (waiti
 members). When the last member arrives, the incarnation gets its epoch: higher than any
 that the registry or a member has seen. So epochs never go back.
 
-If a claimed rank is held, the holder is asked. The claim may open the next epoch if the
-holder is silent or its session has ended. Members of a living incarnation keep their
-ranks until a larger incarnation (``grow``) is complete. For survivors of a broken
+If a claimed rank is held, the store asks the holder. The claim may open the next epoch
+if the holder is silent or its session has ended. Members of a living incarnation keep
+their ranks until a larger incarnation (``grow``) is complete. For survivors of a broken
 incarnation, see ``reform``.
 """
 
@@ -202,7 +202,7 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid:  # a ``grow``, during which it keeps its rank
+        if holder.uid == claim.uid:  # the holder keeps its rank during a ``grow``
             return self._admit(world, claim)
         return self._ask(world, current, holder.session, claim, now)
 
@@ -267,7 +267,7 @@ class Registry:
         world.forming[claim.rank] = claim
         self._wait(claim, rival)
         others = (c for rank, c in world.forming.items() if rank != claim.rank)
-        other = next(others, claim)  # compare with one: the others agree already
+        other = next(others, claim)  # one comparison suffices: the others agree
         terms = other.size, other.terms, other.place
         if terms != (claim.size, claim.terms, claim.place):
             return self._dissolve(claim.world, mismatch(world.forming))
@@ -305,7 +305,7 @@ class Registry:
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
-        if world.reforming is not None:  # they missed the new incarnation
+        if world.reforming is not None:  # its survivors missed this incarnation
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)

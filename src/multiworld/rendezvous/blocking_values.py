@@ -83,8 +83,8 @@ class BlockingValues:
             try:
                 outcome = self._outcome(message, waits_s + SLACK_S)
             except BaseException:
-                # The reply may still arrive, and must not be taken for that of the next
-                # request.
+                # The reply may still arrive, and must not be taken for the reply to the
+                # next request.
                 self._sock.close()
                 raise
         if isinstance(outcome, store_messages.NoValue):

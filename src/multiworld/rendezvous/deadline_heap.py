@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
-SPARE = 64  # outdated entries beyond the number of keys before the heap is rebuilt
+# The heap is rebuilt when its outdated entries exceed the current ones by this number.
+SPARE = 64
 
 
 class Deadlines(Generic[Key]):

@@ -118,7 +118,7 @@ class Joiner:
         return session
 
     def _prefer_earlier(self, addresses: StoreAddresses, session: StoreSession) -> None:
-        """Return to an earlier store once it answers: new processes use that one."""
+        """Return to an earlier store once it answers, because new processes use it."""
         if not session.address.place[0]:
             return
 
@@ -222,8 +222,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # In use: something serves the address, and ``connect`` checks what. Not
-            # available: the store is on another host.
+            # EADDRINUSE: something serves the address, and ``connect`` checks what.
+            # EADDRNOTAVAIL: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise errors.StoreUnreachableError(
@@ -234,7 +234,7 @@ class Joiner:
         self._stores[addresses] = store
 
     async def _has_several(self, address: StoreAddress, deadline: float) -> bool:
-        """Return whether a name has several addresses; wait for one that has none.
+        """Return whether a name has several addresses; wait while it has none.
 
         Raises:
             OSError: The name had no address until the deadline.

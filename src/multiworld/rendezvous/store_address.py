@@ -73,7 +73,7 @@ def _parse_one(part: str, place: tuple[int, int], text: str) -> StoreAddress:
         url = urlsplit(part)
         port = url.port
         if url.scheme == "tcp":
-            (url.hostname or "").encode("idna")  # or looking it up raises UnicodeError
+            (url.hostname or "").encode("idna")  # or a lookup raises UnicodeError
     except ValueError as error:
         raise ConfigError("store", text, RULE) from error
     if url.scheme == "memory" and url.netloc:

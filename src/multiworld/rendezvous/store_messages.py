@@ -50,7 +50,7 @@ class Newcomer(Message, frozen=True, kw_only=True):
     rank: Rank
     size: Size
     terms: str  # options that all members must agree on, in words
-    seen: Epoch  # the highest epoch of this name that it has seen
+    seen: Epoch  # highest epoch of this name that the member has seen
 
 
 class Claim(Newcomer, frozen=True, kw_only=True, tag="Claim"):
@@ -67,7 +67,7 @@ class Survivor(Message, frozen=True, kw_only=True):
     """The rank that a survivor had in the incarnation that broke."""
 
     world: Name
-    epoch: Epoch  # of that incarnation, as rank and size
+    epoch: Epoch  # of that incarnation, like rank and size
     rank: Rank
     size: Size
     lost: frozenset[Rank]
@@ -217,7 +217,7 @@ class NoValue(Message, frozen=True, tag="NoValue"):
 
 
 class Full(Message, frozen=True, tag="Full"):
-    """The store holds as many keys and values as it may."""
+    """The store holds the maximum amount of keys and values."""
 
     limit: int  # characters
 

@@ -1,6 +1,6 @@
-"""A manager's session with a store, for all its worlds there. It answers whether this
-process still holds a rank. Losing the session harms no ready world: members need it
-only to join and to change size."""
+"""A manager's session with a store, for all its worlds there. Through the session, the
+store asks whether this process still holds a rank. Losing the session harms no ready
+world: members need it only to join and to change size."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class StoreSession:
         self._on_lost = on_lost
 
     def announce(self, where: StoreAddresses) -> None:
-        """Report the ranks that this process holds, as the store may have restarted."""
+        """Report the ranks that this process holds: the store may have restarted."""
         for holding in self._owner.holdings(where):
             self._send(holding)
 

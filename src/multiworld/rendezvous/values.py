@@ -72,7 +72,7 @@ class Values:
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
         """Return the answer if every key has a value; otherwise register the waiter."""
         if waiter in self._waiting:
-            self._forget(waiter)  # it may be asking again
+            self._forget(waiter)  # the waiter may have asked before
         if self.check(keys):
             return [Answer(waiter, [self._values[key] for key in keys])]
         self._hold(_cost(keys))

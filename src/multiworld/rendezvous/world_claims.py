@@ -10,7 +10,7 @@ from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.claims import Action, Claimed, RequestKey, Send, SessionKey
 from multiworld.rendezvous.reform import Reform, ReformClaim
 
-WaitKey = tuple[str, bool, int]  # world, whether it is a survivor's, and rank
+WaitKey = tuple[str, bool, int]  # world, whether a survivor claims, and rank
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class Current:
 
     epoch: int
     holders: dict[int, Holder]
-    reforms: int | None = None  # the broken epoch that its members survived, if any
-    members: int = 0  # those that have not withdrawn their claims
+    reforms: int | None = None  # broken epoch that its members survived, or None
+    members: int = 0  # number of members that have not withdrawn their claims
 
 
 class Forming(dict[int, Claimed]):

@@ -1,7 +1,7 @@
 """Real processes that start in about 10 ms, to be killed and stopped.
 
-They are forked from a fork server that has imported torch but has run no operation:
-after a parallel operation in the fork server, every child would hang. A child runs an
+Their fork server has imported torch but has run no operation: after a parallel
+operation in the fork server, every child would hang. A child runs an
 ``async`` function of an importable module, and talks to the test through its ``Role``.
 """
 

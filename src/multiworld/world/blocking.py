@@ -9,9 +9,9 @@ Porting a send/recv loop takes a line or two::
         while True:
             world.send(compute(world.recv(src=1)), dst=1)
 
-Any thread may call everything in this module, several threads at once, but not from
-inside an event loop; use ``multiworld.WorldManager`` there. The worlds run on an event
-loop in the manager's own thread.
+Everything here may be called by any number of threads at once, but not from inside an
+event loop; use ``multiworld.WorldManager`` there. The worlds run on an event loop in
+the manager's own thread.
 
 Operations take ``timeout_s``. After that time, or on Ctrl-C, the operation is
 cancelled, with the effect that the same method of ``multiworld.World`` describes.
@@ -44,7 +44,7 @@ __all__ = ["World", "WorldManager"]
 
 T = TypeVar("T")
 
-END_S = 10.0  # to wait for other threads' operations when a manager closes
+END_S = 10.0  # seconds to wait for other threads' operations when a manager closes
 
 
 class _Loop:
@@ -137,10 +137,10 @@ class _Loop:
 
 
 class _Operation(Generic[T]):
-    """A coroutine that runs as a task of the loop; ``ended`` settles when that ends."""
+    """A coroutine that runs as a task of the loop; ``ended`` settles at its end."""
 
-    # Not ``run_coroutine_threadsafe``: cancelling its future drops a result that the
-    # task already has, and does not wait for the task.
+    # ``run_coroutine_threadsafe`` is not used: cancelling its future drops a result
+    # that the task already has, and does not wait for the task.
     def __init__(
         self, step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
     ) -> None:
@@ -307,7 +307,7 @@ class WorldManager(BlockingManager[World]):
         def next_event() -> Event | None:
             try:
                 return self._loop.call(following())
-            except WorldClosedError:  # the manager, too
+            except WorldClosedError:  # the manager is closed
                 return None
 
         def iterate() -> Iterator[Event]:

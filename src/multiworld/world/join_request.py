@@ -29,7 +29,8 @@ class JoinRequest:
     def terms(self) -> str:
         """Return the options that all members must agree on, in words."""
         terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        # With different orders of the stores, two could assign the same epoch.
+        # If members list the stores in different orders, two stores could assign the
+        # same epoch.
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
 
@@ -69,7 +70,7 @@ def default_store(environment: Mapping[str, str]) -> str:
             "give store=, or set MULTIWORLD_STORE (or MASTER_ADDR and MASTER_PORT) in "
             "the environment",
         )
-    # Under torchrun, its own store uses that port, so use the next one.
+    # Under torchrun, torchrun's own store uses that port, so use the next one.
     is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}:{int(port) + is_taken}"

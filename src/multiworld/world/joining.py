@@ -1,6 +1,6 @@
 """Admission to worlds: joining them and changing their size. The store alone decides.
-Once it has admitted an incarnation, the name belongs to that one, even if it cannot be
-opened, so that members never disagree about which incarnation is current."""
+Once the store has admitted an incarnation, the name belongs to this incarnation even if
+it cannot be opened, so that members never disagree about which one is current."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Admission:
             if local is None:
                 self.joiner.leave(where)
             else:
-                session.withdraw(name)  # so that the others do not wait for its links
+                session.withdraw(name)  # so that others stop waiting for its links
                 local.close_nowait()
                 self.release(local)
             raise
@@ -157,7 +157,7 @@ class Admission:
             raise errors.WorldBrokenError(
                 name,
                 "its members do not have distinct identities",
-                evidence=f"ranks {own} have that of this process",
+                evidence=f"ranks {own} have the identity of this process",
             )
         (rank,) = own
         request = replace(request, rank=rank, size=incarnation.size)
@@ -181,14 +181,14 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            # The missing members had time to connect, as others did: report a loss.
+            # Others have connected, so the missing members had time: report a loss.
             some = 0 < len(local.unlinked) < local.incarnation.size - 1
             if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:
                     local.report(WasLost(rank, LATE))
             raise late from error
         except MemberUnreachableError as error:
-            # Report it to the others too: none of them can continue without it.
+            # Report the loss to the others, too: none can continue without that member.
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
@@ -211,7 +211,7 @@ class Admission:
             try:
                 await self._open(local, deadline)
             except errors.WorldBrokenError as error:
-                # Another member was lost during this: continue without that one too.
+                # If another member was lost meanwhile, continue without it, too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local, error)
                     raise
@@ -244,7 +244,7 @@ class Admission:
         try:
             await claiming
         except BaseException:
-            if admitted.session is not None:  # the others wait there for this member
+            if admitted.session is not None:  # others wait in that session's store
                 admitted.session.withdraw(old.incarnation.world)
             self.joiner.leave(old.request.where)
             raise
@@ -258,7 +258,7 @@ class Admission:
         try:
             while True:
                 lost = local.lost | local.left
-                # A claim with more lost members replaces the previous one. That one is
+                # A claim with more lost members replaces the previous claim, which is
                 # not withdrawn, because it may already have been granted.
                 wanted = messages.Survivor(
                     world=local.incarnation.world,
@@ -351,7 +351,8 @@ class Admission:
         assert incarnation is not None
         new = self._begin(old.request, session, incarnation)
         old.supersede()
-        # In the background, because the others may be waiting in the new incarnation.
+        # Close the old one in the background, because the other members may be waiting
+        # in the new one.
         ending = self._loop.create_task(
             self.end(old), name=f"multiworld leave {incarnation.world}"
         )
@@ -462,7 +463,8 @@ def _noted(local: LocalMember, notice: Notice) -> None:
         case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
             local.member_waits(rank, size, is_gone=is_gone)
             is_joining = local.phase is Phase.JOINING and not is_gone
-            # One of another size waits for the next incarnation, after a reform.
+            # A newcomer that expects another size waits for the next incarnation, after
+            # a reform.
             asks_again = size == local.incarnation.size and rank in local.missing
             if is_joining and asks_again:
                 why = "it asks again: it has not heard that it was admitted"

@@ -26,8 +26,8 @@ from multiworld.world.join_request import JoinRequest
 
 T = TypeVar("T")
 
-# Seconds for the control link to report why a data connection failed. Both end together
-# when a process dies, so the report only has to be read.
+# Seconds for the control link to report why a data connection failed. When a process
+# dies, both connections end together, so the report only has to be read.
 LINK_GRACE_S = 1.0
 
 # Seconds to wait for the last data of a lost member on another host: the end of the
@@ -49,7 +49,7 @@ class ManagerServices:
     publish: Callable[[Event], None]
     # Takes a connection that must stay open after its world is closed.
     linger: Callable[[Lingering], None]
-    closing: set[asyncio.Task[None]]  # they close incarnations in the background
+    closing: set[asyncio.Task[None]]  # tasks that close incarnations in the background
     # Called when an incarnation can carry no more traffic.
     over: Callable[[LocalMember], None] = _nothing
     # Called when the incarnation is closed after it was already over.
@@ -110,7 +110,7 @@ class LocalMember:
         return self._life.gone
 
     def silent_s(self, rank: int) -> float:
-        """Return the seconds since a member's last sign of life; 0 for this one."""
+        """Return the seconds since a member's last sign of life; 0 for this member."""
         members = self.incarnation.members
         if rank == self.rank:
             return 0.0
@@ -183,7 +183,7 @@ class LocalMember:
     # Joining.
 
     async def open(self) -> None:
-        """Connect to every member and wait for all; if cancelled, it must be closed."""
+        """Connect to every member and wait for all; if cancelled, call ``close``."""
         config = self.config
         limits = detector.DetectionLimits(
             config.silence_s, config.stall_s, config.stalled_limit_s

@@ -1,6 +1,6 @@
-"""Manager of a process's worlds: joins, finds and closes them. It belongs to one event
-loop and owns the listener, links and heartbeats (``WatchDog``) and the sessions with
-stores (``Joiner``)."""
+"""Manager of a process's worlds: joins, finds and closes them. A manager belongs to one
+event loop and owns the listener, links and heartbeats (``WatchDog``) and the sessions
+with stores (``Joiner``)."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ class WorldManager:
     def events(self) -> AsyncIterator[Event]:
         """Return an iterator over the events of this manager's worlds from now on.
 
-        It ends when the manager is closed. A reader that is 1,024 events behind loses
-        the oldest ones; ``EventsDropped`` reports how many. Cancelling loses unread
-        events.
+        The iterator ends when the manager is closed. A reader that is 1,024 events
+        behind loses the oldest ones; ``EventsDropped`` reports how many. Cancelling
+        loses unread events.
         """
         return self._hub.subscribe().events()
 
@@ -279,8 +279,8 @@ class WorldManager:
                     pass  # the next iteration has the next incarnation
 
         When the yielded world is broken or a member has left, this joins again, with a
-        backoff from 0.1 to 5 s. It ends when the program leaves the loop, closes the
-        manager, or leaves the world with ``leave``.
+        backoff from 0.1 to 5 s. The iteration ends when the program leaves the loop,
+        closes the manager, or leaves the world with ``leave``.
 
         Args:
             name, rank, size, store, backend, config, device: As for ``join``.
@@ -509,8 +509,8 @@ class WorldManager:
             found += local.filenos()
             local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
-        # Not ``close``: inherited objects still hold these numbers, and would later
-        # close whatever reuses them.
+        # Keep the numbers in use: inherited objects still hold them, and would later
+        # close any file that reuses a number.
         try:
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # no file can be opened, so none reuses the numbers

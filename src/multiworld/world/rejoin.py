@@ -16,7 +16,7 @@ FIRST_S = 0.1
 LAST_S = 5.0  # pauses double up to this, to spare a store that is down
 
 # Errors after which another attempt may succeed: members and stores come back, and a
-# dead process's rank becomes free. Others (a wrong secret, another version) are raised.
+# dead process's rank becomes free. Other errors (such as a wrong secret) are raised.
 RETRIED = (
     errors.JoinTimeoutError,
     errors.RankTakenError,

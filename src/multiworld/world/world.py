@@ -195,8 +195,8 @@ class World(CollectiveMethods):
         """Yield to code on ``process_group``, and turn its errors into the world's own.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
-        backend's ``RuntimeError``, which does not name the lost member. This raises
-        ``WorldBrokenError`` (``MemberLostError`` names the member) or
+        backend's ``RuntimeError``, which does not name the lost member. This context
+        manager raises ``WorldBrokenError`` (``MemberLostError`` names the member) or
         ``MemberLeftError`` instead::
 
             async with world.named_errors():
@@ -232,7 +232,7 @@ class World(CollectiveMethods):
         """Raise this world's error if it is broken or closed, or a member has left.
 
         Args:
-            cause: The error that made the caller ask.
+            cause: The error that made the caller check.
         """
         try:
             self._member.check()
@@ -287,7 +287,8 @@ class World(CollectiveMethods):
 
         Raises:
             TensorMismatchError: The message does not fit ``out``, or is a bundle or an
-                object. It stays first in its queue; receive it with a call that fits.
+                object. The message stays first in its queue; receive it with a call
+                that fits.
             MemberLeftError: The sender has left, and all its messages were received.
 
         Cancellation:
@@ -457,20 +458,20 @@ class World(CollectiveMethods):
         Cancellation:
             Before the store admits the next incarnation, the claim is withdrawn and
             this world stays as it is. After the admission, this world is closed. If
-            some members of the next incarnation had not connected yet, that one is kept
-            as broken and ``manager.world(name).reform()`` recovers it; otherwise it is
-            closed, too.
+            some members of the next incarnation had not connected yet, that incarnation
+            is kept as broken, and ``manager.world(name).reform()`` recovers it;
+            otherwise it is closed, too.
         """
         return await self._changes.reform(self.name)
 
     async def grow(self, *, to: int) -> World:
         """Return the next incarnation, with newcomers; this one stays open until then.
 
-        This is a collective: every member calls it with the same ``to``. Each newcomer
+        A collective: every member calls ``grow`` with the same ``to``. Each newcomer
         joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
-        new ranks; the event ``MemberWaiting`` notifies the members that one waits.
-        Members keep their ranks. Other worlds are not affected. This incarnation is
-        closed, and messages that were not received are dropped.
+        new ranks; the event ``MemberWaiting`` notifies the members of each newcomer
+        that waits. Members keep their ranks. Other worlds are not affected. This
+        incarnation is closed, and messages that were not received are dropped.
 
         Args:
             to: The new world size.
@@ -494,7 +495,7 @@ class World(CollectiveMethods):
     # The end.
 
     async def close(self) -> None:
-        """Leave politely: the others get what was sent, then ``MemberLeftError``.
+        """Leave politely: the others get all sent data, then ``MemberLeftError``.
 
         Waits at most ``WorldConfig.close_s`` for sent data to leave. May be repeated.
 

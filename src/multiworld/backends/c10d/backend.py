@@ -37,7 +37,7 @@ MAX_BACKEND_TAG = 2**31 - 1  # largest tag that a native group carries: a C int
 
 class C10dBackend:
     """Backend of one world on a c10d group. Sends and receives of a native group cannot
-    be withdrawn, so that cancelling one breaks the world."""
+    be withdrawn, so cancelling one breaks the world."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -47,7 +47,8 @@ class C10dBackend:
         self._runner = WorkRunner(view, name)
         self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
-        # By rank and tag; programs may use each tag once.
+        # Locks by rank and tag. ``Turns`` drops unused ones, because a program may use
+        # each tag only once.
         self._sending, self._receiving = Turns(), Turns()
         self._headers: dict[tuple[int, int], Any] = {}  # of receives that were refused
 

@@ -115,7 +115,7 @@ class Reduction:
     def prepare(self, flat: Tensor) -> list[Tensor]:
         """Return ``flat`` and the tensor that Gloo reduces in its place.
 
-        They may share memory. The result is written to ``flat``.
+        Both tensors may share memory. ``finish`` writes the result to ``flat``.
         """
         if self._is_ordered:
             return [flat, _ordered(flat, is_max=self._name == "MAX")]

@@ -272,7 +272,7 @@ class GroupCollectives:
         try:
             await self._run_numbered(number, call, native)
         except MemberLeftError:
-            raise  # once this member leaves, the others may wait for it, too
+            raise  # stays unfinished: when this member leaves, others may wait for it
         except Exception:
             self._runner.unfinished.discard(number)
             raise
@@ -290,7 +290,8 @@ class GroupCollectives:
                 number, lambda group: native.start(group, work)
             )
         except MemberLeftError as error:
-            # Members that completed this one would wait for this member in the next.
+            # Members that completed this collective would wait for this member in the
+            # next one.
             self._direct.collectives.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part

@@ -76,8 +76,8 @@ class Group:
         if name == "nccl":
             return nccl.make_nccl(store, rank, size, self.device, timeout_s)
         if name == "gloo":
-            # A device of its own has a listener of its own, by which ``sockets`` finds
-            # the group's connections.
+            # Each Gloo device has its own listener, by which ``sockets`` finds the
+            # group's connections.
             return torch_names.new_gloo(
                 store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
             )
@@ -137,5 +137,6 @@ class Group:
             if done is not None:
                 done()
 
-        # Not a daemon thread: a group that outlives the interpreter aborts the process.
+        # The thread is not a daemon, because a group that outlives the interpreter
+        # aborts the process.
         threading.Thread(target=free, name="multiworld-drop-group").start()

@@ -1,7 +1,7 @@
 """NCCL groups whose failure does not end the process.
 
-NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector does,
-and the group is aborted.
+NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector
+notices the loss, and the group is aborted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import Store
 from multiworld.backends import torch_names
 
 # torch reads these when it constructs a group. They disable the handler that aborts the
-# process, the monitor that kills it if the handler hangs, and dumps.
+# process, the monitor that kills the process if the handler hangs, and dumps.
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -62,7 +62,7 @@ def make_nccl(
 
 
 def wait_for(work: Any, device: torch.device) -> None:
-    """Block until a work has completed on its device, or its group is aborted."""
+    """Block until a ``Work`` has completed on its device, or its group is aborted."""
     with torch.cuda.device(device):
         work.wait()  # makes only this thread's CUDA stream wait for the work
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -76,8 +76,8 @@ class Aborter:
     def __init__(self) -> None:
         # An abort waits until the device frees memory, perhaps for kernels of other
         # communicators. If those spin for the same dead peer (its loss breaks all its
-        # worlds in one loop iteration), both wait forever. Healthy worlds on the device
-        # are not aborted: their kernels finish.
+        # worlds in one loop iteration), both aborts wait forever. Healthy worlds on the
+        # device are not aborted: their kernels finish.
         self._lock = threading.Lock()
         self._due: list[Any] = []
 

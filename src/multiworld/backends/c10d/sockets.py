@@ -2,7 +2,8 @@
 
 ``ProcessGroupGloo.abort()`` releases no waiter; shutting down duplicates of its sockets
 does, on both sides. The addresses of the members' listeners, which Gloo publishes in
-the store, identify them. The listener is never shut down: that would abort the process.
+the store, identify the sockets. The listener itself is never shut down, because that
+would abort the process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Connections:
     def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
         self._own, self._peers = own, peers  # the members' listeners
         # Gloo makes all connections at the start and none later, so the list is
-        # complete. Each is checked before every use: its number may be reused.
+        # complete. Each descriptor is checked before every use: another file may have
+        # reused its number.
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
         for _, sock in self._open():

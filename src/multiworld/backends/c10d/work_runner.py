@@ -30,7 +30,7 @@ class WorkRunner:
         self._collectives: dict[asyncio.Future[Any], int] = {}
         # Numbers of the collectives that were called and have not succeeded.
         self.unfinished: set[int] = set()
-        self._abandoned: tuple[int, int] | None = None  # rank; its first number
+        self._abandoned: tuple[int, int] | None = None  # rank; first collective
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None  # None before it is made and after it is freed
 
@@ -104,7 +104,7 @@ class WorkRunner:
             self._waiting.discard(future)
 
     async def _translate(self, error: RuntimeError) -> None:
-        """Raise torch's error as one of multiworld's."""
+        """Raise torch's error as an error of multiworld."""
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(

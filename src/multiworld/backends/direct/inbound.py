@@ -358,7 +358,7 @@ class Inbound:
         count = header.payload
         self._header, self._missing, self._sum = header, count, 0
         if header.flags == wire.LAST and count <= self._end - self._start:
-            # Fast path for completely arrived messages, as most small ones are.
+            # Fast path for messages that have arrived completely: most small ones.
             begin, start = arrival.received, self._start
             arrival.memory[begin : begin + count] = self._stage[start : start + count]
             self._start += count
@@ -413,7 +413,7 @@ class Inbound:
 
     def _free_block(self, header: Header, arrival: Arrival) -> None:
         """Free the block of a message that was copied or withdrawn."""
-        if header.flags & wire.LENT and not arrival.is_lent:  # a lent tensor frees it
+        if header.flags & wire.LENT and not arrival.is_lent:  # a lent tensor does so
             self._block(header, 0).free()
 
 

@@ -396,8 +396,8 @@ class Lane:
         if self.is_dead or self._inbound.is_finished or not is_needed:
             self.close_nowait()
             return False
-        # Closing TCP with unread bytes sends a reset, which discards what the member
-        # has not read yet. So let the member close it, if it does so in time.
+        # Closing TCP with unread bytes sends a reset, which discards the data that the
+        # member has not read yet. So let the member close first, if it does in time.
         self._socket.finish_writing()
         self._loop.call_later(linger_s, self.close_nowait)
         return True

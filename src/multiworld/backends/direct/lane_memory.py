@@ -21,8 +21,8 @@ from multiworld.backends.header import HeaderError
 # first interval, and the maximum that it doubles to.
 LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
-# Maximum number of descriptors whose frames have not been parsed. A read takes one, and
-# at most the frame of the previous one is incomplete.
+# Maximum number of descriptors whose frames have not been parsed. A read takes one
+# descriptor, and at most the frame of the previous descriptor is incomplete.
 MAX_DESCRIPTORS = 8
 
 

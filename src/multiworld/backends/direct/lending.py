@@ -75,7 +75,7 @@ class Mapping:
         self.size = size
         # Populated at once: a page fault for each page would cost more than the copy.
         self.address = map_shared(fd, size, is_populated=True)
-        # Not ``__del__``: a fork while that runs would still find the mapping.
+        # With ``__del__``, a fork during its run would still find the mapping.
         weakref.finalize(self, unmap, self.address, size).atexit = False
         self.memory = view_at(self.address, size)  # valid as long as this object
 
@@ -123,7 +123,7 @@ class _Forks:
 
     def _copy(self) -> None:
         global _total
-        _total.forget_lock()  # the fork may have copied it locked
+        _total.forget_lock()  # the fork may have copied a held lock
         _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)
@@ -135,7 +135,7 @@ def _watch_forks() -> _Forks:
 
 
 class Block(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
+    """The sender's end of a block; pass on ``fd``, then call ``close_fd``."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -166,7 +166,7 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end, mapped while a tensor lies in it; it always closes ``fd``."""
+    """The receiver's end of a block, mapped while a tensor is in it; closes ``fd``."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:

@@ -198,7 +198,7 @@ class Outbound:
         begin: int,  # offset of the payload in the message, in bytes
         fragment: int,
         payload: memoryview,
-        slot: int | None = None,  # or block with the payload; None: on the socket
+        slot: int | None = None,  # or block of the payload; None: it is on the socket
         where: int = wire.SHARED,
     ) -> bytes:
         """Return the header of a message's next frame, and count the frame."""

@@ -57,7 +57,7 @@ def make_sealed(name: str, size: int) -> int:
 
 
 def check_sealed(fd: int, size: int, what: str) -> None:
-    """Check a peer's memory: if it could shrink, access would kill us (SIGBUS)."""
+    """Check a peer's memory: if it shrank, access would kill this process (SIGBUS)."""
     if os.fstat(fd).st_size != size:
         raise HeaderError(f"the shared memory does not have {what}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -78,7 +78,7 @@ class _Mapped:
 
 
 class Ring(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
+    """The sender's end of a ring; pass on ``fd``, then call ``close_fd``."""
 
     def __init__(self, slots: int) -> None:
         size = CONTROL_BYTES + slots * SLOT_BYTES
@@ -123,7 +123,7 @@ class Ring(_Mapped):
 
 
 class Window(_Mapped):
-    """The receiver's end; closes ``fd`` in every case."""
+    """The receiver's end of a ring; closes ``fd`` in every case."""
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
@@ -150,7 +150,7 @@ class Window(_Mapped):
         """Mark a slot free; return True if the caller must ring the bell."""
         memory = self._memory
         memory[slot] = 0
-        # Ringing for every slot would wake the sender for every slot.
+        # Ring only once half of the slots are free, to wake the sender less often.
         if (
             not memory[_WAITING]
             or 2 * bytes(memory[: self.slots]).count(0) < self.slots

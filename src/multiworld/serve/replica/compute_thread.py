@@ -28,7 +28,7 @@ class ComputeThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in the thread; a cancel drops its result only."""
+        """Call ``function`` in the thread; cancelling only drops its result."""
         if self._is_closed:
             raise RuntimeError("compute thread is closed; create a new one")
         future: asyncio.Future[T] = self._loop.create_future()

@@ -223,7 +223,8 @@ class WorkerProcess:
             is_of_work = is_of_work and computing.exception() is not None
             if not is_of_work or self._worker.is_idle:
                 raise
-            # After a clean shutdown, gateways would not suspect the running requests.
+            # Exit at once: after a clean shutdown, gateways do not suspect the running
+            # requests.
             logger.exception("%s failed while computing", self._args.name)
             os._exit(1)
         finally:

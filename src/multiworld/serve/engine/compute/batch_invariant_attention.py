@@ -1,9 +1,9 @@
-"""Batch-invariant attention: bit-identical rows in a batch of any shape.
+"""Batch-invariant attention: a row has the same bits in a batch of any shape.
 
-torch's CPU kernel processes the keys in pieces of 512, from the first key on. Each call
-here has a number of rows, and a number of keys in its last piece, that gave
-bit-identical results in a test on this machine. A mask hides the keys that a row must
-not attend to.
+torch's CPU kernel processes the keys in pieces of 512, from the first key on. This
+module calls the kernel only with row counts, and with key counts of the last piece,
+that gave bit-identical results in a test on this machine. A mask hides the keys that a
+row must not attend to.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512
 KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # candidates for the last piece
-# Candidate numbers of rows in a call. On some processors, MKL's kernels take 6 rows at
-# a time and round the remaining rows differently: there 12 and 24 work, not 16.
+# Candidate row counts of a call. On some processors, MKL's kernels take 6 rows at a
+# time and round the remaining rows differently: there 12 and 24 work, not 16.
 ROWS = (4, 12, 16, 24, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of calls whose results are bit-identical."""
+    """Call sizes that give bit-identical results."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]  # in the last piece
@@ -91,8 +91,8 @@ class _Trial:
 
     @functools.cached_property
     def _reference(self) -> int:
-        """Number of rows of the reference calls."""
-        # The first number for which the bits of a row do not depend on its position.
+        """Row count of the reference calls."""
+        # The first count for which the bits of a row do not depend on its position.
         at = self._positions(PIECE)
         found = (
             rows for rows in ROWS if self._is_position_independent(rows, PIECE, at)
@@ -100,7 +100,7 @@ class _Trial:
         return next(found, ROWS[0])
 
     def keys(self) -> list[int]:
-        """Return the numbers of keys that give the same bits as a whole piece."""
+        """Return the key counts that give the same bits as a whole piece."""
         return [
             keys
             for keys in KEYS
@@ -108,7 +108,7 @@ class _Trial:
         ] or [PIECE]
 
     def rows(self, keys: Sequence[int]) -> list[int]:
-        """Return the numbers of rows that give the same bits with each of ``keys``."""
+        """Return the row counts that give the same bits with each of ``keys``."""
         return [
             rows
             for rows in ROWS
@@ -119,7 +119,7 @@ class _Trial:
         ] or [self._reference]
 
     def sequences(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
-        """Return the numbers of sequences in a call that give the same bits as one."""
+        """Return the sequence counts that give the same bits as single sequences."""
         extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
         found = [1]
         for count in range(2, SLOTS + 1):
@@ -164,7 +164,7 @@ class _Trial:
 
     def _computed(self, rows: int, keys: int, at: Tensor, shift: int = 0) -> Tensor:
         """Return the attention of all queries, in calls of the given size."""
-        # Each query is ``shift`` positions further back in its call.
+        # ``shift`` moves each query this many rows towards the end of its call.
         allowed = torch.arange(keys)[None] <= at.roll(shift)[:, None]
         masks = torch.split(allowed, rows)
         seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
@@ -232,7 +232,7 @@ class InvariantAttention(Attention):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return the outputs of some sequences, [sequences, heads, rows, size]."""
+        """Return the attention of sequences, [sequences, heads, rows, size]."""
         sequences, heads, count, _ = query.shape
         # Query heads that share keys are computed as rows of one head.
         group = heads // key.shape[1]
@@ -264,9 +264,9 @@ class InvariantAttention(Attention):
         window: int | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return 0 for keys that a row attends to, [sequences, 1, rows, keys]."""
-        # ``begins`` live as long as this object. torch would build this mask from
-        # Booleans anew in every layer.
+        """Return the additive mask (0 or -inf), [sequences, 1, rows, keys]."""
+        # An id is a safe key, because ``begins`` live as long as this object. With a
+        # Boolean mask, torch would build the additive mask anew in every layer.
         form = (id(begins), group, window)
         mask = self._masks.get(form)
         if mask is None:

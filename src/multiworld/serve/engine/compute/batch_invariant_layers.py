@@ -1,14 +1,14 @@
 """Batch-invariant layers: a row's results are bit-identical in every batch.
 
 A kernel may sum a row in a different order when the call has more rows, which changes
-the last bits of the result. Which numbers of rows are affected depends on the
-processor, the library and the number of threads. So each number is tested once, when a
-stage is loaded: it is used only if every row has the same bits as in a call with
-``REFERENCE`` rows.
+the last bits of the result. Which row counts are affected depends on the processor, the
+library and the number of threads. So each row count is tested once, when a stage is
+loaded, and used only if every row has the same bits as in a call with ``REFERENCE``
+rows.
 
 torch computes elementwise functions with vector instructions, except for the remainder
 of each thread's slice. Scalar instructions compute the remainder, and their results
-have other last bits (SiLU, GELU, tanh). Which elements are in a remainder depends on
+differ in the last bits (SiLU, GELU, tanh). Which elements are in a remainder depends on
 the numbers of rows and threads. Here the size of every slice is a multiple of
 ``VECTORS``, so there is no remainder.
 """
@@ -28,19 +28,19 @@ from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.bfloat16_products import Bfloat16Linear
 from multiworld.serve.engine.models.packed_linear import PackedLinear
 
-# Candidate numbers of rows. Fewer than 4 rows are computed by separate kernels.
+# Candidate row counts. Separate kernels compute fewer than 4 rows.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
-REFERENCE = 16  # rows of the reference calls, with which others are compared
-OUTPUTS = 250_000  # minimum outputs to compare; in bfloat16 few of them differ
-# Maximum multiplications per number of rows: some hundredths of a second on one core.
+REFERENCE = 16  # rows of the reference calls, with which other calls are compared
+OUTPUTS = 250_000  # minimum outputs to compare, because few differ in bfloat16
+# Maximum multiplications in a tested call: some hundredths of a second on one core.
 MAX_PRODUCTS = 1e9
 
-# Slice of a thread above which torch uses another (``GRAIN_SIZE``, TensorIterator.h).
+# Elements per thread above which torch adds a thread (GRAIN_SIZE in TensorIterator.h).
 GRAIN = 32_768
-# Elements that every processor's vector loop takes without a remainder: two vectors of
-# bfloat16 with AVX512.
+# The vector loops of all processors leave no remainder of a multiple of this many
+# elements: two vectors of bfloat16 with AVX512.
 VECTORS = 64
-# Elementwise functions: all classes of this module of transformers, and those of torch.
+# Elementwise functions: all classes of this module of transformers, and these of torch.
 ACTIVATIONS = "transformers.activations"
 ELEMENTWISE = (
     nn.CELU,
@@ -69,7 +69,7 @@ ROTATED = 8  # rotary embeddings are computed for multiples of this many positio
 
 
 def cover(sizes: Sequence[int], count: int) -> list[int]:
-    """Return sizes of operations that together cover ``count`` rows."""
+    """Return the sizes of calls that together cover ``count`` rows."""
     found = [sizes[-1]] * (count // sizes[-1])
     rest = count % sizes[-1]
     if rest:
@@ -78,7 +78,7 @@ def cover(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
-    """Return the numbers of rows for which a function gives each row the same bits."""
+    """Return the row counts for which a function gives each row the same bits."""
     # ``function`` maps [rows, inputs] to [rows, outputs], row by row.
     width = example.shape[1]
     outputs = function(example).shape[1]
@@ -90,7 +90,7 @@ def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> lis
         given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
         wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
         for size in list(sizes):
-            # At two offsets, so that rows also have other neighbours.
+            # Two offsets, so that each row is tested with different neighbours.
             for begin in (0, REFERENCE // 2 + 1):
                 here = slice(begin, begin + size)
                 if not torch.equal(function(given[here].contiguous()), wanted[here]):
@@ -100,7 +100,7 @@ def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> lis
 
 
 def _filled_up(rows: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-    """Yield parts of the allowed sizes, and the number of zero rows that pad each."""
+    """Yield parts of allowed sizes, each with the number of zero rows that pad it."""
     begin = 0
     for size in cover(sizes, len(rows)):
         part = rows[begin : begin + size]
@@ -125,7 +125,7 @@ class InvariantRows:
         for part, lacking in _filled_up(rows, self._sizes):
             out = self._function(part)
             found.append(out[:-lacking] if lacking else out)
-        if not found:  # no rows, for instance if a step needs no logits
+        if not found:  # there are no rows, for instance if a step needs no logits
             found.append(self._function(rows))
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.reshape(*given.shape[:-1], out.shape[-1])
@@ -181,7 +181,7 @@ def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:
 def _sizes_of(
     key: str, function: Callable[[Tensor], Tensor], example: Tensor
 ) -> list[int]:
-    """Return ``invariant_rows``, from the cache if this machine has tested them."""
+    """Return ``invariant_rows`` of a function, from the cache if tested before."""
     with torch.inference_mode():
         return known(
             f"rows of {key}, of {ROWS}",

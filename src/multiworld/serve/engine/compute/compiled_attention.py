@@ -3,7 +3,7 @@
 On a CPU, one call for each layer appends the keys and values of a step and computes the
 attention of all its rows. A row's result depends only on its sequence, and has the same
 bits on every processor with AVX2. torch computes the layers that this code does not
-support. It also computes prompts in bfloat16, because the code does not use the
+support. torch also computes prompts in bfloat16, because this code does not use the
 bfloat16 matmul instructions of processors.
 """
 

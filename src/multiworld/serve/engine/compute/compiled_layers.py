@@ -30,8 +30,8 @@ from multiworld.serve.engine.models.integer_linear import IntegerLinear
 logger = logging.getLogger("multiworld.serve")
 
 # Maximum errors in the trial, relative to what a layer adds to a row. In int8, the last
-# bit of a norm can change an integer. SmolLM2 has 3e-4 in int8, 1e-6 in float32, and
-# 4e-3 in bfloat16. With GELU in place of SiLU it would have 8e-2.
+# bit of a norm can change an integer. SmolLM2 has an error of 3e-4 in int8, 1e-6 in
+# float32, and 4e-3 in bfloat16. GELU in place of SiLU causes an error of 8e-2.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 INT8_TOLERANCE = 3e-3
 
@@ -151,7 +151,7 @@ class _Norm:
 
 
 class _Trial(Attention):
-    """Attention that records its options; query, key and value affect its result."""
+    """Substitute that records its options; its result depends on all three tensors."""
 
     def __init__(self) -> None:
         self.options: dict[int, dict[str, Any]] = {}
@@ -167,7 +167,8 @@ class _Trial(Attention):
             each.repeat_interleave(len(query) // len(each), 0)
             for each in (call.key, call.value)
         )
-        # Not the product of a row's query and key: rotation does not change that.
+        # The dot product of a row's query and key would hide wrong rotations, because
+        # rotating both does not change it.
         found = value * query.tanh() + key.tanh()
         return found.transpose(0, 1).contiguous()
 
@@ -267,7 +268,7 @@ def compile_layers(stage: Any) -> int:
         positions = torch.tensor([1, 3, last // 2, 2 * last])
         given = stage.example(len(positions), 0)
         stage(given, positions, trial, torch.tensor([0]))
-    except IndexError:  # learned positions have a maximum
+    except IndexError:  # the table of learned positions is too short
         return 0
     finally:
         for handle in handles:
@@ -286,7 +287,7 @@ def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
     made = CompiledLayer(call.layer, stage.attend, options)
     if not isinstance(call.found, Tensor) or call.found.shape != call.hidden.shape:
         return False
-    # A large row would hide what the layer adds to it, so rows are scaled down. That
+    # A large row would hide what the layer adds to it, so rows are scaled down. Scaling
     # does not change what is added, because the layer normalizes its input.
     added, size = _norms(call.found - call.hidden), _norms(call.hidden)
     if not (added > 0.0).all() or not _is_silu(call.layer.mlp.act_fn):

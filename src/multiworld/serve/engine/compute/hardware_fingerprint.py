@@ -1,4 +1,4 @@
-"""Hardware fingerprint: machines with the same one give bit-identical results."""
+"""Hardware fingerprint: machines with equal fingerprints give bit-identical results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fingerprint(threads: int, device: str = "cpu", *more: str) -> str:
 
 
 def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
-    """Return sizes for this hardware from the cache; call ``find`` if it has none."""
+    """Return sizes for this hardware, from the cache or by calling ``find``."""
     name = f"{what}, {fingerprint(threads)}"
     digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
     path = cache_folder() / "alike" / f"{digest}.json"
@@ -60,5 +60,5 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         fresh.write_text(json.dumps({"name": name, "sizes": sizes}))
         fresh.replace(path)
     except OSError:
-        pass  # they are measured again next time
+        pass  # the sizes are measured again next time
     return sizes

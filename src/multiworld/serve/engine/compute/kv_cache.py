@@ -39,7 +39,7 @@ class Rows:
 
 
 class MissingTokensError(Exception):
-    """The cache lacks tokens that precede those of a step."""
+    """The cache lacks tokens that precede the tokens of a step."""
 
 
 class Batch:
@@ -106,7 +106,7 @@ class KvCache:
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values, [key heads, rows, size]; return the full sequence."""
         end = rows.begin + rows.count
-        # Tokens after the end, up to ``room``, are arbitrary, but not NaN.
+        # Memory after the end, up to ``room``, has arbitrary values, but no NaN.
         needed = max(end, room)
         self._memory.make_room(rows.sequence, needed, is_exact=room > 0)
         keys, values = self._memory.of(rows.sequence, layer, (key, value))
@@ -137,9 +137,10 @@ class KvCache:
     def batches(
         self,
         rows: Sequence[Rows],
-        # Maps a sequence's length to tokens to allocate, equal in a batch.
+        # Maps a sequence's length to the number of tokens to allocate; a batch has only
+        # sequences with the same number.
         room: Callable[[int], int] | None = None,
-        max_count: int = SLOTS,  # of a batch, which has at least 2 sequences
+        max_count: int = SLOTS,  # maximum sequences in a batch; the minimum is 2
     ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
         """Allocate memory; return the step's batches, and other rows with offsets."""
         single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
@@ -171,7 +172,7 @@ class KvCache:
         self, batch: Batch, layer: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Append a batch; return its memory, [sequences, key heads, tokens, size]."""
-        # Tokens after the end of a sequence are arbitrary, but not NaN.
+        # Memory after the end of a sequence has arbitrary values, but no NaN.
         memory = self._memory.of_run(batch.run, layer, (key, value))
         end = batch.run.slot + len(batch.at)
         for whole, new in zip(memory, (key, value), strict=True):

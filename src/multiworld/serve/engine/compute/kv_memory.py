@@ -20,7 +20,7 @@ from multiworld.serve.text.engine_limits import GROWTH
 # Maximum number of sequences in a slab. SmolLM2 in float32 on two cores with 160 keys:
 # one row takes 47 us, four rows together 100 us, and eight 160 us.
 SLOTS = 4
-# Maximum tokens in a slab: with more, arithmetic bounds attention, not calls.
+# Maximum tokens in a slab: with more, attention is limited by arithmetic, not by calls.
 SHARED_TOKENS = 1024
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -74,7 +74,7 @@ class KvMemory:
     def make_room(
         self, sequence: Hashable, tokens: int, *, is_exact: bool = False
     ) -> None:
-        """Allocate zeroed memory for ``tokens`` tokens; keep those of the sequence."""
+        """Grow a sequence's memory to ``tokens`` tokens; new memory is zeroed."""
         found = self._found.get(sequence)
         if found is not None and found[0].tokens >= tokens:
             return

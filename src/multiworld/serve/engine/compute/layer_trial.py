@@ -1,5 +1,5 @@
-"""Trial that shows whether rows of whole layers are bit-identical in all steps: that
-matmuls, attention and activations are each batch-invariant may not suffice."""
+"""Trial that shows whether rows of whole layers are bit-identical in all steps. A layer
+may fail even if its matmuls, attention and activations are batch-invariant."""
 
 from __future__ import annotations
 

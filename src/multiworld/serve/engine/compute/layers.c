@@ -22,7 +22,7 @@
 #define LANES 8
 #define PIECE 32 /* keys */
 #define PARTS (PIECE / LANES)
-#define ROWS 48      /* maximum of a task; its rows share the columns of a piece */
+#define ROWS 48      /* maximum in a task; they share the columns of a piece */
 #define TOGETHER 3   /* rows whose scores are computed at once */
 #define MAX_SIZE 256 /* of a head; a multiple of 8 */
 
@@ -357,7 +357,7 @@ void multiworld_attend(const Form *form, const void *query, const void *key,
     long tasks = 0, all_rows = 0;
     for (long number = 0; number < sequences; number++)
         all_rows += heads * rows[number].count * group;
-    /* Smaller tasks if some threads would have none. */
+    /* Make tasks smaller if some threads would have none. */
     const long share = all_rows / (4 * threads) / TOGETHER * TOGETHER;
     const long most = share < TOGETHER ? TOGETHER : share < ROWS ? share : ROWS;
     for (long number = 0; number < sequences; number++)
@@ -438,7 +438,8 @@ INLINE void norm_row(const void *x, const void *more, void *both, const void *we
               bf16);
 }
 
-/* Write the norms of rows, [rows, width]: of x, or with ``more`` of both = x + more. */
+/* Write the norms of the rows of x, [rows, width]. With ``more``, write x + more to
+ * ``both``, and the norms of that sum. */
 FOR_AVX2 void multiworld_norm(const void *x, const void *more, void *both,
                               const void *weight, float epsilon, long rows, long width,
                               void *found, int threads, int bf16) {
@@ -505,7 +506,7 @@ INLINE void gate_lanes(void *gate, const void *up, long at, const int bf16) {
     const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
     const __m256 x = get(gate, at, bf16);
     const __m256 power = exponential(_mm256_or_ps(x, sign)); /* e^-|x| */
-    /* The power if x is negative, else one. */
+    /* e^-|x| if x is negative, otherwise one. */
     const __m256 above = _mm256_blendv_ps(one, power, x);
     const __m256 share = _mm256_div_ps(above, _mm256_add_ps(one, power));
     put(gate, at, _mm256_mul_ps(_mm256_mul_ps(x, share), get(up, at, bf16)), bf16);

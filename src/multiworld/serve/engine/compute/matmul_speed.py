@@ -1,8 +1,8 @@
 """Speed of bfloat16 matmuls on this machine, compared with float32.
 
-oneDNN has fast kernels only for some processors (AVX512, or dedicated instructions); on
-others it emulates them, several times slower than float32, unless compiled code of our
-own does it.
+oneDNN has fast kernels only for some processors (AVX512, or dedicated instructions). On
+others, our compiled code computes these matmuls if it is available; otherwise oneDNN
+emulates them, several times slower than float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def bfloat16_cost() -> float:
-    """Return the time of a bfloat16 matmul as a multiple of that in float32."""
+    """Return the time of a bfloat16 matmul as a multiple of the float32 time."""
     # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(

@@ -2,9 +2,9 @@
 
 The keys of a layer are one tensor, [pages, page size, key heads, size], and so are its
 values. A sequence has a list of pages; a step uploads the lists of its sequences as a
-table. torch's ``varlen_attn`` reads the pages through the table. Where it does not run
-(on a CPU, in float32, in a torch whose kernel takes no table), the pages are gathered,
-and the attention is computed as in ``kv_cache``.
+table. torch's ``varlen_attn`` reads the pages through the table. Where this kernel does
+not run (on a CPU, in float32, in a torch whose kernel takes no table), the pages are
+gathered, and the attention is computed as in ``kv_cache``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 logger = logging.getLogger("multiworld.serve")
 
 MIN_PAGES = 64  # minimum number of pages to allocate
-# Pages of no sequence: ``ZERO`` always contains zeros and pads tables; padding rows of
-# a step are written to ``SCRATCH``.
+# Reserved pages: ``ZERO`` always contains zeros and pads tables; padding rows of a step
+# are written to ``SCRATCH``.
 ZERO, SCRATCH = RESERVED = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
@@ -44,9 +44,9 @@ Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 def torch_kernel() -> Callable[..., Tensor] | None:
     """Return torch's attention over pages; None if this torch has none."""
     try:
-        # Imported late: it loads torch's compiler (1 s, 100 MB).
+        # Imported late, because the import loads torch's compiler (1 s, 100 MB).
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # a torch built without it
+    except ImportError:  # this torch is built without it
         return None
     kernel = cast("Callable[..., Tensor]", varlen_attn)
     takes_pages = "block_table" in inspect.signature(kernel).parameters
@@ -113,7 +113,7 @@ class PagedKvCache:
         return added
 
     def _clear(self, pages: Sequence[int]) -> None:
-        """Zero pages, as they may have NaNs of earlier sequences."""
+        """Zero pages, because earlier sequences may have left NaNs in them."""
         if pages and self._pools:
             places = self.transfers.upload(torch.tensor(pages))
             for pool in self._pools.values():
@@ -124,7 +124,7 @@ class PagedKvCache:
         def doubled(pages: Tensor) -> Tensor:
             return torch.cat([pages, torch.zeros_like(pages)])
 
-        # For all layers or none: memory may not suffice.
+        # Memory may run out, so replace the pages of all layers at once, or of none.
         self._pools = {
             layer: (doubled(keys), doubled(values))
             for layer, (keys, values) in self._pools.items()
@@ -163,7 +163,7 @@ class PagedKvCache:
         return pool
 
     def has_kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Return whether torch's kernel takes such tensors; tried once for a shape."""
+        """Return whether torch's kernel takes such tensors; tried once per shape."""
         if not may_have_kernel(query):
             return False
         shape = query.shape[0], *keys.shape[2:], values.shape[3]
@@ -173,7 +173,7 @@ class PagedKvCache:
         return found
 
     def _tried(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        # It needs a recent GPU and, for pages, a recent FlashAttention.
+        # The kernel needs a recent GPU and, for pages, a recent FlashAttention.
         counts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [1], [[0]]))
         begins, used, table = map(self.transfers.upload, counts)
         one = query.new_zeros(1, query.shape[0], query.shape[2])
@@ -274,7 +274,7 @@ class PagedAttention(Attention):
                 call.window,
             )
         found = call.empty()
-        if len(self._singles) and call.softcap is None:  # in one call
+        if len(self._singles) and call.softcap is None:  # all single rows in one call
             rows = query.index_select(1, self._single_rows)
             tables, mask = self._single_tables(call.window, query.dtype)
             out = of_single_pages(rows, (keys, values), tables, mask, call.scale)

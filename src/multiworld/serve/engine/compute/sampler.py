@@ -1,9 +1,8 @@
 """Sampling of the next token of each sequence of a step.
 
-A token is a function of the logits, the parameters and the tokens so far. It does not
-depend on the other sequences of the step. All of its randomness is one hash of the
-seed, the choice and the index of the token, so a recomputed sequence samples the same
-tokens.
+A token is a function of the logits, the parameters and the tokens so far. Other
+sequences of the step do not affect it. All of its randomness is one hash of the seed,
+the choice and the index of the token, so a recomputed sequence samples the same tokens.
 
 Below, a word is a token of the vocabulary. To draw one, the words race (a form of the
 Gumbel-max trick): each word has a clock, which is an exponential variate that the hash
@@ -16,14 +15,15 @@ the boundaries of all words, and in a flat distribution one of them easily passe
 random number.
 
 The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
-each block. That suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
-words are in the blocks with the largest maxima. Other sequences take five passes (one
-to scale, three for softmax, one to sum), and one more for ``min_p`` or ``top_p``. If
-more than 64 words remain, up to 34 further passes find the probability of the last of
-them by bisection. A mask takes one more pass. Only the 64 likeliest words are sorted.
+each block. This pass suffices for temperature 0, and for ``top_k`` up to 63: the
+likeliest words are in the blocks with the largest maxima. Other sequences take five
+passes (one to scale, three for softmax, one to sum), and one more for ``min_p`` or
+``top_p``. If more than 64 words remain, up to 34 further passes find the probability of
+the last of these words by bisection. A mask takes one more pass. Only the 64 likeliest
+words are sorted.
 
 ``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
-in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
+in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to the remaining words.
 
 The module needs torch alone.
 """
@@ -53,7 +53,7 @@ CHUNK_BYTES = 4 * 2**20
 WORDS = 2**32  # number of the first word's clock; the clocks of blocks start at 0
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0, as in vLLM
 
-# What each byte of a mask adds to the logits of its eight words.
+# Values that each byte of a mask adds to the logits of its eight words.
 _BITS = torch.where(
     torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
 )
@@ -61,7 +61,7 @@ _BITS = torch.where(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sampled token; its log-probabilities are those before any parameter applies."""
+    """A sampled token; log-probabilities are computed before any parameter applies."""
 
     token: int
     logprob: float | None = None
@@ -169,9 +169,9 @@ def sample(
     histories: Sequence[TokenHistory],  # unchanged
     masks: Sequence[Tensor | None] = (),
 ) -> list[Choice | ValueError]:
-    """Sample the next token of each sequence; a ValueError for one that has none."""
-    # ``masks``: empty, or the words that each sequence's structure allows, one bit
-    # each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
+    """Return each sequence's next token, or a ValueError if none can be sampled."""
+    # ``masks``: empty, or one mask per sequence, with the words that its structure
+    # allows: a bit each, lowest first, [vocabulary / 8 or more], uint8; None: all.
     width = logits.shape[-1]
     foreign = [n for n, h in enumerate(histories) if not h.is_within(width)]
     if foreign:
@@ -182,7 +182,7 @@ def sample(
     before = _adjust(logits, histories, masks)
     blocks = _blocks(logits)
     maxima = blocks.amax(-1)
-    largest: list[float] = maxima.amax(-1).tolist()  # NaN if any of them is
+    largest: list[float] = maxima.amax(-1).tolist()  # NaN if any logit is
     rows = [row for row, one in enumerate(largest) if math.isfinite(one)]
     tokens: dict[int, int] = {}
     greedy, few, many = _kinds(rows, histories)
@@ -216,7 +216,7 @@ def _without(
     histories: Sequence[TokenHistory],
     masks: Sequence[Tensor | None],
 ) -> list[Choice | ValueError]:
-    """Sample for all sequences except ``foreign``, which have words out of range."""
+    """Sample for all but ``foreign`` sequences, which have words out of range."""
     others = [n for n in range(len(histories)) if n not in foreign]
     found = sample(
         logits[others],
@@ -224,7 +224,7 @@ def _without(
         [masks[n] for n in others] if masks else (),
     )
     chosen = dict(zip(others, found, strict=True))
-    error = ValueError(f"it has tokens outside the vocabulary of {logits.shape[-1]}")
+    error = ValueError(f"a token is outside the vocabulary of {logits.shape[-1]}")
     return [chosen.get(n, error) for n in range(len(histories))]
 
 
@@ -232,8 +232,9 @@ def _adjust(
     logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Apply masks, biases, penalties and ``min_tokens`` to logits."""
-    # Returns the previous values, except those that masks changed: indices and values,
-    # in order. Here index_select and scatter_ are 4 to 10 times as fast as indexing.
+    # Returns the overwritten logits, except those that masks changed, as indices and
+    # values, in order. Here index_select and scatter_ are 4 to 10 times as fast as
+    # indexing.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
@@ -333,7 +334,8 @@ def _drawn_of_few(
     likely *= (found >= last) & (
         likely >= _column([p.min_p for p in parameters]) * likely[:, :1]
     )
-    # A word remains if the likelier ones sum to less than top_p; the first always does.
+    # A word remains if the likelier words sum to less than top_p; the first always
+    # remains.
     sums = likely.cumsum(-1)
     top_p = _column([p.top_p for p in parameters])
     kept = (sums - likely < top_p * sums[:, -1:]) & (likely > 0)
@@ -343,7 +345,7 @@ def _drawn_of_few(
     chosen = _drawn_by_word(likely, words, _hashes([histories[i] for i in rows]))
     has_more = (found[:, -1:] == last)[:, 0].tolist()
     triples = zip(rows, chosen, has_more, strict=True)
-    # Left out: more than FEW words may be as likely as the last one kept.
+    # In rows left out, more than FEW words may be as likely as the last one kept.
     return {i: token for i, token, more in triples if not more}
 
 
@@ -480,10 +482,10 @@ def _nucleus(
 
 
 def _mass(likely: Tensor, min_probability: float) -> float:
-    """Return the sum of the probabilities of at least ``min_probability``."""
+    """Return the sum of all probabilities at or above ``min_probability``."""
     if min_probability > 0:
         likely = threshold(likely, _below(min_probability), 0.0)
-    # By blocks: sums of more than 32,768 depend on the number of threads.
+    # By blocks: a sum of more than 32,768 numbers depends on the number of threads.
     return float(likely.view(-1, BLOCK).sum(-1).double().sum())
 
 

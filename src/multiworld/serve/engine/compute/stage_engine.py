@@ -83,7 +83,7 @@ class Tail:
     def prepare(self, part: StepPart) -> Tensor | None:
         """Return a mask of the tokens that a structure allows next; None: all."""
         count = part.begin + part.count
-        self.history.truncate(count)  # later ones are sampled again
+        self.history.truncate(count)  # later tokens are sampled again
         if self.matcher is None:
             return None
         self.matcher.truncate(count - self.start.prompt)
@@ -128,7 +128,7 @@ class Chores:
     drop: Sequence[StreamId] = ()  # their KV blocks are freed, and recomputed later
     # Sequences that start, or continue as another attempt.
     open: Sequence[tuple[SequenceStart, Matcher | None]] = ()
-    # Streams that start with cached blocks, by stream: the blocks and number of tokens.
+    # Cached blocks that a stream starts with, and their number of tokens, by stream.
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -241,7 +241,7 @@ class StageEngine:
         for span in spans:
             part, rows = parts.get(span.key), outputs.get(span.key)
             if part is None:
-                continue  # it failed
+                continue  # this part failed
             if rows is not None:
                 first = max(0, span.begin - part.begin)
                 rows = rows[first : span.end - part.begin].clone()
@@ -326,7 +326,7 @@ class StageEngine:
     def _score(self, part: StepPart, logits: Tensor) -> None:
         """Record the log-probabilities of the prompt tokens that follow these rows."""
         tail = self._tails[part.key[:2]]
-        del tail.scored[part.begin :]  # these are recomputed
+        del tail.scored[part.begin :]  # these scores are recomputed
         most = tail.start.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.start.prompt - 1)
         for begin in range(part.begin, end, SCORED_AT_ONCE):

@@ -2,13 +2,13 @@
 
 The host takes several times as long to launch the kernels of such a step one by one as
 the GPU takes to run them. A CUDA graph, which is recorded ("captured") once, launches
-all of them at once. It computes a fixed number of rows over a fixed number of pages,
-from tensors at fixed addresses. So a step is padded with rows that belong to no
+all of them at once. A graph computes a fixed number of rows over a fixed number of
+pages, from tensors at fixed addresses. So a step is padded with rows that belong to no
 sequence, and its page tables are padded with pages of zeros.
 
 The first step of a padded shape is computed without a graph, which also initialises
-libraries. The second step records a graph while it computes padding rows only. It then
-compares the graph's result for the rows of the step with a result computed without the
+libraries. The second step records a graph while it computes padding rows only. Then the
+graph's result for the rows of the step is compared with a result computed without the
 graph.
 """
 
@@ -47,7 +47,7 @@ MAX_TOKENS = 1 << 15
 
 def recorder(device: torch.device) -> Record:
     """Return the recorder of a GPU."""
-    # Its graphs share memory, so copy the result of one before another one runs.
+    # Its graphs share memory, so copy the result of a graph before another graph runs.
     last: weakref.ref[torch.cuda.CUDAGraph] | None = None
     stream: torch.cuda.Stream | None = None
 
@@ -67,7 +67,7 @@ def recorder(device: torch.device) -> Record:
                 ):
                     found = call()
             finally:
-                torch.cuda.set_stream(before)  # torch does not if the capture fails
+                torch.cuda.set_stream(before)  # torch skips this if the capture fails
         last = weakref.ref(graph)
 
         def replay() -> Tensor:
@@ -97,7 +97,7 @@ class StepGraphs:
         return had_any
 
     def compute(self, sequences: Sequence[Rows], rows: Tensor) -> Tensor | None:
-        """Return the outputs of all rows; None if such a step has no graph."""
+        """Return the outputs of all rows; None if graphs cannot compute the step."""
         # ``rows``: token ids, [rows], or hidden states, [rows, hidden], on the host.
         if self._record is None or any(each.count != 1 for each in sequences):
             return None
@@ -115,7 +115,7 @@ class StepGraphs:
         if step is None:
             step = _PaddedStep(self._function, cache, inputs)
             found = step.compute()
-            self._steps[shape] = step  # only now: a step that fails initialises nothing
+            self._steps[shape] = step  # only now: it has succeeded
         elif step.replay is None:
             padding = _inputs(cache, (), rows[:0], *shape)
             found = self._recorded(step, inputs, padding, len(rows))
@@ -127,12 +127,13 @@ class StepGraphs:
     def _recorded(
         self, step: _PaddedStep, inputs: _Inputs, padding: _Inputs, rows: int
     ) -> Tensor:
-        """Record a step and return its outputs; discard a graph with other results."""
+        """Record a step and return its outputs; discard the graph if its own differ."""
         assert self._record is not None
         replay: Call | None = None
         why = ""
-        # Record padding: if the graph repeats decisions that the host made for it, its
-        # results for the inputs are wrong, and it is discarded.
+        # Record a step of padding rows. If the host makes decisions that depend on the
+        # rows, the graph repeats those for padding. Its results for the inputs are then
+        # wrong, and it is discarded.
         step.fill(padding)
         try:
             replay = self._record(step.compute)
@@ -150,11 +151,11 @@ class StepGraphs:
         if torch.equal(*(each.view(torch.uint8) for each in (found, expected[:rows]))):
             step.replay = replay
         else:
-            self._give_up("a graph has other results")
+            self._give_up("the results of a graph differ")
         return expected
 
     def _give_up(self, why: str) -> None:
-        """Free all graphs, and use none from now on unless only memory was missing."""
+        """Free all graphs; record no more, unless only memory was missing."""
         self.clear()
         if why:
             logger.warning("CUDA graphs are not used, so steps are slower: %s", why)

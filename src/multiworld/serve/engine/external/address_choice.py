@@ -69,7 +69,7 @@ class ServerChoice:
         self._failed_at: dict[str, float] = {}
         self._url = ""  # of the chosen server
         self._claim: socket.socket | None = None
-        self._number = 0  # of this replica among the server's on this host
+        self._number = 0  # of the claim, among claims to this server on this host
 
     @property
     def is_shared(self) -> bool:
@@ -167,7 +167,7 @@ class ServerChoice:
         )
 
     async def wait_lost(self, server_lost: Awaitable[str]) -> str:
-        """Wait until the server is lost, or another has no replica; return which."""
+        """Wait until this server is lost or another is unused; return the reason."""
         lost = asyncio.ensure_future(server_lost)
         tasks = [lost]
         try:
@@ -190,7 +190,8 @@ class ServerChoice:
 
     async def _unused_server(self) -> str:
         """Return a server that answers and that no replica uses; empty: none."""
-        # The others may have left this replica's server, which is then its own.
+        # The other replicas may have left this replica's server; then it has no other
+        # user.
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:
@@ -208,7 +209,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except EngineLostError as error:  # it answers, but may not compute
+            except EngineLostError as error:  # a server that answers may not compute
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

@@ -187,7 +187,7 @@ class EngineEncoder:
             ) from error
 
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Exit this process once the server is lost or a process of it is stopped."""
+        """Exit this process once the server is lost or one of its processes stopped."""
         assert self._server is not None
         try:
             why = asyncio.run(lost())
@@ -236,7 +236,7 @@ class EngineEncoder:
         return items_of(data, len(body["input"]))
 
     async def _wait_lost(self) -> None:
-        """Wait while the server does not answer; if it is lost, this replica exits."""
+        """Wait until the server answers, or until this replica has had time to exit."""
         assert self._server is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOST_S):
@@ -265,7 +265,7 @@ def items_of(data: bytes, count: int) -> list[_Item]:
 
 
 async def _lost(server: EngineServer) -> str:
-    """Wait until the server has exited or is stopped; return which."""
+    """Wait until the server has exited or is stopped; return the reason."""
     lost = asyncio.ensure_future(server.wait_lost())
     while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
         if (stopped_s := server.stopped_s()) > SILENT_S:

@@ -43,7 +43,7 @@ def _remove_unused(parent: Path) -> None:
         try:
             lock = _open(path)
         except OSError:
-            continue  # it belongs to another user, or is gone
+            continue  # the folder belongs to another user, or is gone
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

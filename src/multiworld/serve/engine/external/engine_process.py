@@ -88,7 +88,7 @@ class EngineProcess:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        cores: int = 0,  # cores that no other engine has; 0: it may use all
+        cores: int = 0,  # cores for this engine alone; 0: it may use all
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -201,8 +201,8 @@ def free_port() -> int:
 class HeldPort:
     """A free port that no other engine on this host gets until ``release``.
 
-    vLLM starts to listen long after its port was chosen, even if another process then
-    listens on the same port.
+    vLLM starts to listen long after its port was chosen, and does so even if another
+    process listens on that port by then.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class EngineServer:
     ) -> None:
         """Start the server as a child, and wait until it answers health checks."""
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
-        # While it starts, vLLM counts memory that another engine allocates as its own.
+        # A starting vLLM counts memory that another engine allocates as its own.
         is_shared = settings.gpu_memory_share is not None
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
         try:
@@ -229,7 +229,7 @@ class EngineServer:
             self._http = aiohttp.ClientSession(
                 timeout=_timeout(self._silence_s),
                 connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=self._max_line // 2,  # a line may have twice as many
+                read_bufsize=self._max_line // 2,  # lines may be twice as long
             )
         return self._http
 

@@ -46,7 +46,7 @@ class HeldCores:
 
     @contextlib.contextmanager
     def of_children(self) -> Iterator[None]:
-        """Run the processes that this thread starts in the context on these cores."""
+        """In the context, start this thread's child processes on these cores."""
         before = os.sched_getaffinity(0)
         if self.numbers:
             os.sched_setaffinity(0, self.numbers)

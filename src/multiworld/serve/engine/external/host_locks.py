@@ -1,4 +1,4 @@
-"""Locks of one user on one host; the kernel releases those of a lost process."""
+"""Locks of one user on one host; the kernel releases the locks of a lost process."""
 
 from __future__ import annotations
 

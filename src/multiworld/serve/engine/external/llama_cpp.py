@@ -19,7 +19,7 @@ from multiworld.serve.engine.external.token_server_engine import TokenServerEngi
 from multiworld.serve.engine.external.token_servers import LlamaCpp
 from multiworld.serve.engine.external.whole_engine import EngineSettings
 
-# Arguments that the service sets itself, and the field of the spec to use, if any.
+# Arguments that the service sets itself; values: the spec field to use, or empty.
 RESERVED = {
     "host": "",
     "port": "",

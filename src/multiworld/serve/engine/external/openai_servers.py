@@ -67,7 +67,7 @@ class OpenAiEngine(TokenServerEngine):
         await other.warm_up()
 
     async def wait_lost(self) -> str:
-        """Wait until the server is lost, or another has no replica; return which."""
+        """Wait until this server is lost or another is unused; return the reason."""
         return await self._choice.wait_lost(super().wait_lost())
 
     async def _dialect_of(

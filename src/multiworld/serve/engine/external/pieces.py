@@ -8,8 +8,8 @@ within a piece, the whole piece is requested again: the server repeats the known
 and then generates the next ones.
 
 A server applies penalties only to tokens that it generated in the same request. For the
-tokens of earlier pieces, ``logit_bias`` subtracts the same penalties. The presence
-penalty would then count twice for a token in both, so it needs pieces of one token.
+tokens of earlier pieces, ``logit_bias`` subtracts the same penalties. A token in both
+would get the presence penalty twice, so this penalty needs pieces of one token.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def size_of(sampling: Sampling, size: int | None) -> int | None:
     if size is not None and sampling.presence_penalty:
         return 1
     # A server applies its penalties after the biases, and accepts a limited number of
-    # biases. So its own penalties and those by biases differ, and pieces must always be
-    # the same.
+    # biases. So penalties by the server and by biases give different results, and a
+    # sequence must always be divided into the same pieces.
     is_whole = is_greedy(sampling) and not sampling.frequency_penalty
     return None if is_whole and size != 1 else size
 
 
 def seed_of(sampling: Sampling, start: int) -> int:
-    """Return the seed of a piece, derived from that of the sequence; 31 bits."""
+    """Return the seed of a piece, derived from the sequence's seed; 31 bits."""
     data = struct.pack("<QQQ", sampling.seed % 2**64, sampling.choice, start)
     digest = hashlib.blake2b(data, digest_size=4, person=b"piece").digest()
     return int.from_bytes(digest, "little") >> 1

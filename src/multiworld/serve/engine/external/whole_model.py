@@ -84,7 +84,7 @@ def _load(context: StageContext) -> StageFunction:
 
 
 def _identity_of(adapters: Mapping[str, str]) -> list[object]:
-    """Return what changes with the adapters' weights: sizes and times of files."""
+    """Return sizes and times of files, which change with the adapters' weights."""
     found: list[object] = []
     for name, path in adapters.items():
         place = Path(path).expanduser()
@@ -117,7 +117,7 @@ def settings_of(
     device: str = "cpu",
     gpus: tuple[int, ...] = (),
 ) -> EngineSettings:
-    """Return the settings of a replica's engine; ``facts`` None: it embeds."""
+    """Return the settings of a replica's engine; ``facts`` None: it is an encoder."""
     generation, path = spec.generation or GenerationSpec(), folder_of(spec)
     assert path is not None
     return EngineSettings(

@@ -1,6 +1,6 @@
 """llama.cpp's server from the package xllamacpp, with the flags of ``llama-server``.
 
-It runs in the environment of ``engine_python``, and does not import multiworld.
+This script runs in the environment of ``engine_python``; it does not import multiworld.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Names of xllamacpp's parameters that differ from those of the flags.
+# Names of xllamacpp's parameters, by the names of flags that differ from them.
 NAMES = {
     "ctx_size": "n_ctx",
     "parallel": "n_parallel",
@@ -71,7 +71,7 @@ def main(flags: list[str]) -> None:
         return xllamacpp.CommonAdapterLoraInfo(path, 1.0)
 
     server = xllamacpp.Server(parameters_of(xllamacpp.CommonParams(), flags, adapter))
-    assert server is not None  # it serves for as long as it exists
+    assert server is not None  # the server runs while this object exists
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models.partition import Span
 
-# Architectures (``model_type``) whose stages tests compare with the whole model.
+# Architectures (``model_type``) for which tests compare stages with the whole model.
 TESTED = (
     "bert, distilbert, electra, modernbert, mpnet, roberta, xlm-roberta; "
     "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
@@ -58,7 +58,7 @@ AFTER = (
     "decoder.project_out",
 )
 
-# Names of factors of the embeddings, which models apply to ``inputs_embeds``, too.
+# Names of factors that models apply to the embeddings, and to ``inputs_embeds``, too.
 FACTORS = ("embedding_multiplier",)
 
 
@@ -122,7 +122,7 @@ def anatomy_from_plan(plan: dict[str, Any]) -> Architecture:
 
 def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Architecture:
     present = dict(whole.named_modules())
-    if "encoder.rel_embeddings" in present:  # DeBERTa's norm is for these
+    if "encoder.rel_embeddings" in present:  # in DeBERTa, the norm is for these
         present.pop("encoder.LayerNorm", None)
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):

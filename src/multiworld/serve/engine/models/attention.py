@@ -19,7 +19,7 @@ class AttentionCall:
         value: Like ``key``; its size may differ.
         scale: Factor of the scores; None: 1 / sqrt(size).
         window: Tokens that a row attends to, itself included; None: all earlier ones.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; None: they do not.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None: no cap.
     """
 
     layer: int

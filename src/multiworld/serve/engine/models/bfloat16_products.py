@@ -1,8 +1,8 @@
-"""Products of bfloat16 weights by compiled code (``bfloat16_products.c``).
+"""Matmuls with bfloat16 weights in compiled code (``bfloat16_products.c``).
 
-torch's products of few rows read weights at a half to a third of the memory's speed.
-This code reads them once, at its full speed, and sums every output in one order: a row
-has the same bits in a call of any size, with any number of threads.
+For few rows, torch's matmuls read weights at a third to a half of the memory bandwidth.
+This code reads weights once, at full bandwidth, and sums every output in a fixed order:
+a row has the same bits in a call of any size, with any number of threads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Bfloat16Linear:
     Args:
         weight: [outputs, inputs], bfloat16.
         bias: [outputs], or None.
-        kind: Of instructions; None: the best.
+        kind: Kind of instructions; None: the best kind.
 
     Raises:
         NotImplementedError: The code is not available here.
@@ -127,7 +127,8 @@ def best() -> Instructions:
 
 
 def instructions() -> str:
-    """Return the code and the instructions in use, which bits depend on; or empty."""
+    """Return a name for the code and its instructions; empty if it cannot run."""
+    # Results depend on both.
     try:
         kind = best()
     except NotImplementedError:

@@ -93,7 +93,7 @@ def _compilers() -> list[str]:
     if given:
         return [given]
     found = {name: shutil.which(name) for name in ("cc", "gcc")}
-    # Often both are the same program.
+    # Both names often lead to the same program.
     programs = {os.path.realpath(path): name for name, path in found.items() if path}
     return sorted(programs.values())
 

@@ -1,10 +1,10 @@
 """Check that a transformers model can be cut between its layers.
 
-In an architecture whose stages no test compares, stages may apply something twice or
-leave it out: a norm with an unknown name after the last layer, or a factor of the
-embeddings that the model also applies to ``inputs_embeds``. So a trial removes the
-layers from a model, and compares the rest in one piece and in three, on random weights
-and a few tokens.
+In an architecture that no test covers, stages may apply a module twice or leave it out:
+a norm with an unknown name after the last layer, or a factor of the embeddings that the
+model also applies to ``inputs_embeds``. So a trial removes the layers from a model, and
+compares the outputs of the rest in one stage and in three, with random weights and a
+few tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         is_same = _is_same(kind, copy.deepcopy(config), folder)
     except SpecError:
         raise
-    except Exception as error:  # it may not run without layers
+    except Exception as error:  # the model may not run without layers
         raise SpecError(
             f"{folder}: a trial could not show that {config.model_type} can be cut "
             f"into stages ({type(error).__name__}: {error}); {REMEDY}"
@@ -74,7 +74,7 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
         return True
     size = sum(tensor.numel() for tensor in _tensors(base))
     if size > MAX_NUMBERS:
-        raise MemoryError(f"it has {size:,} numbers outside its layers")
+        raise MemoryError(f"the model has {size:,} numbers outside its layers")
     base = base.to_empty(device="cpu").to(torch.float32).eval()
     _fill(base)
     spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)

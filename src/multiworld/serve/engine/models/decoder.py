@@ -106,7 +106,7 @@ def _kv_numbers(config: dict[str, Any], layer: int, folder: Path) -> int:
     """Return how many numbers the key and the value of a token have in a layer."""
     config = {**config, **_of_layer(config, layer)}
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
-    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent; kept expanded
+    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent, cached expanded
         key = int(nope) + int(config.get("qk_rope_head_dim") or 0)
         return heads * (key + int(config.get("v_head_dim") or key))
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)

@@ -173,7 +173,7 @@ def _register() -> None:
 
 
 def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
-    """Return no mask, because the step has its own; record the window."""
+    """Return no mask, because our attention has its own; record the window."""
     if local_size is not None:
         _step.window = local_size
 
@@ -233,13 +233,13 @@ class DecoderStage(nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """Maximum number of positions that its config names, at least 4,096."""
+        """Maximum number of positions in the model's config, at least 4,096."""
         found = MAX_POSITIONS.findall(str(self._facts))
         return max(4096, *map(int, found))
 
     @property
     def is_recordable(self) -> bool:
-        """Whether its steps can be CUDA graphs: the host decides nothing in them."""
+        """Whether steps can be CUDA graphs: the host makes no decisions in them."""
         facts = self._facts
         has_experts = any("experts" in name and facts[name] for name in facts)
         return not has_experts and not CHANGING_ROTATION.search(str(facts))

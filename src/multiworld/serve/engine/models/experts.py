@@ -2,8 +2,8 @@
 
 transformers keeps the weights of all experts of a layer in two tensors. As separate
 linears, experts are packed, quantized and made batch-invariant like other linears. The
-outputs of a token's experts are added in the order of the experts' numbers, whatever
-else is in the step.
+outputs of a token's experts are added in the order of the experts' numbers, so the
+other rows of a step do not affect the result.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from multiworld.serve.spec.stage import Model, Stage
 HUGGINGFACE = (
     "multiworld.serve.engine.models.huggingface:model"  # for models given by ``path``
 )
-DECODER = "multiworld.serve.engine.models.decoder:model"  # for those that generate text
+DECODER = "multiworld.serve.engine.models.decoder:model"  # for text generation
 
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.engine.external.whole_model:model"
@@ -83,14 +83,14 @@ def build_model(spec: ModelSpec) -> Model:
         names = ", ".join(s.name or str(n) for n, s in enumerate(model.stages))
         raise SpecError(
             f"the model has {len(model.stages)} stages ({names}), but `stages:` in the "
-            f"spec has {count}; list as many there"
+            f"spec has {count}; list every stage there"
         )
     _check_limits(model, spec)
     return model
 
 
 def _check_version(spec: ModelSpec) -> None:
-    """Raise SpecError unless code and files are those of the spec's version."""
+    """Raise SpecError unless code and files match the spec's version."""
     if spec.identity is None:
         return
     path = imported_sources.changed(spec.identity.code)
@@ -120,7 +120,7 @@ def folder_of(spec: ModelSpec) -> str | None:
     """Return the folder of a model given by ``path``; fetch it if needed.
 
     Raises:
-        SpecError: The files are not those of this version, and there are no copies.
+        SpecError: The files do not match this version, and there are no copies.
     """
     if spec.path is None:
         return None

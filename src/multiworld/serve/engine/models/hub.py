@@ -65,11 +65,11 @@ def folder_of(path: str, revision: str | None) -> str:
         raise SpecError(
             f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
         ) from error
-    # A revision that was fetched completely is never looked up again. Another program
-    # may have fetched only some of its files into the cache.
+    # A revision that was fetched completely is never looked up again. A file marks it,
+    # because another program may have fetched only some of its files into the cache.
     found = ""
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet
+        with contextlib.suppress(LocalEntryNotFoundError):  # not fetched yet
             found = snapshot_download(
                 path, revision=revision, allow_patterns=FILES, local_files_only=True
             )

@@ -80,7 +80,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def usable_folder(identity: Identity, folder: str) -> str:
-    """Return the folder to load a version from: its own, or that of the copies.
+    """Return the folder to load a version from: its own, or the folder of copies.
 
     Raises SpecError if a file of the version has changed and there is no copy of it.
     """
@@ -94,8 +94,8 @@ def usable_folder(identity: Identity, folder: str) -> str:
 
 def refusal(changed: str) -> str:
     return (
-        f"{changed} {CHANGED}; put it back, or give what is there now a new version "
-        "with `multiworld update`"
+        f"{changed} {CHANGED}; restore it, or use `multiworld update` to make a new "
+        "version of the current files"
     )
 
 
@@ -150,7 +150,7 @@ def _differs(path: Path, mark: FileMark) -> bool:
             return True
     except OSError:
         return True
-    # Written to in place: the file may differ between the samples.
+    # A file that was written to in place may differ between the hashed samples.
     is_same_file = _inode_of(now)[:2] == mark.inode[:2]
     return not mark.is_whole and is_same_file and not is_same_time
 

@@ -81,7 +81,7 @@ def check(factory: str) -> None:
 
 
 def _files_of(module: ModuleType) -> list[str]:
-    """Return the files of a module, and of those in its folder that it imports."""
+    """Return the files of a module, and of modules in its folder that it imports."""
     first = getattr(module, "__file__", None)
     if not isinstance(first, str):
         return []

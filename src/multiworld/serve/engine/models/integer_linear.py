@@ -8,10 +8,10 @@ position, with any number of threads, and on any processor. With 7 bits no kerne
 saturates, as kernels for AVX2 would with 8 bits: the sum of two products is at most 2 x
 128 x 127, which fits into 16 bits.
 
-Code that is compiled on this machine computes the products. Where that is not possible,
-torch does, with oneDNN or FBGEMM. FBGEMM is used if the processor has no instructions
-for products of bytes (VNNI): there its kernels take a quarter of the time for up to 16
-rows. The results have the same bits.
+Code that is compiled on this machine computes the products. If it is not available,
+torch computes them with oneDNN or FBGEMM. FBGEMM is used if the processor has no
+instructions for products of bytes (VNNI): there its kernels take a quarter of the time
+for up to 16 rows. All of them give the same bits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from multiworld.serve.engine.models.stored_integers import Stored
 LEVELS = 63  # largest magnitude of a high integer
 SHIFT = 64  # zero point: the operator takes unsigned activations
 ROUNDING = 1.5 * 2**23  # float32 numbers from here on have no fraction bits
-FINER = 128  # steps of the low integer in one of the high; the low one is at most 64
+FINER = 128  # low steps in one high step; the low integer is at most 64
 
-# Numbers of rows for oneDNN, which makes a kernel for each; other calls are padded.
+# Row counts for oneDNN, which makes a kernel for each; other calls are padded.
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 # Names of linears to which transformers' attention and feed-forward give the same rows.
@@ -48,10 +48,10 @@ SIBLINGS = (
 ROUTER = re.compile("(Router|Gate|Gating)$")
 ROUTERS = "gate", "router"
 
-# Numbers of rows that are checked: one per variant of the code, tiles included.
+# Row counts that are checked: one per variant of the code, tiles included.
 ROWS_CHECKED = (11, 7, 4, 2, 1)
 
-# By kernel and shape: why the kernel is not used; empty: it is exact.
+# Why a kernel is not used, by kernel and shape; empty: the kernel is exact.
 checked: dict[tuple[str, torch.Size, tuple[int, ...]], str] = {}
 
 
@@ -102,7 +102,7 @@ class Weights:
     def product(self, given: Tensor, number: int) -> Tensor:
         """Return the product of one of the linears, [rows, outputs], float32."""
         found = self._found[number] if given is self._given else None
-        # The first linear always computes, so that no failed step leaves results.
+        # The first linear always computes, so results of a failed step are never used.
         if number == 0 or found is None:
             rows = given.reshape(-1, self.inputs).float()
             self._given, self._found = given, [*self._kernel.products(rows)]
@@ -126,7 +126,7 @@ class Kernel(Protocol):
 
 
 class TorchKernel:
-    """A kernel that multiplies with an operator of torch, and scales with others."""
+    """A kernel that multiplies and scales with operators of torch."""
 
     def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
         self._outputs = tuple(outputs)
@@ -157,7 +157,7 @@ class TorchKernel:
 
 
 def as_integers(rows: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """Write rows as integers, the low ones not rounded; return each row's factor."""
+    """Write rows to ``high`` and ``low`` (not rounded); return each row's factor."""
     factor = rows.abs().amax(-1, keepdim=True)
     factor.add_(factor * 0.0)  # a row with an infinite number becomes NaN
     factor.clamp_(min=1e-30).mul_(1 / LEVELS)
@@ -179,7 +179,8 @@ class OneDnn(TorchKernel):
         return SIZES[bisect_left(SIZES, count)]
 
     def sums(self, given: Tensor) -> Tensor:
-        # The addition rounds: the sum has no fraction bits. Its last byte is used.
+        # The addition rounds, because the sum has no fraction bits. The last byte of
+        # the sum is the integer.
         integers = given.add_(ROUNDING + SHIFT).view(torch.int32).to(torch.uint8)
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(integers, 1.0, SHIFT, self._packed),
@@ -239,7 +240,7 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
 
 
 def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
-    """Return an error if a sum is not exact or an operation not rounded; or empty."""
+    """Return how a kernel's results differ from exact ones; empty if they do not."""
     chance = torch.Generator().manual_seed(0)
     rows = torch.randn(
         ROWS_CHECKED[0], integers.shape[1], generator=chance, dtype=torch.float32

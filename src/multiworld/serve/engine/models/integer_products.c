@@ -319,8 +319,8 @@ FOR_AVX2 static void multiply_avx2(const uint8_t *weights, const float *scale,
 
 /* Multiply rows, [rows, given], by packed weights. ``found`` gets the results of each
  * linear, [rows, outputs], one after the other. ``scratch`` has room for the factor and
- * the sums of each row, and for the integers of full tiles. ``kind`` is at most the
- * best. */
+ * the sums of each row, and for the integers of full tiles. ``kind`` is at most
+ * ``multiworld_best()``. */
 void multiworld_multiply(const Packed *packed, const float *rows, long count,
                          long given, float *found, uint8_t *scratch, int threads,
                          int kind) {

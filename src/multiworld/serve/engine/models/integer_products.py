@@ -1,7 +1,7 @@
-"""Products in int8 by compiled code (``integer_products.c``).
+"""Matmuls in int8 by compiled code (``integer_products.c``).
 
-One call from Python replaces a dozen torch operators, and reads weights as fast as
-memory delivers them. The results have the same bits.
+One call from Python replaces a dozen torch operators, and reads weights at full memory
+bandwidth. The results have the same bits as torch's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Matmuls with weights that are packed once, for CPUs.
 
 Matmuls with bfloat16 weights use C code compiled on this machine, if available; all
-others use oneDNN. oneDNN computes on blocks of weights. torch's
-``linear`` packs weights into blocks at every call. With weights that are packed once, a
-matmul of 4 to 16 rows takes half to three quarters of the time, and a language model's
-head less than half (EPYC, float32).
+others use oneDNN, which computes on blocks of weights. torch's ``linear`` packs weights
+into blocks at every call. With weights that are packed once, a matmul of 4 to 16 rows
+takes half to three quarters of the time, and a language model's head less than half
+(EPYC, float32).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # dtypes whose weights are packed
 # A product with packed weights: a ``PackedLinear`` or a ``Bfloat16Linear``.
 Product = Callable[[Tensor], Tensor]
 
-CHECKED = 1, 40  # numbers of rows of the trial: of one row, and of tiles
+CHECKED = 1, 40  # row counts of the trial: for the code of one row and of tiles
 
 
 class PackedLinear:
@@ -73,7 +73,7 @@ def pack_linears(module: nn.Module) -> None:
             try:
                 with torch.inference_mode():
                     packed = make(matrix, each.bias)
-                    if (make, kind) not in checked:  # one kind takes one path
+                    if (make, kind) not in checked:  # one check per kind
                         _check(packed, matrix, each)
                         checked.add((make, kind))
                 break
@@ -109,15 +109,15 @@ def packed_product(weight: Tensor) -> Product:
 
 def unmap(module: nn.Module) -> None:
     """Copy a module's tensors on the CPU into this process's own memory."""
-    # transformers maps the file of the weights, which may be overwritten while it is
-    # served.
+    # transformers maps the file of the weights into memory, and that file may be
+    # overwritten while the model is served.
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.numel():
             tensor.data = tensor.data.clone()
 
 
 def _check(packed: Product, matrix: Tensor, module: Any) -> None:
-    """Raise RuntimeError unless the packed matmul agrees."""
+    """Raise RuntimeError if a matmul with packed weights gives other results."""
     row = torch.linspace(-1.0, 1.0, matrix.shape[1])
     for count in CHECKED:
         factors = torch.linspace(1.0, -2.0, count)[:, None]

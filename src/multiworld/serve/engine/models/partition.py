@@ -46,7 +46,7 @@ def chain_partition(
     total = [0.0, *itertools.accumulate(costs)]
     others, limit = within or ([0.0] * count, 0.0)
     other = [0.0, *itertools.accumulate(others)]
-    # best[i]: minimum of the largest cost of the first i items, with the parts so far
+    # best[i]: minimum of the largest cost, for the first i items in the parts so far
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
     for _ in range(parts):

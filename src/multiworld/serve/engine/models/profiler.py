@@ -1,6 +1,6 @@
-"""Profiler of the stages of a model: time, memory, and bytes sent to the next stage. It
-runs in a process of its own, and measures memory as the growth of that process. Before
-each stage, the allocator returns freed memory to the system."""
+"""Profiler of the stages of a model: time, memory, and bytes sent to the next stage.
+The profiler runs in a process of its own, and measures memory as the growth of that
+process. Before each stage, the allocator returns freed memory to the system."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Cutter:
         self,
         module: Module,
         stages: int | None,  # None: one stage per part
-        # Numbers of the first parts of later stages; by default of equal costs.
+        # Numbers of the first parts of later stages; by default, costs are balanced.
         cut: Sequence[int] | None = None,
         min_parts: int = 1,  # minimum number of parts, if ``stages`` is None
     ) -> None:
@@ -302,7 +302,8 @@ def _trace(
 
 
 def _load_weights(part: nn.Module, path: Path) -> None:
-    # With all names of tied tensors, so that each holder gets the tensor of the file.
+    # Tied tensors are listed by all of their names, so that each module that has the
+    # tensor gets the one in the file.
     held = itertools.chain(
         part.named_parameters(remove_duplicate=False),
         part.named_buffers(remove_duplicate=False),

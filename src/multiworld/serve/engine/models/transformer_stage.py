@@ -75,7 +75,7 @@ def load_owned(
     """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
     from transformers.utils import logging
 
-    disable: Any = logging.disable_progress_bar  # of little use for a part
+    disable: Any = logging.disable_progress_bar  # not useful for part of a model
     disable()
     is_cut = span.end - span.begin < span.count
     if is_cut and config.model_type not in COMPARED:
@@ -143,8 +143,8 @@ def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
-        # The files also have the weights of other stages. A list, because transformers
-        # 5.0 adds another list to it.
+        # The files also have the weights of other stages. This is a list, because
+        # transformers 5.0 adds another list to it.
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,12 +164,13 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Remove the layers of other stages from the chain and from the config."""
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
-    # Only after the weights are loaded: their names have the layers' numbers.
+    # Call this only after the weights are loaded, because their names contain the
+    # numbers of the layers.
     for number in reversed(range(span.count)):
         if not span.begin <= number < span.end:
             del chain[number]
     config: Any = whole.config
-    # A whole model keeps its number: some models count their layers in another way.
+    # The config of a whole model is not changed: some models count layers differently.
     if span.end - span.begin < span.count:
         config.num_hidden_layers = span.end - span.begin
     kinds = getattr(config, "layer_types", None)

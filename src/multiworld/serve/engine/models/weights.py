@@ -38,7 +38,7 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as weights:
                 for key in wanted & set(weights.keys()):
-                    # Not mapped: the file may be overwritten while it is served.
+                    # Copy: a mapped file may be overwritten while it is served.
                     found[key] = weights.get_tensor(key).clone()
         except (OSError, SafetensorError) as error:
             raise SpecError(f"{file}: {error}; give a safetensors file") from error
@@ -85,7 +85,7 @@ def name_of(folder: Path, *settings: object) -> str:
 def name_of_files(files: Iterable[Path], *settings: object) -> str:
     """Return a hash of files that hold a model, and of ``settings``."""
     # Files in the hub's cache are identified by their content hash, others by name,
-    # size, time and samples: container images may give all files the same time. So the
+    # size, time and samples (container images may give all files the same time). So the
     # same weights may have different names on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in files:
@@ -125,7 +125,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     for name, begin, end in tensors:
         layer = LAYER.search(name)
         if layer is None:
-            # Counted for both stages, as the embeddings may also be the head.
+            # Counted for both stages, because the embeddings may also be the head.
             for stage in {0, len(cuts) - 1}:
                 found[stage] += end - begin
             continue

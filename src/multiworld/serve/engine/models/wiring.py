@@ -47,7 +47,7 @@ class StageInterface:
     """Inputs, outputs and pass-through tensors of one stage."""
 
     takes: tuple[str | SizeOf | Constant, ...]  # arguments: tensors, sizes, constants
-    gives: tuple[str, ...]  # results in order; empty if unused
+    gives: tuple[str, ...]  # names of the results in order; empty: unused result
     passes: tuple[str, ...]
     ranges: tuple[SizeRange, ...] = ()
 
@@ -59,8 +59,8 @@ class StageInterface:
                 most = "" if math.isinf(each.high) else f" and at most {each.high:g}"
                 raise InvalidRequestError(
                     f"dimension {each.dimension} of {each.name!r} is {size}, but this "
-                    f"model takes at least {each.low}{most}, as it was cut with an "
-                    "example of such a size"
+                    f"model takes at least {each.low}{most}, because it was cut "
+                    "with an example of such a size"
                 )
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
@@ -152,7 +152,7 @@ def interfaces_of(
 
 def ranges_of(split: GraphModule, inputs: Sequence[TensorSpec]) -> list[SizeRange]:
     """Return the ranges that tracing found for dimensions that the specs leave open."""
-    # Rows have no range, as tracing treats one row like several.
+    # Rows have no range, because tracing treats one row like several.
     found = []
     nodes = (node for node in split.graph.nodes if node.op == "placeholder")
     for node, spec in zip(nodes, inputs, strict=True):

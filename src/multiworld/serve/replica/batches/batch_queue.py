@@ -4,9 +4,9 @@ Work of one tenant waits in order of arrival; work of several tenants in fair or
 batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
 is 0 by default. Only work of the same group runs together: its tensors agree in names,
 dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
-isolation. After the model raised for a request, work of that tenant does not share
-batches with other tenants' for ``APART_S``: if one request of a batch fails, the batch
-is computed again in parts.
+isolation. After the model raised an error for a request, work of its tenant shares no
+batch with other tenants for ``APART_S``, because a batch with a failing request is
+computed again in parts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BatchQueue:
         self._probes: dict[Key, None] = {}  # waiting probes
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
-        self._apart: dict[str, float] = {}  # by tenant: time until which it is separate
+        self._apart: dict[str, float] = {}  # by tenant: end of its separation
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -89,7 +89,7 @@ class BatchQueue:
         )
 
     def failed(self, shares: set[Share], now: float, batches: int) -> None:
-        """Record whose requests failed in a batch that took ``batches`` calls."""
+        """Record the tenants of failed requests; the batch took ``batches`` calls."""
         self._apart = {t: until for t, until in self._apart.items() if until > now}
         for share in shares:
             if share.tenant:
@@ -146,7 +146,7 @@ class BatchQueue:
         waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
             waiting = (self._waiting[key] for key in self._fair.order())
-        # Probes skip the queue: work may wait for the replica that one makes ready.
+        # Probes skip the queue: work may wait for the replica that a probe makes ready.
         probes = [self._waiting[key] for key in self._probes]
         waiting = itertools.chain(probes, (w for w in waiting if w.via is None))
         oldest = next(waiting)

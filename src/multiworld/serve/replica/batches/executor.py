@@ -137,8 +137,8 @@ class Executor:
         except LOST:
             raise
         # Whatever a model raises (even ``SystemExit`` or a Rust panic) fails only its
-        # requests. If it ended the process, they would be replayed on another replica,
-        # and end that one too.
+        # requests. If the error ended the process, the requests would be replayed on
+        # another replica, and end its process, too.
         except BaseException as error:
             if self._settle is not None:
                 self._settle()

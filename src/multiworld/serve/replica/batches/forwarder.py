@@ -55,7 +55,7 @@ class Forwarder:
 
     def return_waiting(self) -> list[Key]:
         """Remove and return all waiting work if the next stage has no replicas."""
-        # During a rolling update, it may never have any again.
+        # During a rolling update, that stage may never get a replica again.
         if self._replicas:
             return []
         returned = list(self._waiting)
@@ -159,8 +159,8 @@ class Forwarder:
             state: [n for n in open_ if self._replicas[n].state is state]
             for state in ReplicaState
         }
-        # A version that is being replaced ends up with only draining replicas. A probe
-        # of the first replicas finds none that is ready.
+        # A version that is being replaced ends up with only draining replicas. When the
+        # first replicas of a version start, a probe finds none that is ready.
         candidates = by_state[ReplicaState.READY]
         is_any_ready = any(
             r.state is ReplicaState.READY and name in self._handed
@@ -175,7 +175,7 @@ class Forwarder:
             chosen = HashRing(candidates).home(piece.session) or None
             most = min((load[name] for name in candidates), default=0) + SESSION_LEAD
             if piece.via is None and chosen is not None and load[chosen] >= most:
-                # Otherwise one session could use up this replica's credit.
+                # Without this limit, one session could use up this replica's credit.
                 chosen = None
         if chosen is None:
             # Of two equally loaded replicas, prefer the one that began a batch longer

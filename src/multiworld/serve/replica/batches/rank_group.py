@@ -1,11 +1,11 @@
 """Replicas of several ranks, one process each.
 
-To other processes, the leader (rank 0) is the replica. It forks the other ranks before
-it starts anything else (on Ray, each rank is launched by itself), and all ranks join a
-world of their own. The leader sends each batch to the other ranks; then every rank
-computes its part, and they exchange tensors through the group's collectives. The loss
-of any rank is the loss of the replica: the world breaks, the leader exits, and the
-controller starts another replica.
+To other processes, the leader (rank 0) is the replica. The leader forks the other ranks
+before it starts anything else (on Ray, each rank is launched by itself), and all ranks
+join a world of their own. The leader sends each batch to the other ranks; then every
+rank computes its part, and the ranks exchange tensors through the group's collectives.
+The loss of any rank is the loss of the replica: the world breaks, the leader exits, and
+the controller starts another replica.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTLED = 2  # tag of the replies to the leader's reports
 
 
 class RankGroup:
-    """Collectives of a replica's ranks, for the model's thread; a ``Group``.
+    """Collectives of a replica's ranks, for the model's thread; implements ``Group``.
 
     A rank whose part of a batch raises reports how many collectives it had begun. If
     another rank has begun more, or begins more later, it cancels that collective, which

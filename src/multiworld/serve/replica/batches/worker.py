@@ -1,5 +1,5 @@
-"""Worker of one replica: receives work, computes it, and forwards it or answers. It
-announces batches to the gateways, so that they know what a lost replica was computing.
+"""Worker of one replica: receives work, computes it, and forwards it or answers. The
+worker announces batches, so that gateways know which work a lost replica was computing.
 A quick stage computes on the event loop, without announcements."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TELL_S = 0.1  # maximum seconds to announce a batch: a stopped gateway does not 
 class WorkerLimits:
     max_batch_size: int = 16  # in rows
     max_wait_s: float = 0.0  # longest wait for more work to share a batch
-    # Credit: requests sent to one replica of the next stage that it has not begun.
+    # Credit: maximum requests sent to a replica of the next stage and not begun there.
     max_ongoing_requests: int = 32
     compute_s: float | None = None  # maximum seconds of a call; None: see ``OVERDUE_S``
 
@@ -88,12 +88,12 @@ class Worker:
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._announced: dict[str, list[Attempt]] = {}  # latest batch, by gateway
-        self._gave_up: set[str] = set()  # gateways that cancelled a part of it
+        self._gave_up: set[str] = set()  # gateways that cancelled part of that batch
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
         self._is_busy = asyncio.Event()
-        self._left: Batch | None = None  # out of the queue; ``run`` computes it next
+        self._left: Batch | None = None  # taken from the queue, for ``run`` to compute
         self._running: Batch | None = None
         self._began_at = 0.0  # monotonic time of the latest batch
         self._counted = BatchCounts()
@@ -245,8 +245,8 @@ class Worker:
             holder.put(inference_messages.Cancel(key))
 
     def _end_load(self) -> None:
-        """Notify gateways that no work which they cancelled is computed any more."""
-        # Until then, or until the next announcement, they count it as load.
+        """Notify gateways that the work they cancelled is no longer computed."""
+        # Until this message, or the next announcement, gateways count it as load.
         for gateway in self._gave_up:
             self._notify(gateway, inference_messages.BatchBegun((), False))
         self._gave_up.clear()
@@ -290,8 +290,8 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # Not earlier: a sender reports work as lost or stuck only while it is owed the
-        # credit.
+        # Credit is not returned earlier: a sender reports work as lost or stuck only
+        # until it gets the credit back.
         self._credit.release_soon(batch.works)
         return True
 

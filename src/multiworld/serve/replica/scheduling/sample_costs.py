@@ -1,4 +1,4 @@
-"""Costs of sampling a token, by its parameters. Pure.
+"""Costs of sampling a token, by the sampling parameters. Pure.
 
 The unit is a row: the time that one more sequence adds to a step. These costs were
 measured with SmolLM2 (a vocabulary of 49,152 words) on an EPYC with one thread and 64

@@ -84,8 +84,8 @@ class Scheduler:
         sequence = self.pool.known.get(key)
         if sequence is None:
             return False
-        # If so, the gateway must decide how the sequence continues: one of its tokens
-        # may be in flight, or a stage is waiting for dropped rows.
+        # The gateway must decide how a paused sequence or one in a step continues: one
+        # of its tokens may be in flight, or a stage may be waiting for dropped rows.
         is_elsewhere = sequence.is_paused or key in self.steps
         self.steps.leave(key)
         sequence.is_in_flight = False
@@ -97,7 +97,7 @@ class Scheduler:
     ) -> None:
         """Record the next token of each sequence of a step."""
         self.steps.record_return(step, now)
-        # None: its prompt is not complete yet, or it has ended.
+        # A token is None if the prompt is not complete yet, or the sequence has ended.
         came = dict(tokens)
         routes = {self.pool.known[key].route for key in came if key in self.pool.known}
         for key, token in came.items():
@@ -107,7 +107,7 @@ class Scheduler:
                     sequence.is_in_flight = False
                     self.pool.append(sequence, token)
                 elif self.steps.samples(step, key):
-                    self.pool.reserve_own(key)  # until its gateway knows
+                    self.pool.reserve_own(key)  # until its gateway reacts
             self.steps.remove(step, key)
         self.steps.record_missing(step, routes, lambda key: self.pool.known[key].route)
 

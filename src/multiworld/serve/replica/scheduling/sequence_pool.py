@@ -33,7 +33,7 @@ FULL_S, LONGEST_FULL_S = 0.1, 2.0
 
 
 class FullReplicas:
-    """Replicas that lacked KV blocks, and (``names``) receive nothing for a while."""
+    """Replicas that lacked KV blocks; those in ``names`` receive nothing for now."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -68,7 +68,7 @@ class SequencePool:
         # By number: running sequences, and suspects, which run alone.
         self.running: dict[int, ScheduledSequence] = {}
         self.suspects: dict[int, ScheduledSequence] = {}
-        # By number: sequences of which later stages had tokens when they arrived.
+        # By number: sequences that later stages already had tokens of at arrival.
         self.rebuilt: dict[int, ScheduledSequence] = {}
         self.planned: set[Key] = set()  # in the step that is being planned
         self.full = FullReplicas()  # replicas of later stages
@@ -256,7 +256,7 @@ class SequencePool:
         self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
     ) -> ScheduledSequence | None:
         """Return an idle sequence to preempt, or else a paused one or a later probe."""
-        # Paused ones may be waiting for the replica that the probe makes ready.
+        # Paused sequences may be waiting for the replica that the probe makes ready.
         found = [s for s in self._unplanned() if s not in gone]
         for those in (
             [s for s in found if not (s.is_paused or s.is_probe)],

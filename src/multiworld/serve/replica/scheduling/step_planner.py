@@ -3,12 +3,12 @@
 Every step computes one token of each running sequence whose previous token is known,
 and fills the rest of the token budget with prefill chunks. Up to one step per stage is
 in flight, each with an equal part of the running sequences. But a step of one row takes
-almost as long as one of eight, so if there are only a few sequences, they share one
+almost as long as a step of eight, so if there are only a few sequences, they share one
 step and wait for each other.
 
 The tenant that has received the fewest tokens is first in a step, and
-``tenant_step_limits`` limits how much a step may delay each tenant. A probe
-is always in the next step.
+``tenant_step_limits`` limits how much a step may delay each tenant. A probe is always
+in the next step.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class StepPlanner:
 
     def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
         """Return the running sequences to compute now: probes, or all others."""
-        passed = self._steps.passed()  # these get no further chunks
+        passed = self._steps.passed()  # sequences that get no further chunks
         return [
             s
             for s in self._pool.running.values()
@@ -154,7 +154,7 @@ class StepPlanner:
         ]
 
     def _ready_suspects(self) -> list[ScheduledSequence]:
-        """Return the suspects that run or could, least recently computed first."""
+        """Return the suspects that run or may run, least recently computed first."""
         found = [
             s
             for s in self._pool.suspects.values()
@@ -179,7 +179,7 @@ class StepPlanner:
         waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
         for sequence in heapq.merge(*waiting, key=self._rank):
             if sequence.key in self._pool.preempted[before:]:
-                continue  # preempted for one of these
+                continue  # preempted in this loop
             if not self._pool.admit(sequence):
                 return
 
@@ -207,7 +207,8 @@ class StepPlanner:
         for sequence in self._ready():
             ready.setdefault(sequence.share, []).append(sequence)
         for those in ready.values():
-            # Taken from the end: sequences that decode first, then prompts in order.
+            # Taken from the end of the list: first sequences that decode, then prompts
+            # in order.
             those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
             those.reverse()
         # A tenant with few tokens to decode is in every step, so that a newcomer's
@@ -322,14 +323,15 @@ class StepPlanner:
         max_rows = min(max_rows, int(fits))
         ready = sum(not s.is_in_flight for s in decoding)
         # If fewer than a step's share are ready, they wait until others return. During
-        # a KV rebuild they do not: steps run anyway, and a few more rows cost little.
+        # a KV rebuild they do not wait: steps run anyway, and a few more rows cost
+        # little.
         if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
             return  # the others are in flight
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
             if len(parts) >= max_rows:
                 return
             if sequence.number not in self._pool.running:
-                continue  # it was preempted for an earlier one
+                continue  # it was preempted for an earlier sequence
             if sequence.lacking == 1 and self._pool.has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 

@@ -154,7 +154,7 @@ class StepsInFlight:
                 self._missing[key] = None
 
     def excuse(self, now: float) -> None:
-        """Restart the wait for missing sequences: this process was stopped."""
+        """Restart the wait for missing sequences, because this process was stopped."""
         for key, since in self._missing.items():
             self._missing[key] = None if since is None else now
 

@@ -58,7 +58,7 @@ class TokenShares:
         self._served[_key(share)] = max(self._served.get(_key(share), 0.0), level)
 
     def reach(self, share: Share) -> None:
-        """Lift the level to a tenant's counter: it is the next one of its priority."""
+        """Lift the level to a tenant's counter: the tenant is next in its priority."""
         level = self._levels.get(share.priority, 0.0)
         self._levels[share.priority] = max(level, self._served[_key(share)])
 

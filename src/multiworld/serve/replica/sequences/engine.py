@@ -68,7 +68,7 @@ class Engine:
         self.computed_s = 0.0
         self._short = ShortSteps()
         self._may_compute_here = False
-        # None: always the same number.
+        # None: the number never changes.
         self._count: ThreadCount | None = None
 
     async def load(self, context: StageContext) -> None:
@@ -76,7 +76,8 @@ class Engine:
         self._thread = ComputeThread()
         if context.device == "cpu" and self._threads == 1:
             # Otherwise this thread and the compute thread would each have an OpenMP
-            # team; the teams would wait for each other in system calls: twice as slow.
+            # team. The teams would wait for each other in system calls, and a step
+            # would take twice as long.
             torch.set_num_threads(1)
             self._may_compute_here = True
         elif context.device == "cpu" and not self._is_deterministic:
@@ -120,7 +121,7 @@ class Engine:
     async def compute(
         self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
     ) -> Computed:
-        """Compute a step, and copy blocks that it completes; a cancel stops neither.
+        """Compute a step, and copy blocks that it completes; cancelling stops neither.
 
         A short step is computed in the calling thread.
         """

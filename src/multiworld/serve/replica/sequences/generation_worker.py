@@ -306,8 +306,8 @@ class GenerationWorker:
             if count is None:  # earlier rows are missing
                 self.recovery.return_to_gateway([part.key])
                 continue
-            # Kept even without rows: later stages may lack them, and the scheduler
-            # waits for the sequence.
+            # A part is kept even if no rows are left to compute: later stages may lack
+            # its rows, and the scheduler waits for the sequence.
             begin = part.begin + part.count - count
             kept.append(StepPart(part.key, begin, count, part.samples))
             rows.append(hidden[end - count : end])
@@ -338,7 +338,7 @@ class GenerationWorker:
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
         found = await self._compute([part for part in parts if part.count], rows)
-        # Others wait for the results, so these go out before anything is recorded.
+        # Other processes wait for the results, so send them before recording anything.
         if self._is_last:
             done = outcome(number, parts, found.tokens, self.recovery.sampled)
             if origin == self.name:
@@ -356,7 +356,7 @@ class GenerationWorker:
         self._record(found)
 
     async def _rebuild(self, pieces: Sequence[RebuildRows]) -> None:
-        """Compute rows that this stage lacks, and send those that later stages lack."""
+        """Compute rows that this stage lacks, and send rows that later stages lack."""
         parts: list[StepPart] = []
         rows: list[Tensor] = []
         for piece in pieces:

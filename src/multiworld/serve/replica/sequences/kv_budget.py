@@ -25,7 +25,7 @@ class KvBudget(Generic[K]):
         self.used = 0
 
     def take(self, wanted: Mapping[K, int]) -> list[K]:
-        """Allocate blocks; return sequences dropped for them, never the last one."""
+        """Allocate blocks; return the sequences dropped for them; keep at least one."""
         for sequence, tokens in wanted.items():
             needed = self._blocks_of(tokens)
             more = max(0, needed - self._blocks.get(sequence, 0))

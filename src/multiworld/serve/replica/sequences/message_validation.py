@@ -20,7 +20,7 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import Key, MessageError
 
-# Messages that only later stages may receive, and those of stage 0.
+# Messages that only later stages may receive, and messages that only stage 0 may.
 OF_LATER_STAGES = (
     generation_messages.ActivationRows,
     generation_messages.Step,
@@ -37,7 +37,7 @@ def check(
     stage: int,
     table: SequenceTable,
 ) -> None:
-    """Raise MessageError for a wrong sender or stage, or for contents that mismatch."""
+    """Raise MessageError for a wrong sender or stage, or for mismatched contents."""
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
         raise MessageError(f"{peer} sent a {type(message).__name__} to stage {stage}")
     match message:

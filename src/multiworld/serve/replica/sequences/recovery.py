@@ -1,4 +1,4 @@
-"""Recovery of one replica's sequences, from their begin to their end. Pure.
+"""Recovery of one replica's sequences, from their start to their end. Pure.
 
 Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
 each other stage's input is in the activation log of the previous stage. When an attempt
@@ -74,7 +74,7 @@ class Recovery:
         self._find_prefix = find_prefix
         self.table = SequenceTable(is_last=settings.is_last)
         self.counts: Counter[str] = Counter()
-        # Sampled by the last stage during a KV rebuild; None: the sequence has ended.
+        # Tokens that the last stage sampled in a KV rebuild; None: the sequence ended.
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
         self._memory: KvBudget[StreamId] = KvBudget(
@@ -88,7 +88,7 @@ class Recovery:
         self._now = 0.0
 
     def handle(self, event: events.Event, now: float) -> list[act.Action]:
-        """Update the state by an event; return the actions to carry out, in order."""
+        """Apply an event to the state; return the actions to carry out, in order."""
         self._now = now
         match event:
             case events.Received(peer, message):
@@ -159,7 +159,7 @@ class Recovery:
                     self._scheduler.resume(key, token)
 
     def _disconnected(self, peer: str) -> None:
-        """End the sequences of a lost gateway; return those of a lost replica."""
+        """End the sequences of a lost gateway; return sequences of a lost replica."""
         self._connected.discard(peer)
         for state in self.table:
             if state.key[0] == peer:
@@ -178,7 +178,7 @@ class Recovery:
                 self._begin(start)
             state = self.table.get(start.key)
             if state is not None:
-                state.is_untold = not self._is_last  # the next stage may not know it
+                state.is_untold = not self._is_last  # it may not know the sequence
                 state.announced_at = self._now if is_new else state.announced_at
 
     def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
@@ -197,16 +197,16 @@ class Recovery:
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
-            # There is no room to prepare it here.
+            # There is no room to prepare the sequence here.
             self.return_to_gateway([start.key])
             self._end(start.key)
         elif away := neighbours_of(start.chain, self._stage) - self._connected:
-            # Not connected yet, or no longer.
+            # These neighbours are not connected yet, or no longer.
             self.return_to_gateway([start.key], lacks=min(away))
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
         elif self._stage == 0 and not self._is_last and _is_fresh(state):
-            # No later stage has KV of it, so no report is needed.
+            # No later stage has KV of the sequence, so no report is needed.
             state.sent, state.is_untold = 0, True
             self._resolve(state)
 
@@ -267,7 +267,7 @@ class Recovery:
             return
         elif key in self._scheduler.pool.known:
             self._scheduler.rewind(key, state.held)
-            if self._is_last:  # the only stage: no other reports that it caught up
+            if self._is_last:  # no other stage reports that it has caught up
                 self._scheduler.resume(key, None)
         else:
             self._add(state)
@@ -281,7 +281,7 @@ class Recovery:
             self.fail(state.key, InvalidRequestError(str(error)))
 
     def _fill(self, state: SequenceState) -> None:
-        """Request the rows that this stage lacks of a sequence to prepare."""
+        """Request the rows of a prepared sequence that this stage lacks."""
         key, start, held = state.key, state.start, state.held
         if self._stage > 0:
             fetch = generation_messages.FetchActivations(key, start.previous, held)
@@ -345,11 +345,11 @@ class Recovery:
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
-        """Allocate memory for parts; return the indices of those that fit."""
+        """Allocate memory for parts; return the indices of the parts that fit."""
         if self._stage == 0:
-            return [*range(len(parts))]  # the scheduler has allocated it
+            return [*range(len(parts))]  # the scheduler has allocated memory
         for part in parts:
-            if part.begin == 0:  # its memory is freed before it is recomputed
+            if part.begin == 0:  # recomputing starts with freed memory
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
         # Other sequences may be dropped to make room.
@@ -383,7 +383,7 @@ class Recovery:
             self._evicted.append(evicted)  # handled between two steps
             return
         state = self.table.get(evicted.key)
-        if state is None:  # it may not have begun here yet: its gateway decides
+        if state is None:  # perhaps not begun here yet: its gateway decides
             self.return_to_gateway([evicted.key])
         else:
             self._send(state.start.chain[self._stage - 1], evicted)
@@ -419,8 +419,8 @@ class Recovery:
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
         planned = self._scheduler.next_step(now)
-        # Done even without a step: the scheduler counts these blocks as free, and a
-        # KV rebuild may take them.
+        # Preempt even if there is no step: the scheduler counts these blocks as free,
+        # and a KV rebuild may take them.
         preempted = self._scheduler.pool.take_preempted()
         self.preempt(preempted)
         # Later stages may be waiting for rows of a paused sequence, which are dropped.
@@ -432,8 +432,8 @@ class Recovery:
         return planned
 
     def _note_alone(self, keys: frozenset[Key]) -> None:
-        """Report the suspects that run alone now, and those that no longer do."""
-        # Both are sent before the step is computed, because it may crash this process.
+        """Report which suspects run alone now, and which no longer do."""
+        # Send both reports before the step, because it may crash this process.
         before, self._alone = self._alone, keys
         for key in sorted(before - keys):
             over = generation_messages.RunsAlone(key, is_over=True)
@@ -480,7 +480,7 @@ class Recovery:
     def rebuilt(
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
-        """Continue after a piece of a KV rebuild; return the rows to send, if any."""
+        """Continue after a piece of a KV rebuild; return the rows to send, or None."""
         # ``rows``: number of output rows by sequence; ``is_end``: the last piece.
         state = self.table.get(key)
         if state is None or state.is_evicted:
@@ -512,7 +512,7 @@ def _is_fresh(state: SequenceState) -> bool:
 
 
 def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
-    """Return the replicas of a chain that have edges to the one of ``stage``."""
+    """Return the replicas of a chain that have edges to its replica of ``stage``."""
     found = {*chain[max(0, stage - 1) : stage + 2]}
     if stage in (0, len(chain) - 1):
         found |= {chain[0], chain[-1]}

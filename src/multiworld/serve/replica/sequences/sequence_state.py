@@ -10,7 +10,7 @@ from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
 MAX_EARLY = 4096  # maximum reports kept about sequences that have not begun here yet
-MAX_ENDED = 4096  # ended sequences kept, as messages about them may be in flight
+MAX_ENDED = 4096  # ended sequences kept: messages about them may be in flight
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class SequenceState:
     # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
     prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
-    # The next stage may not know of it: the first step sent there announces it.
+    # The next stage may not know the sequence: the first step sent there announces it.
     is_untold: bool = False
-    # When the previous stage announced it; None: its gateway did.
+    # Time at which the previous stage announced the sequence; None: its gateway did.
     announced_at: float | None = None
     is_paused: bool = False  # paused or returned: only a later attempt continues it
     is_evicted: bool = False  # evicted for lack of memory: rows in flight are ignored
@@ -60,7 +60,7 @@ class SequenceState:
         return min(count, max(0, end - sent))
 
     def take_untold(self) -> bool:
-        """Return whether the next step must announce this sequence, and clear that."""
+        """Return and clear whether the next step must announce this sequence."""
         is_untold, self.is_untold = self.is_untold, False
         return is_untold
 
@@ -95,7 +95,7 @@ class SequenceTable:
         return state if state is not None and state.key == key else None
 
     def is_new(self, key: Key) -> bool:
-        """Return whether an attempt may begin: it has not, and no later one has."""
+        """Return whether neither this attempt nor a later one has begun."""
         known = self._states.get(key[:2])
         is_older = known is not None and known.key[2] >= key[2]
         return not is_older and key not in self._ended
@@ -112,7 +112,7 @@ class SequenceTable:
         return [key for key, at in times if at is not None and at < before]
 
     def excuse(self, now: float) -> None:
-        """Restart the wait for gateways: this process was stopped."""
+        """Restart the wait for gateways, because this process was stopped."""
         for state in self:
             if state.announced_at is not None:
                 state.announced_at = now

@@ -1,7 +1,7 @@
 """Detection of steps short enough for the event loop to compute itself. Pure.
 
-A step in the compute thread costs two wake-ups: that of the thread, and that of the
-event loop after the step.
+A step in the compute thread costs two wake-ups: of the thread, and of the event loop
+after the step.
 """
 
 from __future__ import annotations

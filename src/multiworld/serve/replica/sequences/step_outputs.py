@@ -34,7 +34,7 @@ def outcome(
     number: int,
     parts: Sequence[StepPart],
     tokens: Sequence[TokenItem],
-    rebuilt: dict[Key, int | None],  # sampled in a KV rebuild; used ones are removed
+    rebuilt: dict[Key, int | None],  # tokens of KV rebuilds; used ones are removed
 ) -> StepDone:
     """Return the message that reports a step's tokens to its scheduler."""
     sampled = {t.key: None if t.finish else t.token for t in tokens}
@@ -75,11 +75,11 @@ def steps_on(
 
 
 def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
-    """Return the output rows of parts, [rows, hidden], which end the computed parts."""
+    """Return the output rows of ``ons``, the ends of computed parts, [rows, hidden]."""
     count = sum(on.count for on in ons)
     if not count or found.hidden is None:
         return NO_ROWS
-    if count == len(found.hidden):  # all of them, in this order
+    if count == len(found.hidden):  # all rows, in this order
         return found.hidden.clone()  # the stage may reuse its memory
     rows_of = found.rows()
     return torch.cat([rows_of[on.key][-on.count :] for on in ons if on.count])

@@ -1,9 +1,9 @@
-"""Number of threads of the next step: one, while others take the cores.
+"""Number of threads of the next step: one, while other processes use the cores.
 
 The threads of a computation wait for each other after every matrix product, and spin
-meanwhile, as OpenMP's do. If another process takes a core, they spin for the time that
-the last one needs: two threads on two cores, beside one busy process, computed less
-than one token a second in place of 86; one thread computed 61.
+meanwhile, as OpenMP's do. If another process takes a core, the other threads spin until
+the slowest one is done. Beside one busy process, two threads on two cores computed less
+than one token a second instead of 86; one thread computed 61.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-LOOK_S = 0.25  # minimum seconds between two looks
-CROWDED = 0.15  # share of the time that a thread waits for a core, to be crowded
-# Seconds with one thread until all are tried again: at first, and at most. They double
-# while it is crowded, as a trial may take a slow step or two.
+LOOK_S = 0.25  # minimum seconds between two checks
+CROWDED = 0.15  # cores are crowded if a thread waits for one this share of the time
+# Initial and maximum seconds with one thread before all threads are tried again. They
+# double while the cores are crowded, because a trial may cost a slow step or two.
 PAUSE_S, MAX_PAUSE_S = 4.0, 64.0
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")

@@ -1,4 +1,4 @@
-"""Sequences of a replica with a whole engine, and the choice of those that run. Pure.
+"""Sequences of a replica with a whole engine, and the scheduling of their runs. Pure.
 
 Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
 that the engine's own queue stays empty. The tokens generated so far are kept here, so a
@@ -45,7 +45,7 @@ from multiworld.serve.wire.protocol import Key, RemoteError, StreamId
 # trial run gets a token, the sequences are at fault; otherwise the engine is lost.
 MAX_FAILURES = 8
 OWN_FAILURES = 4  # the same limit for the runs of one sequence
-KEPT_FAILURES = 1024  # sequences whose failures to remember
+KEPT_FAILURES = 1024  # maximum number of sequences whose failures are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The engine ended a run by itself; ``error`` is None if it raised none."""
+    """The engine ended a run by itself; ``error``: what it raised, or None."""
 
     run: int
     error: Exception | None = None
@@ -123,7 +123,7 @@ WAITING = (
 TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
     None: frozenset(WAITING),
     **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
-    # Back to waiting: either a suspect must run alone now, or this one has done so.
+    # A run is taken back if a suspect must run alone, or if this suspect has done so.
     Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
     Phase.HELD: frozenset(),
     Phase.DOUBTED: frozenset({Phase.OVER}),
@@ -202,7 +202,7 @@ class EngineSequences:
         self._leaving: set[int] = set()  # ended runs that are still in the engine
         self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
         self._queue: FairQueue[StreamId] = FairQueue()  # sequences in phase QUEUED
-        # Suspects that run in isolation now, and those that did so last.
+        # Suspects that run in isolation now, and suspects that did so most recently.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0
@@ -224,7 +224,7 @@ class EngineSequences:
         return sum(len(self._in[phase]) for phase in WAITING)
 
     def handle(self, event: Event) -> list[Action]:
-        """Update the state by an event; return the actions to carry out, in order."""
+        """Apply an event to the state; return the actions to carry out, in order."""
         match event:
             case Received(_, message):
                 self._received(message)
@@ -362,7 +362,7 @@ class EngineSequences:
         return len(self._runs) + len(self._leaving) + held
 
     def _owes_turn(self) -> bool:
-        """Return whether others still wait for a token after the last suspect."""
+        """Return whether others still wait for their turn after the last suspects."""
         if not self._after:
             return False
         phases = Phase.RUNNING, Phase.QUEUED, Phase.CONTINUING
@@ -521,7 +521,7 @@ class EngineSequences:
             case BusyError():
                 self._return(sequence)
             case RequestRefusedError() if len(sequence.tokens) > sequence.start.prompt:
-                # It was accepted before, perhaps by another server.
+                # The request was accepted before, perhaps by another server.
                 self._no_token(sequence, str(error))
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)

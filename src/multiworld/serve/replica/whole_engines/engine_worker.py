@@ -86,7 +86,7 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
-        self._busy_since: float | None = None  # last report: ``_busy_at``
+        self._busy_since: float | None = None  # until ``_busy_at``, the last report
         self._busy_at = 0.0
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
@@ -97,7 +97,7 @@ class EngineWorker:
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
-        # If an adapter raises here, it must do so before the replica is ready.
+        # An adapter that raises here must do so before the replica is ready.
         self.report()
         self._engine.stopped_s()
         self._guard.turned()
@@ -149,8 +149,8 @@ class EngineWorker:
             self._heard_at = now
             return
         if is_paused:
-            # What arrived during the pause is unread. Only the pause is subtracted: a
-            # busy machine pauses often.
+            # Tokens that arrived during the pause are still unread. Only the pause is
+            # subtracted, because a busy machine pauses often.
             self._heard_at += self._pauses.late_s
             for wait in self._waits.values():
                 wait.since += self._pauses.late_s
@@ -175,7 +175,7 @@ class EngineWorker:
                 self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
                 return
             self._tasks[number].cancel()
-            self._waits[number] = _Wait(now, 0.0)  # it has time to end
+            self._waits[number] = _Wait(now, 0.0)  # time to cancel
             error = whole_engine.BusyError(text)
             self._handle(engine_sequences.RunEnded(number, error))
 
@@ -188,7 +188,7 @@ class EngineWorker:
     def _kill(self) -> None:
         try:
             self._engine.kill()
-        except Exception:  # of an adapter
+        except Exception:  # raised by an adapter
             logger.exception("the engine's kill raised an error")
 
     def table_changed(self, table: RoutingTable) -> None:
@@ -202,7 +202,7 @@ class EngineWorker:
 
     @property
     def noise(self) -> str:
-        """Name of the engine's sampling method; see ``WholeEngine``."""
+        """Name of the engine's random source; see ``WholeEngine``."""
         return str(getattr(self._engine, "noise", ""))
 
     @property
@@ -286,7 +286,7 @@ class EngineWorker:
                 self.trace.computed(run.origin, None, times, len(self._tasks))
 
     async def _generated(self, number: int, run: whole_engine.Run) -> Exception | None:
-        """Forward the tokens of a run; return why it has ended early, if it has."""
+        """Forward the tokens of a run; return the error if it ends with one."""
         error: Exception | None = None
         try:
             async with aclosing(self._engine.generate(run)) as found:
@@ -317,7 +317,7 @@ class EngineWorker:
             if self._busy_since is None or now - self._busy_at > BUSY_S:
                 self._busy_since = now
             self._busy_at = now
-            if now - self._busy_since > BUSY_S:  # it counts as a failure from now on
+            if now - self._busy_since > BUSY_S:  # busy for too long is a failure
                 error = whole_engine.RunFailedError(str(error))
         return error
 

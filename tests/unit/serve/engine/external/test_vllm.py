@@ -60,7 +60,7 @@ def test_more_tokens_than_asked_for_are_not_read() -> None:
     ("text", "kind"),
     [
         ("structured output failed: x", InvalidRequestError),
-        ("later: its grammar is not compiled yet", BusyError),
+        ("later: the grammar is not compiled yet", BusyError),
         ("error: OutOfMemoryError()", RunFailedError),
         ("token 9 is outside the vocabulary", ModelFailedError),
         ("", ModelFailedError),

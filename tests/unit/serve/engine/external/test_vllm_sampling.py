@@ -627,7 +627,7 @@ def test_step_does_not_wait_for_grammars(
     ]
     failures = beside.failures
     assert len(failures) == 100
-    assert {text for _, text in failures} == {"later: its grammar is not compiled yet"}
+    assert {text for _, text in failures} == {"later: the grammar is not compiled yet"}
     for one in slow_ones[0], slow_ones[-1]:  # without others, too
         processor.update_state(BatchUpdate([*range(101)], [one.at(0)]))
         assert apply(processor, [one]) == [END]

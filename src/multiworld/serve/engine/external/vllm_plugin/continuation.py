@@ -7,9 +7,9 @@ the true one, as V2 itself does after a preemption: its kernels count penalties 
 words from there. Second, tokens that a structure forbids are masked, by a matcher that
 has consumed the output tokens so far.
 
-The host computes the masks. At the start of a step, the last tokens of sequences with a
-structure, and of no others, are copied to the host, after the previous step. A thread
-waits for the copies, and computes the masks while the model computes.
+The host computes the masks. The start of a step enqueues copies to the host, after the
+previous step: the last tokens of those sequences that have a structure. A thread waits
+for the copies, and computes the masks while the model computes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ else:
 MASKS_S = 10.0  # maximum seconds for the masks of a step, compilation included
 
 # Lengths and last tokens; output tokens of fresh sequences, by slot; event after which
-# both are complete (None: they are).
+# the copies are complete (None: they already are).
 Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
 
 
@@ -71,7 +71,7 @@ class Sequence:
             report(self.name, error)
 
     def advance(self, total: int, last: int, made: list[int] | None) -> None:
-        """Append the token that was sampled since the last step, if any."""
+        """Append the last step's token, if it sampled one; ``made``: all output."""
         if made is not None:
             self.made = made
         elif total == self.total + 1:
@@ -168,7 +168,7 @@ class Continuation(LogitsProcessor):
                 sequence.fail(error)
 
     def _copies(self, sequences: dict[int, Sequence]) -> Copies:
-        """Copy the lengths and last tokens of sequences; all output of fresh ones."""
+        """Copy lengths and last tokens of sequences, and all output of fresh ones."""
         states, slots = self._states, list(sequences)
         if slots != self._slots[0]:
             self._slots = slots, self._to_device(torch.tensor(slots))

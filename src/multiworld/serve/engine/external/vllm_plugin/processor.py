@@ -23,7 +23,8 @@ def _made(cls: type, vllm_config: Any, *rest: Any) -> Any:
 
     _note("v1", vllm_config)
     if vllm_config.scheduler_config.async_scheduling:
-        # A step needs the tokens of the step before, which would come one step late.
+        # A step needs the tokens of the previous step. With asynchronous scheduling,
+        # they come one step late.
         raise RuntimeError("runner V1 samples here without --async-scheduling only")
     return MultiworldSampling(vllm_config, *rest)
 

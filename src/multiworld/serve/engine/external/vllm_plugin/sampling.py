@@ -141,7 +141,7 @@ class MultiworldSampling(LogitsProcessor):
         self._structures = Structures()
         self._ranks = Ranks()
         self._pins, self._pinned = is_pin_memory, torch.empty(0, 0)
-        # With pipeline stages, vLLM removes sequences and adds them a step later.
+        # With pipeline stages, vLLM removes sequences and adds them again a step later.
         self._removed: OrderedDict[str, Sequence] = OrderedDict()
         self._kept = kept_of(vllm_config)
 
@@ -237,7 +237,7 @@ class MultiworldSampling(LogitsProcessor):
         sequences = {row: self._sequences[row] for row in rows}
         if any(sequence.is_plain for sequence in sequences.values()):
             # On a tie, vLLM chooses the first of the likeliest, as our sampler does.
-            largest = logits.amax(-1).tolist()  # NaN if any of them is
+            largest = logits.amax(-1).tolist()  # NaN if any logit is
             for row, sequence in sequences.items():
                 if sequence.is_plain and math.isfinite(largest[row]):
                     found[row] = VLLMS

@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Failure(Exception):
-    """A sequence cannot continue; its client gets the text."""
+    """A sequence cannot continue; its client gets this error's text."""
 
 
 class Later(Exception):
@@ -56,7 +56,7 @@ class Structure:
             try:
                 made = self._made.result(wait_s)
             except (futures.TimeoutError, futures.CancelledError):
-                raise Later("its grammar is not compiled yet") from None
+                raise Later("the grammar is not compiled yet") from None
             self._matcher = made.deep_copy()
         matcher: Any = self._matcher
         for token in tokens[prompt + self._consumed :]:
@@ -93,7 +93,7 @@ class Structures:
             return Structure(failed)
         self._kept[grammar] = made
         while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)[1].cancel()  # unless it has started
+            self._kept.popitem(last=False)[1].cancel()  # unless it has begun to compile
         return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
@@ -111,7 +111,7 @@ class Structures:
 
 
 class Ranks:
-    """The ranks of vLLM with the same logits; ``is_first``: this one samples."""
+    """The ranks of vLLM with the same logits; ``is_first``: this rank samples."""
 
     def __init__(self) -> None:
         self._group: Any = None
