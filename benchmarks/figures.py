@@ -159,7 +159,7 @@ def _beside_choices(kind: str, size: int) -> str:
 
 
 def moves() -> list[float]:
-    """Return the pause of a moved stream in each case, as a multiple of a token time."""
+    """Return the pause of a moved stream in each case, in multiples of a token time."""
     found = []
     for each in report("recovery").series:
         if each.contender == "moved ahead":

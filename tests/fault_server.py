@@ -96,7 +96,7 @@ class Entry(msgspec.Struct):
 
 
 class Server:
-    """Routes; ``/ids`` takes and returns token ids, like vLLM, and ``/text`` only text."""
+    """Routes: ``/ids`` takes and returns token ids, like vLLM; ``/text`` only text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._play = tokenizer, Play(Fault.NONE)
