@@ -159,7 +159,7 @@ def _beside_choices(kind: str, size: int) -> str:
 
 
 def moves() -> list[float]:
-    """Return the pause of a moved stream in each case, in times of a token."""
+    """Return the pause of a moved stream in each case, in multiples of a token time."""
     found = []
     for each in report("recovery").series:
         if each.contender == "moved ahead":
@@ -533,7 +533,7 @@ def filled(page: str) -> str:
 def mended(
     page: str, old: dict[str, str], new: dict[str, str]
 ) -> tuple[str, list[str]]:
-    """Return a page with new for old values, and what a person has to mend, by line.
+    """Return the page with new values, and by line what a person has to correct.
 
     Raises:
         ValueError: A comment names an unknown figure.

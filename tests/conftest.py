@@ -22,7 +22,7 @@ from multiworld.testing import ProcessFleet, Role
 SOURCE = Path(multiworld.__file__).parent
 
 # Deadlines would measure how busy the machine is. `make test` draws the same examples
-# each time, so that a failure is everybody's; `make test-all` draws new ones.
+# each time, so that everybody gets the same failures; `make test-all` draws new ones.
 settings.register_profile(
     "same",
     deadline=None,
@@ -95,8 +95,8 @@ def fork_server() -> None:
 def frozen() -> None:
     """Exclude what is imported by now from garbage collection.
 
-    There are millions of objects, and a collection takes most of a second. The leak
-    checks would pay that each time, and it would stop event loops under test.
+    There are millions of objects, and a collection takes most of a second. Every leak
+    check would take that long, and event loops under test would stop meanwhile.
     """
     gc.collect()
     gc.freeze()

@@ -33,7 +33,10 @@ from tests.fake_vllm import (
 SPOILT = 249
 """First token of prompts that are continued differently each time."""
 PARTS = 4
-"""Multiples of it end within a character: llama.cpp sends no log-probabilities then."""
+"""Tokens that are multiples of this number end within a character.
+
+llama.cpp sends no log-probabilities for them.
+"""
 
 
 def interpreter(folder: Path, *flags: str) -> Path:

@@ -22,7 +22,7 @@ VOCABULARY, HIDDEN = 300, 64
 
 HANG, GARBAGE, FOREIGN, EARLY, REFUSE, BROKEN, FLOOD, DIE, HUGE = range(240, 249)
 SHORT, TWICE = 249, 250  # for embeddings
-"""First tokens of prompts for which it misbehaves."""
+"""First tokens of the prompts for which the server misbehaves."""
 
 STEP_S = float(os.environ.get("FAKE_VLLM_STEP_S", "0.002"))
 """Seconds for a token."""
@@ -159,7 +159,7 @@ class Server:
             if asked.get("logprobs") is not None:
                 scores = scores_of([*tokens, *made], adapter)
                 top = sorted(scores, key=scores.__getitem__, reverse=True)
-                # The sampled token comes first, and counts.
+                # The sampled token comes first, and is one of the ``logprobs`` tokens.
                 listed = list(dict.fromkeys((token % VOCABULARY, *top)))
                 best = [
                     {"token_id": each, "logprob": scores[each]}

@@ -30,7 +30,7 @@ STEP_S = 0.005
 SILENT_S = 120.0
 """Seconds without a byte, where a fault is silence."""
 RETRY_AFTER_S = 3
-"""Seconds in the header of that name."""
+"""Seconds in the header ``Retry-After``."""
 MALFORMED_AT, STALL_AT, FILTER_AT, CUT_AT = 10, 20, 30, 40
 """Output tokens of a sequence before a fault in the middle of its stream."""
 START_S = 40.0
@@ -96,7 +96,7 @@ class Entry(msgspec.Struct):
 
 
 class Server:
-    """Routes; ``/ids`` takes and returns token ids, as vLLM, ``/text`` text only."""
+    """Routes: ``/ids`` takes and returns token ids, like vLLM; ``/text`` only text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._play = tokenizer, Play(Fault.NONE)
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> None:
         routes.append(web.post(f"{kind}/v1/completions", server.completions))
     app.add_routes([*routes, web.route("*", "/{path:.*}", server.other)])
     port = int(given["--port"])
-    # Ends silent responses with their clients.
+    # Cancels silent responses when their clients disconnect.
     web.run_app(app, host="127.0.0.1", port=port, print=None, handler_cancellation=True)
 
 

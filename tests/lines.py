@@ -1,4 +1,4 @@
-"""Number of lines of code that a call runs: its cost, without a clock."""
+"""Number of lines of code that a call runs: a measure of cost without a clock."""
 
 from __future__ import annotations
 

@@ -161,8 +161,8 @@ class Runner:
         group = f"{ROOT / 'pyproject.toml'}:test"
         pip = [str(python), "-m", "pip", "install", "-q", "--no-cache-dir"]
         if cell.torch == LOWEST:
-            # pip cannot resolve to the lowest versions. Those of the wheel would not be
-            # direct dependencies, so they are read where the wheel has them from.
+            # pip cannot resolve to the lowest versions. The wheel's dependencies would
+            # not count as direct, so they are read from their source, pyproject.toml.
             direct = ["-r", str(ROOT / "pyproject.toml"), "--extra", "demo"]
             direct += ["--group", group, "--resolution", "lowest-direct"]
             uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
@@ -171,7 +171,7 @@ class Runner:
                 [*uv, "-q", "--no-cache", *direct],
             ]
         else:
-            # torch alone first: where a CPU build is offered, it is taken.
+            # torch alone first, so that a CPU build is taken where one is offered.
             chosen = [f"torch=={cell.torch}.*"]
             commands = [
                 [*pip, "pip>=25.1"],

@@ -1,4 +1,4 @@
-"""Parameters of a test that ``make test`` runs, where one is as good as another."""
+"""Choice of interchangeable test parameters: ``make test`` runs only the first ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames as any process could write them, whatever they contain."""
+"""Frames with arbitrary content, as any process could write them."""
 
 from __future__ import annotations
 

@@ -37,8 +37,9 @@ def running(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run the server of another project; yield its URL and its process."""
     # ``python``: interpreter of its environment; ``scratch``: folder of its log.
-    # ``length``: maximum of a sequence in tokens; ``arguments``: more of vLLM's.
-    # llama.cpp takes a file of weights, or has its own, with a dtype of theirs.
+    # ``length``: maximum tokens of a sequence; ``arguments``: further ones for vLLM.
+    # llama.cpp: ``folder`` may be a file of weights; otherwise, it uses the weights of
+    # its package. It ignores ``dtype``, because the weights have their own.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -45,7 +45,7 @@ from multiworld.serve.controller.client import Service
 PLAIN, PROXY = "vLLM", "vLLM, naive proxy"
 BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"
 OF_V2 = " (runner V2)"
-"""Names of the fronts, and what is added to those of runner V2."""
+"""Names of the fronts, and the suffix of those with runner V2."""
 
 V2 = "vllm-cpu-triton"
 """Environment of vLLM in which its runner V2 runs on a CPU."""

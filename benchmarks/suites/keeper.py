@@ -1,7 +1,8 @@
-"""Suite "keeper": what the stream keeper costs, by turns with a service without one.
+"""Suite "keeper": cost of the stream keeper.
 
-Requests to one empty stage, streams of SmolLM2 in int8, and connections that idle. All
-processes of a service are counted.
+A service with a keeper and one without are measured alternately: requests to one empty
+stage, streams of SmolLM2 in int8, and idle connections. All processes of a service are
+counted.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ async def _requests(
 
 
 async def _idle(service: Running, name: str, seconds: float, on_step: OnStep) -> None:
-    """Report the processor time of a second and an idle connection."""
+    """Report the processor time per second and idle connection."""
 
     async def used() -> dict[str, float]:
         before, began = service.cpu_us(), time.monotonic()

@@ -62,13 +62,13 @@ WITHIN, ELSEWHERE = "longest pause of a stream at a kill", "pause of other strea
 replicas, as a multiple of the usual time for a token."""
 
 CALM = "no kill"
-"""Contender: the same pause in the seconds before the kill, which prompts cause."""
+"""Contender: the same pause in the seconds before the kill, caused by prompts."""
 
 FIRST = "time to first token"
 """Measurement of new prompts while the service is idle."""
 
 FIRSTS = 12
-"""Number of new prompts of that measurement."""
+"""Number of new prompts in the measurement ``FIRST``."""
 
 SETTLED_S = 2.0
 """Seconds after a kill within which streams end if they are cut."""

@@ -73,7 +73,7 @@ def _uses(path: Path) -> set[str]:
 
 
 def every_test() -> list[Path]:
-    """Return the files of all tests that run within a process or few."""
+    """Return the files of all tests that run in one process or in a few."""
     folders = (ROOT / "tests" / folder for folder in FOLDERS)
     return [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import multiworld
 
 SOURCE = Path(multiworld.__file__).parent
-# A package that is copied elsewhere, where it has another name.
+# A package that is copied to another place, where it has another name.
 COPIED = SOURCE / "serve" / "engine" / "external" / "vllm_plugin"
 
 

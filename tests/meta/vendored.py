@@ -15,7 +15,7 @@ from pathlib import Path
 
 from multiworld.serve.dashboard.server import PAGE
 
-# Package: version, SHA-512 as npm publishes it, and what of it goes where.
+# Package: version, SHA-512 as npm publishes it, and target names of the copied files.
 PACKAGES = {
     "htm": (
         "3.1.1",

@@ -1,1 +1,1 @@
-"""What an operator uses, in real programs: ``make test-operate``."""
+"""Tests of what an operator uses, with real programs: ``make test-operate``."""

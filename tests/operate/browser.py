@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to by its DevTools protocol."""
+"""Headless Chromium, controlled through its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, script: str) -> None:
-        """Wait until an expression is true, and the page is there."""
+        """Wait until the page has a body and an expression is true."""
         async with asyncio.timeout(HANG_S):
             while not await self.value(f"Boolean(document.body) && ({script})"):  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
@@ -88,7 +88,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=False,
         )
-        await asyncio.sleep(1.0)  # to draw it anew
+        await asyncio.sleep(1.0)  # until the page is drawn again
         shot = await self.ask("Page.captureScreenshot", format="png")
         return base64.b64decode(shot["data"])
 

@@ -1,4 +1,4 @@
-"""A service of 200 replicas and 500 streams, played: all its numbers change."""
+"""Simulated service of 200 replicas and 500 streams, whose numbers all change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES, REPLICAS, STREAMS = 4, 50, 500
 
 
 class LargeService:
-    """Answers as a controller's client does."""
+    """Stand-in for a controller's client."""
 
     def __init__(self) -> None:
         self._draw, self._looks = random.Random(1), 0

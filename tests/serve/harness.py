@@ -92,7 +92,7 @@ def body(x: float, code: int = FINE) -> dict[str, Any]:
 
 
 def wait_for_exit(pid: int, began: int | None = None) -> None:
-    """Wait until a process exits; ``began`` tells it from a later one with its id."""
+    """Wait until a process exits; ``began`` excludes a later process with its id."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -341,7 +341,7 @@ class Traffic:
 async def traffic(
     service: Served, rate: float = 40.0, code: int = FINE
 ) -> AsyncIterator[Traffic]:
-    """Send requests during the block; all must be answered, and rightly.
+    """Send requests during the block; all must be answered, and correctly.
 
     Requests are being answered when the block begins, and again when it has ended.
     """

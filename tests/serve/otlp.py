@@ -111,7 +111,7 @@ def receiving() -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         found.url = f"http://127.0.0.1:{server.server_address[1]}"

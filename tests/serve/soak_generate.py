@@ -150,14 +150,14 @@ def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
         install(name, default_folder(), print)
         python = python_of(name, default_folder())
         more = {"engine": engine, "engine_python": str(python)}
-        if engine == "llama-server":  # that of the PATH
+        if engine == "llama-server":  # the one on the PATH
             more = {"engine": "llama.cpp"}
         if engine == "vllm":
             # Compiling takes 80 s, and five replicas must fit at an update.
             more["engine_args"] = {"enforce_eager": True, "kv_cache_memory_bytes": KV}
         else:
             (weights,) = python.parents[1].rglob("*.gguf")
-            # Prompts are computed as tokens are, so that no rounding differs.
+            # Prompts are computed token by token, so they round as in decoding.
             more["engine_args"] = {
                 "model": str(weights),
                 "threads": 1,
@@ -229,7 +229,7 @@ class Soak:
         replicas: bool = False,
         compares: bool = True,
     ) -> None:
-        """Stream for some minutes; compare the sizes of processes then."""
+        """Stream for some minutes; then compare the sizes of processes."""
         before = await asyncio.to_thread(sizes_of, self._service, replicas=replicas)
         self._ends_at = time.monotonic() + 60.0 * minutes
         streams = [self._streams(session, k) for k in range(STREAMS)]
@@ -264,7 +264,7 @@ class Soak:
         self._outcome.streams += 1
         self._outcome.tokens += len(found)
         wanted = self._wanted[which, kind][0]
-        # Kernels of others may round differently in another batch.
+        # Kernels of other engines may round differently in another batch.
         within = 1e-3 if self._engine in ("vllm", "llama.cpp", "llama-server") else 0.0
         self._outcome.different += not are_equal(found, wanted, within)
         self._outcome.pauses_s.append(round(longest_s, 3))
@@ -344,7 +344,7 @@ class Soak:
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
 
     def _break_gateway(self, number: signal.Signals) -> None:
-        """Break a gateway; one after the other, if there is another one."""
+        """Break a random gateway that is ready."""
         found = [
             p.pid
             for p in self._service.status().processes
@@ -356,8 +356,8 @@ class Soak:
                 os.kill(self._random.choice(found), number)
 
     def _break_keeper(self, number: signal.Signals) -> None:
-        # A gateway and the keeper that are lost together lose their streams; one that
-        # is stopped is lost only when it has been silent for ``silence_s``.
+        # If a gateway and the keeper are lost together, their streams are lost, too. A
+        # stopped gateway is lost only when it has been silent for ``silence_s``.
         wait_s = self._gateway_at + GATEWAY_S - time.monotonic()
         time.sleep(max(0.0, wait_s))
         before = self._service.keeper()

@@ -26,7 +26,7 @@ PASSING = ("PYTEST_CURRENT_TEST",)
 
 
 class Command:
-    """A running command; it has what the tests use of ``subprocess.Popen``."""
+    """A running command, with the methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, pid: int, handle: int, stdout: IO[str]) -> None:
         self.pid, self.stdout, self._handle = pid, stdout, handle
@@ -55,9 +55,9 @@ def start(
 ) -> subprocess.Popen[str] | Command:
     """Start a command in a session of its own; its output is a pipe.
 
-    It is a fork of a process that has imported all it needs, torch above all, as tests
-    start dozens of services. In another environment than the first one, it starts as
-    usual: what is imported may have looked at that.
+    The command is a fork of a process that has imported all it needs, above all torch,
+    because tests start dozens of services. If the environment variables are not those
+    of the first call, it starts as usual: imported modules may have read them.
     """
     control, environment = _warm_process()
     if environment != _environment():
@@ -91,7 +91,7 @@ def _warm_process() -> tuple[socket.socket, dict[str, str]]:
             stdin=theirs.fileno(),
         )
     atexit.register(_end, process)
-    atexit.register(ours.close)  # first: it exits then
+    atexit.register(ours.close)  # runs first, and makes the process exit
     return ours, _environment()
 
 
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Fork commands, on orders from standard input, until that is closed."""
+    """Fork commands, on orders from standard input, until the input is closed."""
     from multiworld.cli.main import cli
     from multiworld.serve.controller import service
     from multiworld.serve.engine.models import huggingface

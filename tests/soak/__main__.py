@@ -75,7 +75,7 @@ async def run(minutes: float, seed: int, console: Console) -> Account:
         try:
             await city.run(minutes * 60)
         except TimeoutError:
-            pass  # the account has it
+            pass  # the account has recorded it
         return city.account
 
 

@@ -267,7 +267,7 @@ class Overseer:
         rounds: dict[tuple[int, str], int],
         wanted: dict[str, Verdicts],
     ) -> None:
-        # Sleeping is the point here: a fault lasts for its seconds.
+        # The sleeps are intended: a fault lasts for its number of seconds.
         child = self._children.get(fault.resident)
         match fault.kind:
             case "kill" | "segfault" | "exit":

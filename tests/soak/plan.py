@@ -146,5 +146,5 @@ def _expected_of(city: City, world: Place, fault: Fault) -> Verdicts | None:
 
 
 def left(city: City, fault: Fault) -> str:
-    """Return the world that the fault leaves politely; empty if there is none."""
+    """Return the world that a resident leaves cleanly; empty if it is another fault."""
     return fault.world if fault.kind == "leave" else ""

@@ -273,7 +273,7 @@ async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
 @check
 async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
     if arena.config.host_p2p == "backend":
-        return  # documented: torch's own cannot be withdrawn
+        return  # documented: torch's own receive cannot be withdrawn
     left, right = await arena.world(2)
     for size in (1, 300_000):
         tensor = torch.randn(size)
@@ -287,7 +287,7 @@ async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
 @check
 async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
     if arena.config.host_p2p == "backend":
-        return  # documented: torch's own cannot be withdrawn
+        return  # documented: torch's own receive cannot be withdrawn
     left, right = await arena.world(2)
     pending = [asyncio.ensure_future(right.recv(src=0)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -306,7 +306,7 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
 @check
 async def cancelling_one_receive_keeps_the_order_of_the_others(arena: Arena) -> None:
     if arena.config.host_p2p == "backend":
-        return  # documented: torch's own cannot be withdrawn
+        return  # documented: torch's own receive cannot be withdrawn
     sender, receiver = await arena.world(2)
     count = 6
     for size in (10, 100_000):
@@ -335,7 +335,7 @@ async def _send_numbered(sender: World, count: int, size: int) -> None:
 @check
 async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
     if arena.config.host_p2p == "backend":
-        return  # documented: torch's own cannot be withdrawn
+        return  # documented: torch's own send cannot be withdrawn
     left, right = await arena.world(2)
     big, small = torch.randn(4_000_000), torch.tensor([1.0, 2.0])
     sending = asyncio.ensure_future(left.send(big, dst=1))

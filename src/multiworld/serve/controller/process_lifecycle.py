@@ -37,8 +37,8 @@ class ProcessLifecycle:
 
     Up to three sources report an exit: the launcher (``exited``, with the exit code),
     the control world (``lost``), and a watched pidfd, if the launcher did not start the
-    process. The first to report counts; the reconciler ignores the exit of a process that
-    it no longer has.
+    process. The first to report counts; the reconciler ignores the exit of a process
+    that it no longer has.
     """
 
     def __init__(

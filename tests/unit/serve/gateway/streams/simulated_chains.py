@@ -101,7 +101,7 @@ class InlineEngine(Engine):
         self.compiled: dict[int, Future[None]] = {}
 
     def open(self, start: SequenceStart) -> Future[None] | None:
-        """Begin a sequence; ``compiled`` plays the compilation of its grammar."""
+        """Begin a sequence; ``compiled`` simulates the compilation of its grammar."""
         sampling = msgspec.structs.replace(start.sampling, grammar="")
         super().open(msgspec.structs.replace(start, sampling=sampling))
         return self.compiled.get(start.key[1])
@@ -259,7 +259,7 @@ class Net:
         task.add_done_callback(self.probing.discard)
 
     def _or_postpone(self, call: Callable[[], None]) -> None:
-        """Call this for the controller, once it runs."""
+        """Make a call for the controller, now or when it is no longer stopped."""
         if CONTROLLER in self._stopped:
             self._postponed.append(call)
         else:
@@ -299,7 +299,7 @@ class Net:
         return sorted(self._stopped)
 
     def silent_s(self, here: str, peer: str) -> float:
-        """Return for how long ``here`` has not heard from ``peer``."""
+        """Return the seconds since ``here`` last heard from ``peer``."""
         since = self._stopped.get(peer)
         if since is None:
             return 0.0
