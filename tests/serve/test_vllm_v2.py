@@ -96,7 +96,7 @@ def _engine(model: dict[str, Any]) -> EngineWorker:
         args={"enforce_eager": True},
         dtype="float32",
         max_model_len=256,
-        memory_mb=2048.0,
+        memory_mb=4096.0,
     )
 
 
