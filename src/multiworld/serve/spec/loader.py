@@ -50,8 +50,8 @@ def _of_folder(path: Path) -> SpecError:
             f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
         )
     return SpecError(
-        f"{path} is a folder without a model (config.json), and without exactly one "
-        "spec; give a spec, which is a YAML file, or the folder of a model"
+        f"the folder {path} has no config.json, so it is no model, and it does not "
+        "have exactly one YAML file; give a spec, or the folder of a model"
     )
 
 

@@ -420,7 +420,10 @@ def _short(why: object) -> str:
 
 def _check_multiples(schema: Any, param: str) -> None:
     if not _are_few_multiples(schema):
-        rule = f"has multipleOf with a least common multiple over {MAX_MULTIPLES}"
+        rule = (
+            "has multipleOf values whose least common multiple exceeds "
+            f"{MAX_MULTIPLES}"
+        )
         raise wrong_field(param, rule)
 
 
