@@ -421,8 +421,7 @@ def _short(why: object) -> str:
 def _check_multiples(schema: Any, param: str) -> None:
     if not _are_few_multiples(schema):
         rule = (
-            "has multipleOf values whose least common multiple exceeds "
-            f"{MAX_MULTIPLES}"
+            f"has multipleOf values whose least common multiple exceeds {MAX_MULTIPLES}"
         )
         raise wrong_field(param, rule)
 
