@@ -56,7 +56,7 @@ UNCONFIRMED_S = 3.0
 # but a process whose checks are always late must still detect faults.
 COUNTED_S = 2 * GRACE_S
 
-BUSY_S = 60.0  # seconds for which an engine may reject sequences because it is busy
+BUSY_S = 60.0  # seconds for which an engine may be busy without yielding a token
 
 # The controller.
 

@@ -243,7 +243,7 @@ class Keeper:
         self.awaited_until = now + wait_s
 
     def begun(self, now: float) -> None:
-        """Let waiting connections wait for the gateways of a service that starts."""
+        """Restart the waits of connections, now for gateways of the next service."""
         self.awaited_until = None
         for number in self.waiting:
             self.waiting[number] = now

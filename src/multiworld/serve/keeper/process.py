@@ -354,8 +354,8 @@ class KeeperProcess:
         """Exit if this process was paused for longer than ``silence_s``.
 
         The gateways may have given up on this keeper meanwhile, so its records of their
-        connections may be stale. A keeper of which no gateway has a connection stays,
-        because only this keeper knows the connections that wait for a gateway.
+        connections may be stale. If no gateway has connections, the keeper stays: no
+        other process knows the connections that wait for a gateway.
         """
         was_paused = self._loop.time() - self._ticked_at > self._silence_s
         if was_paused and any(g.connections for g in self.keeper.gateways.values()):

@@ -1,11 +1,13 @@
 """Ledger of the replicas lost while they computed one piece of work. Pure.
 
-It finds work that kills its replicas, without blaming work whose host died. After some
-losses, the work is a *suspect* and runs in isolation. If replicas die while it runs
-alone, it is *poison*, and is refused. Three kinds of losses do not count: a loss before
-anything was computed, which has another cause; a loss soon after another one, which is
-more likely the same fault; and the first loss of a replica that computed a crowd, most
-often not caused by the work, because running a crowd one by one would make it late.
+The ledger finds work that kills its replicas, without blaming work whose host died.
+After some losses, the work is a *suspect* and runs in isolation. If replicas die while
+it runs alone, it is *poison*, and is refused.
+
+Three kinds of losses do not count. A loss before anything was computed has another
+cause. A loss soon after another one is more likely the same fault than a second one.
+The first loss of a crowd (many pieces of work at one replica) most likely has another
+cause, and running the crowd one by one would make it late.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class LossRule:
     """Rule for which losses count; requests and streams have different rules."""
 
     suspect_after: int  # counted losses after which the work runs in isolation
-    unbegun: int  # consecutive losses before any computation that do not count
+    unbegun: int  # this many losses in a row before any computation do not count
     apart_s: float  # minimum seconds between two losses that both count
     # The first loss does not count if it hit at least this many pieces of work at once.
     crowd: float = math.inf

@@ -150,7 +150,7 @@ class StageSpec(_Strict):
     `cuda:N`."""
     cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
     """Cores to book for each rank. By default no cores are booked, and the rank uses
-    free ones."""
+    cores that are free."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit. The

@@ -488,7 +488,7 @@ class Matcher:
     def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
         """Return the tokens that may come next, as bits: [vocabulary / 8], uint8."""
         matcher = self.made.result()
-        # Read only the new tokens; the others may be placeholders.
+        # Read only the tokens that the matcher has not yet consumed.
         for place in range(prompt + self._consumed, len(tokens)):
             if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():

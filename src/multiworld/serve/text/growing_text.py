@@ -194,10 +194,10 @@ class _Window:
         self._shown = len(self._decoded(self._tokens))
 
     def _split(self, text: str) -> str:
-        """Return the text of complete tokens, without that of incomplete last tokens.
+        """Return the text of all tokens except the last ones, which are incomplete.
 
-        Without this, each further token would decode all earlier tokens again if they
-        never become a character.
+        If tokens never became a character, each further token would otherwise decode
+        all of them again.
         """
         for cut in range(len(self._tokens) - 1, self._settled, -1):
             first = self._decoded(self._tokens[:cut])

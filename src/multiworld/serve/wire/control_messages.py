@@ -151,7 +151,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
     arrived: dict[str, int] = {}
     attained: dict[str, int] = {}  # requests answered within the objective
-    missed: dict[str, int] = {}  # requests answered late, or not for lack of replicas
+    missed: dict[str, int] = {}  # requests late, or unanswered for lack of replicas
     refused: dict[str, int] = {}  # requests rejected because the queue was full
     completions: dict[str, int] = {}  # that ended; the next two fields: their tokens
     prompt_tokens: dict[str, int] = {}

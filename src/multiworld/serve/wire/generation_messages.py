@@ -48,11 +48,11 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     chain: tuple[str, ...]  # replicas by stage
     sampling: Sampling
     share: Share = DEFAULT_SHARE
-    previous: int = -1  # attempt to continue, whose KV blocks are used; -1: none
+    previous: int = -1  # earlier attempt whose KV blocks are used; -1: none
     is_probe: bool = False  # a probe skips the queue
     # A suspect is computed alone until it has produced a few tokens.
     is_suspect: bool = False
-    prepared: int = -1  # attempt that was prepared, whose KV blocks are used; -1: none
+    prepared: int = -1  # prepared attempt whose KV blocks are used; -1: none
     is_watched: bool = False  # send ``ComputeBegun`` to the gateway
     adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
     # Suspects of one gateway with the same number may be computed together; 0: alone.
@@ -195,7 +195,7 @@ class RunsAlone(Message, frozen=True, tag="runs_alone"):
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
     """Replica → gateway: the computation of these watched sequences starts."""
 
-    keys: tuple[Key, ...]  # earlier losses of replicas happened before they started
+    keys: tuple[Key, ...]  # these sequences did not cause earlier losses of replicas
 
 
 class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
@@ -203,7 +203,7 @@ class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
 
     key: Key
     error: RemoteError | None = None
-    lacks: str = ""  # neighbour in the chain without a connection; empty: none
+    lacks: str = ""  # neighbour in the chain that is not connected; empty: none
 
 
 # Messages on edges of models that generate text.

@@ -47,7 +47,7 @@ class SharedUse:
         self._limits, self._memory, self._place = limits, limits.memory, place
 
     def seconds(self, now: float) -> list[tuple[int, int]]:
-        """Return the seconds of the window with requests, and how many each has."""
+        """Return each second of the window with requests, and their number."""
         first = math.floor(now) - WINDOW + 1
         words = _SECONDS.unpack_from(self._memory, self._place + AT_SECONDS)
         found = [(word >> 32, word & 0xFFFFFFFF) for word in words if word]
@@ -61,7 +61,7 @@ class SharedUse:
         _SECOND.pack_into(self._memory, at, second << 32 | (before + 1))
 
     def in_flight(self, limit: float) -> int:
-        """Return the requests in flight; at ``limit``, do not count dead gateways'."""
+        """Return the requests in flight; from ``limit`` on, exclude dead gateways."""
         columns = _COLUMNS.unpack_from(self._memory, self._place + AT_COLUMNS)
         if sum(columns) < limit:
             return sum(columns)
@@ -119,7 +119,7 @@ class SharedLimits:
             SharedUse(self, self._place(slot)).set_in_flight(count)
 
     def is_alive(self, number: int) -> bool:
-        """Return whether a gateway is alive, and so still holds its lock."""
+        """Return whether a gateway still holds its lock, and so is alive."""
         asked = _range(fcntl.F_WRLCK, LOCKED_LIVES + number)
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
         kind: int = struct.unpack_from("h", found)[0]

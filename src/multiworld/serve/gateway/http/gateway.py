@@ -287,7 +287,7 @@ class Gateway:
         deadline_s: float | None,
         session: str | None = None,
     ) -> Tensors:
-        """Run inference for one request; cancelling this cancels its attempts.
+        """Run inference for one request; cancelling also cancels all its attempts.
 
         Raises ``OutdatedError`` if another version became active before the request
         was sent, or if the tenant's dedicated replicas were removed.

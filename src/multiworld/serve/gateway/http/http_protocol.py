@@ -486,7 +486,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, text: str) -> None:
-        """Refuse a request and close the connection, after the answers in progress."""
+        """Refuse a request, after the answers to earlier ones; close the connection."""
         self._stop_timer("head")
         if self._refusal:
             return

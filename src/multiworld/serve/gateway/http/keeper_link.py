@@ -178,8 +178,8 @@ class KeeperLink:
     def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
         """Call ``take`` once the keeper has the input; pause reading until then.
 
-        The pause can wait for ``_flush``: the event loop runs it, as a callback that an
-        earlier iteration scheduled, before it reads from the socket again.
+        It is early enough to pause reading in ``_flush``: the event loop runs callbacks
+        that the previous iteration scheduled before it reads from sockets again.
         """
         if self._channel is None:
             _write_all([(connection, take)])

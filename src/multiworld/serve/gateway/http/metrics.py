@@ -38,7 +38,7 @@ OF_REPLICA = (*OF_STAGE, "replica")
 OF_WORK = {
     "requests": "Requests computed.",
     "failed": "Requests for which the model raised an error.",
-    "cancelled": "Requests whose client hung up before they were computed.",
+    "cancelled": "Requests that were not computed because the client hung up.",
     "dropped": "Requests that may be lost with a replica of the next stage; the "
     "gateway replays them.",
     "stuck": "Requests sent to a replica of the next stage that became silent; the "
@@ -96,7 +96,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Tokens of the prompts of ended streams.", ("model",)),
     "generation_tokens": ("Tokens generated in ended streams.", ("model",)),
     "refused": (
-        "Requests refused before they were accepted, by tenant (empty: no valid key) "
+        "Requests refused at admission, by tenant (empty: no valid key) "
         "and reason: no or wrong key, suspended, not an operator, model, rpm_limit, "
         "max_parallel_requests, bytes_per_s, tpm_limit, tokens_per_day, "
         "tokens_per_month, quarantined, poisonous.",

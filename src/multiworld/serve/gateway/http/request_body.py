@@ -31,7 +31,7 @@ T = TypeVar("T")
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 GZIP_MAGIC = b"\x1f\x8b"  # starts each member of a gzip body (RFC 1952, 2.3.1)
-MAX_MEMBERS = 16  # maximum in a gzip body: each member copies some input after it
+MAX_MEMBERS = 16  # maximum members of a gzip body; each one copies input after it
 
 # Maximum bytes, compressed and decompressed, to decompress on the event loop itself,
 # which takes less than 1 ms. A thread decompresses the rest.

@@ -39,7 +39,7 @@ class Certificate:
             self._version = newest
             try:
                 self._context = self._loaded()
-            except OSError as error:  # or ssl.SSLError: so far, one file is replaced
+            except OSError as error:  # or ssl.SSLError: one file is not yet replaced
                 logger.warning("the new certificate is not used: %s", error)
         return self._context
 
@@ -91,7 +91,7 @@ class Handshake(asyncio.Protocol):
         self._inner = inner(config, server_state, *args, **kwargs)
         self._certificate, self._limits, self._running = certificate, limits, running
         self._open = server_state.connections
-        # Whether ``inner`` was told that the connection is made, and lost.
+        # Whether ``inner`` has the connection; whether the connection is lost.
         self._is_made = self._is_lost = False
         self._early: list[bytes] = []  # data received with the end of the handshake
 

@@ -68,7 +68,7 @@ class Wanted:
     has_usage_so_far: bool  # with ``has_usage``: each chunk has the usage so far
     skips_special: bool
     echo: bool = False  # the answer begins with the prompt
-    is_prompt_only: bool = False  # the answer has no output, though one token is made
+    is_prompt_only: bool = False  # the answer has no output, but one token is computed
     timeout_s: float | None = None  # until the deadline; None: the model's default
     # Seconds for which a stream without a client is kept; None: the default.
     detach_s: float | None = None

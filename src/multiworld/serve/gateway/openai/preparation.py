@@ -57,7 +57,7 @@ from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.tracing.request_trace import CURRENT
 
-MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline: practically at once
+MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline, which then passes at once
 MAX_SCORES = 200_000  # maximum prompt logprobs in one answer, of about 50 bytes each
 
 

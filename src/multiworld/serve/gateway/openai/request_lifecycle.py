@@ -43,7 +43,7 @@ def generated(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         OverloadedError: The queue has no room for all choices; nothing is charged.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
-    call.reservation.release()  # frees the body's memory, because a stream may last
+    call.reservation.release()  # frees the body's memory: a stream may take long
     limits, record = ready.served.limits, call.record
     deadline_s = wanted.timeout_s
     if deadline_s is None:

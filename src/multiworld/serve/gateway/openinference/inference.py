@@ -143,7 +143,7 @@ async def _rendered(
 
 
 def _tokens(tensors: Tensors) -> int:
-    """Return the number of tokens: elements of ``input_ids``, transformers' name."""
+    """Return the number of tokens in ``input_ids``, the name that transformers uses."""
     ids = tensors.get("input_ids")
     return 0 if ids is None else ids.numel()
 

@@ -21,7 +21,7 @@ NEW_S = 60.0
 HOME = 2
 # A replica that computes the steps of one stage-0 replica gets streams of a second
 # stage-0 replica only if other replicas have at least this many streams more. Each
-# stage-0 replica sends separate steps for its tokens, and a step costs about as much as
+# stage-0 replica sends its own step for every token, and a step costs about as much as
 # nine tokens.
 SPLIT = 4
 # Number of streams to add to the load of a replica that lacked a connection, and
@@ -65,7 +65,7 @@ class StepSources:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Return whether a replica computes steps, but none of stage-0 ``first``."""
+        """Return whether a replica computes steps of others, but none of ``first``."""
         return name in self._of and first not in self._of[name]
 
 
