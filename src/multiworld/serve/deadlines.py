@@ -1,7 +1,7 @@
 """Seconds after which work or a process counts as silent, late, hung or lost. Pure.
 
-Grouped by the process that measures them. The table in ``docs/serve/architecture.md``
-says what follows from each limit.
+The limits are grouped by the process that measures them. The table in
+``docs/serve/architecture.md`` says what follows from each limit.
 """
 
 from __future__ import annotations

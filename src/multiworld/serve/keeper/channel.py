@@ -55,7 +55,7 @@ class Channel:
         self._is_open = True
         self._has_failed = False  # a send has failed
         self._is_resting = False  # reading pauses for ``rest_s``
-        self._is_waiting = False  # the socket is full, and watched for room
+        self._is_waiting = False  # the socket is full; its writer is registered
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)

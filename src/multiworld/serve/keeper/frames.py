@@ -27,7 +27,7 @@ class Kind(IntEnum):
     # About the gateway.
     HELLO = 1  # value: ``PROTOCOL``; payload: name of the gateway
     READY = 2  # the gateway takes connections
-    BEAT = 3  # heartbeat of its event loop; the keeper answers with the same value
+    BEAT = 3  # heartbeat of the event loop; the keeper answers with the same value
     LEAVING = 4  # the gateway takes no more connections
     # keeper → leaving gateway. value: 1 if another gateway takes over its connections;
     # payload: numbers of the connections that must stay.
@@ -38,7 +38,7 @@ class Kind(IntEnum):
     # Bytes read from the client; value: monotonic time in ns, which all processes of
     # a host share.
     INPUT = 17
-    REQUEST = 18  # random key and choices (``Drawn``) of the request; replaces earlier
+    REQUEST = 18  # ``Drawn`` of the current request; replaces an earlier ``Drawn``
     ITEM = 19  # a token of the current answer
     OUTPUT = 20  # bytes of the answer; value: number of its events up to these bytes
     ANSWERED = 21  # the current answer has ended; value: monotonic time in ns
@@ -48,9 +48,9 @@ class Kind(IntEnum):
     INTERIM = 25  # bytes sent before the answer: a ``100 Continue``
     CLOSING = 26  # the connection closes after the recorded output
     ADMITTED = 27  # the current request is within its tenant's limits
-    SKIPPED = 28  # bytes read and not recorded; value: how many
+    SKIPPED = 28  # bytes were read, but are not recorded; value: number of bytes
     KEPT = 29  # clients may read the current answer again; payload: id of its stream
-    WRITTEN = 30  # bytes of the answer that are not recorded; value: how many
+    WRITTEN = 30  # bytes of the answer that are not recorded; value: number of bytes
     # About the gateway of a connection.
     # The gateway releases the connection. payload: id of a stream, so that the
     # connection goes to the gateway of that stream; empty: any gateway.

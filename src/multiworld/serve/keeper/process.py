@@ -1,6 +1,6 @@
 """The process of the stream keeper: sockets, clocks and signals around ``Keeper``.
 
-It imports neither torch nor an HTTP parser, and is started with ``python -m``.
+The process imports neither torch nor an HTTP parser, and is started with ``python -m``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _Head(NamedTuple):
 
     rank: int  # the tenant's priority, negated
     finish: float  # finish tag of the tenant
-    number: int  # of the piece
+    number: int  # number of the piece
     since: int  # number of the tenant, in the order in which tenants began to wait
     tenant: str
 

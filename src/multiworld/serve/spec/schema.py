@@ -390,9 +390,9 @@ class ModelSpec(_Strict):
     `engine_args`."""
     exact: bool = True
     """With `engine: openai`: after a loss, a stream continues with the tokens of an
-    undisturbed stream, so the servers must return token ids. `false` allows servers
-    that return text, and one request for a whole stream; tokens sampled after a loss
-    are then drawn anew."""
+    undisturbed stream, so the servers must return token ids. `false` also allows
+    servers that return only text, and sends each stream as one request; tokens after a
+    loss are then sampled anew."""
     engine_python: str | None = None
     """Python interpreter of the environment that the engine is installed in; by
     default the interpreter of the service."""
@@ -709,9 +709,9 @@ class GatewaySpec(_Strict):
     """`true`: log a line for every inference request: its id (header `X-Request-Id`),
     tenant, method, path, status and seconds."""
     strict: bool = False
-    """`true`: requests with unknown fields are refused. By default a field that no
-    client has a reason to rely on is ignored, named in the header `X-Ignored-Fields` of
-    the response, and logged."""
+    """`true`: requests with unknown fields are refused. By default an unknown field is
+    refused only if it would change the answer or seems misspelt. Otherwise it is
+    ignored, named in the header `X-Ignored-Fields` of the response, and logged."""
     cors_origins: list[Annotated[str, Field(pattern=ORIGIN)]] = Field(
         default_factory=list
     )

@@ -1,7 +1,7 @@
 """The spans of a request at its gateway, kept until it ends. Pure.
 
-They are exported if the trace is sampled, if the request failed, or if it recovered
-from a loss.
+The spans are exported if the trace is sampled, if the request failed, or if it
+recovered from a loss.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ReportRequest(Message, frozen=True, tag="report_request"):
 
     number: int
     has_counts: bool = False
-    has_streams: bool = False  # with the live streams of a gateway
+    has_streams: bool = False  # a gateway includes its live streams
 
 
 class CancelRequest(Message, frozen=True, tag="cancel_request"):
@@ -125,12 +125,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 class StreamShown(msgspec.Struct, frozen=True, array_like=True):
     """A live stream, for display to operators."""
 
-    request: str  # id
-    number: int  # at its gateway
+    request: str  # id of the request
+    number: int  # number of the stream at its gateway
     tenant: str
     model: str
-    prompt: int  # tokens
-    made: int  # output tokens so far
+    prompt: int  # number of prompt tokens
+    made: int  # number of output tokens so far
     age_s: float
     phase: str
     chain: tuple[str, ...]  # replicas by stage; empty: none

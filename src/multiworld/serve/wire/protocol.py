@@ -3,8 +3,8 @@
 Each message is a declared type, ``[name, field, …]`` on the wire. New fields are
 appended with a default, and the previous release ignores them. A release rejects
 messages that it does not know (``MessageError``). Messages from and to the controller
-are text: the protocol version, then JSON. Those between gateways and replicas travel in
-``frames``.
+are text: the protocol version, then JSON. Messages between gateways and replicas travel
+in ``frames``.
 """
 
 from __future__ import annotations

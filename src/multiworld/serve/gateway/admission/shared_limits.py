@@ -2,9 +2,9 @@
 
 Each tenant with limits has a slot: requests by second, and requests in flight by
 gateway. A gateway locks the slot while it reads and counts. When a gateway dies, the
-kernel releases its locks, and its requests in flight no longer count. Counts are
-aligned words, so a killed gateway leaves no count half-written. If the file cannot be
-used, or a paused gateway holds the lock, a gateway enforces its own part of the limit.
+kernel releases that gateway's locks, and its requests in flight no longer count. Counts
+are aligned words, so a killed gateway leaves no count half-written. If the file cannot
+be used, or a paused gateway holds the lock, a gateway enforces its own part of a limit.
 """
 
 from __future__ import annotations

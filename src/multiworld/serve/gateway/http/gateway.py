@@ -79,8 +79,8 @@ class Gateway:
         self._bases: dict[str, str] = {}
         self._dedicated = set[str]()  # dedicated models whose replicas have started
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        self.compiling = FairPool("multiworld compile")  # of grammars
-        self.encoding = FairPool("multiworld encode", ENCODERS)  # of prompts
+        self.compiling = FairPool("multiworld compile")  # compiles grammars
+        self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing

@@ -107,7 +107,7 @@ class HeadKeeper:
         self._head = b""
         self.is_discarding = False  # further output is discarded
         self.has_head = False  # another gateway has sent the next answer's head
-        self.has_interim = False  # another gateway has sent its interim response
+        self.has_interim = False  # another gateway has sent that answer's 100 Continue
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of a response."""
