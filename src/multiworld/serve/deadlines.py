@@ -1,7 +1,7 @@
 """Seconds after which work or a process counts as silent, late, hung or lost. Pure.
 
-Grouped by the process that measures them. The table in ``docs/serve/architecture.md``
-says what follows from each limit.
+The limits are grouped by the process that measures them. The table in
+``docs/serve/architecture.md`` says what follows from each limit.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 # Several processes.
 
 SILENT_S = 0.6  # silence of a replica until its work is hedged: three heartbeats
-HUNG_S = 30.0  # maximum for a batch, a step or a token if a stage has no ``compute_s``
+HUNG_S = 30.0  # maximum for a batch, step or token of a stage without ``compute_s``
 JOIN_S = 10.0  # maximum wait of a process for the other member of a world
 
 # Gateways.
 
-# Default limits of each wait for a token of a stream without a deadline; ``ENGINE_S``
-# is for external engines, whose replicas take long to start. They bound queueing and
-# stalls, but not a long completion.
+# Default limits for each wait for the next token, if a stream has no deadline.
+# ``ENGINE_S`` is for external engines, whose replicas take long to start. The limits
+# bound queueing and stalls, but not the total time of a completion.
 WAIT_S, ENGINE_S = 60.0, 600.0
 
-# Seconds of failing attempts until a stream starts over without its kept KV (a lost
-# connection may come back sooner), and until replicas without a connection are avoided.
+# While a stream's attempts keep failing: seconds until it starts over without its kept
+# KV (a lost connection may come back sooner), and seconds until it avoids two replicas
+# that are not connected to each other.
 KEPT_S, DOUBTED_S = 1.0, 0.5
 
-LEFT_S = 2.0  # seconds for which a returned stream may still be the cause of a loss
+# Seconds after a chain returned a stream in which the loss of a replica of that chain
+# may still be the stream's fault.
+LEFT_S = 2.0
 PREPARE_S = 60.0  # seconds after which a move is abandoned
-STALL_S = 30.0  # seconds within which a client must read a part of a waiting answer
+STALL_S = 30.0  # seconds without reading any of its answer until a client is cut off
 KEEPER_S = 1.0  # seconds of silence beyond ``silence_s`` until a keeper counts as hung
 
 # Replicas.
@@ -40,18 +43,20 @@ OVERDUE_S = 10.0
 # late.
 LATE_FACTOR, LATE_S = 3.0, 0.1
 
-# Seconds for which a sequence may be missing, as the message that ends it may be in
-# flight. Also the seconds between two checks.
+# Seconds for which a sequence may be missing, because the message that ends it may be
+# in flight. Also the seconds between two checks.
 GRACE_S = 1.0
 
-# Seconds after which a sequence that only the previous stage has announced is ended.
+# Seconds that the gateway has to announce a sequence that the previous stage already
+# announced; then the replica ends the sequence.
 UNCONFIRMED_S = 3.0
 
-# Maximum seconds by which one check extends the waiting time of a step. A process that
-# was stopped has not read what arrived; one that is always late must still find faults.
+# Maximum seconds that one check adds to a step's waiting time. After a pause of this
+# process, messages that arrived are still unread, so the pause must not count in full;
+# but a process whose checks are always late must still detect faults.
 COUNTED_S = 2 * GRACE_S
 
-BUSY_S = 60.0  # seconds for which an engine without a token may report that it is busy
+BUSY_S = 60.0  # seconds for which an engine may be busy without yielding a token
 
 # The controller.
 
@@ -59,7 +64,7 @@ LINK_S = 20.0  # seconds per attempt for a process to join its control world
 REPORT_S = 2.0  # seconds to wait for the report of a process
 EXIT_S = 0.25  # seconds to wait for an exit code after a connection has ended
 PROBE_S = 10.0  # maximum seconds of a replica's first probe
-PROBE_GRACE_S = 5.0  # seconds beyond a probe's limit until it is lost, and repeated
+PROBE_GRACE_S = 5.0  # seconds beyond its limit until a probe is given up and repeated
 
 # Seconds to wait for the store's answer to a check, seconds between checks, and
 # consecutive checks without an answer after which the store is replaced.

@@ -8,8 +8,8 @@ from typing import Any
 def patch_of(before: Any, after: Any) -> Any:
     """Return the merge patch that turns ``before`` into ``after``.
 
-    In a patch, null removes a key. So a value that becomes null is removed instead;
-    readers of the facts treat null and absent values alike.
+    A null in a merge patch removes the key, so a value that becomes null is removed.
+    Readers of the dashboard's facts treat null and absent values alike.
     """
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return after

@@ -1,8 +1,8 @@
-"""Server of the dashboard: one page, the facts as events, and operations.
+"""Server of the dashboard: one page, the facts as server-sent events, and operations.
 
-Like every command, it talks to the controller over a Unix socket, with the permissions
-of the user who started it. Whoever reaches its address has the same permissions, so it
-listens on loopback only, or requires a key.
+Like every command, the server talks to the controller over a Unix socket, with the
+permissions of the user who started it. Whoever can reach the server's address gets
+these permissions, so the server listens on loopback only, or requires a key.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from multiworld.serve.controller.observe.facts import Facts, Series
 from multiworld.serve.dashboard.patches import patch_of
 
 PAGE = Path(__file__).with_name("page")
-LOOK_S = 1.0  # seconds between polls of the service, while a page is open
+LOOK_S = 1.0  # seconds between polls of the service while a page is open
 QUIET_S = 10.0  # seconds without a change after which readers get a comment
 READERS = 64  # maximum number of open pages
-WAY = 500  # maximum number of log entries shown of a request
-LOG_BYTES = 64 * 1024  # maximum bytes shown of the end of a log
+WAY = 500  # maximum number of log entries shown for one request
+LOG_BYTES = 64 * 1024  # maximum bytes shown from the end of a log
 BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
 COOKIE = "multiworld_key"
 
@@ -65,7 +65,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-# Operations that the page may request of the controller, with the types of the answers.
+# Operations that the page may request from the controller, and types of their answers.
 OPERATIONS: dict[str, type] = {
     "scale": answers.Scaled,
     "drain": answers.Drained,
@@ -78,7 +78,7 @@ OPERATIONS: dict[str, type] = {
     "tenant_revoke": answers.TenantShown,
 }
 
-# Method and path of the operations on the tenant that a body names.
+# Method and path of each operation on a tenant; the body names the tenant.
 OF_TENANTS = {
     "tenant_create": ("POST", "/tenants"),
     "tenant_change": ("PATCH", "/tenants/{name}"),
@@ -136,7 +136,7 @@ class Watch:
                 found = await asyncio.to_thread(
                     self._service.ask, "GET", "/facts", Facts
                 )
-                # ``trouble`` is what the page shows on top.
+                # The page shows ``trouble`` at the top.
                 self._tell(plain(found))
             except ServeError as error:
                 self._tell({**self.facts, "trouble": str(error), "is_ready": False})
@@ -287,7 +287,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def compressed(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield events compressed with gzip, flushed one by one; saves three quarters."""
+    """Yield events gzip-compressed and flushed one by one; a quarter of the size."""
     packer = zlib.compressobj(wbits=31)  # gzip format
     async with aclosing(events):
         async for event in events:
@@ -295,7 +295,7 @@ async def compressed(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def way_of(request: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the last log entries about a request, in order; at most ``WAY``."""
+    """Return the last ``WAY`` log entries about a request, in order."""
     found = list(about(request, paths))
     found.sort(key=lambda each: each[1].at or 0.0)
     return [

@@ -1,4 +1,4 @@
-"""Builds of models at a gateway by users' factories, which may hang or raise."""
+"""Model builds at a gateway by users' factories, which may hang or raise."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from multiworld.serve.spec.stage import Model
 
 logger = logging.getLogger("multiworld.serve")
 
-TURN_S = 5.0  # seconds that the next build waits for a factory; then both run
+TURN_S = 5.0  # maximum seconds that a build waits for the previous one to end
 
 
 class ModelBuilds:
-    """Builds each version of a model once, in a thread; a hang blocks no other."""
+    """Builds each version of a model once, in a thread; hung builds block no others."""
 
     def __init__(
         self,

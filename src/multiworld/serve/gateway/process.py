@@ -61,29 +61,29 @@ logger = logging.getLogger("multiworld.serve")
 
 GENERATION = get_args(GenerationMessage)  # messages that go to the streams
 PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
-LOADING_S = 10.0  # to load tokenizers before it serves
-HOLD_S = 60.0  # that a table waits at most for the models which it makes active
-POISON = 256  # poison requests waiting to be reported to a controller
-USAGE_S = 1.0  # between usage reports
-FLEET_S = 2.0  # for the state of the fleet; then the last one is shown
-LEAVE_S = 1.0  # for the keeper to say whether another gateway takes the connections
-LAST_S = 0.5  # for the controller to take the last report
-ASK_S = 0.2  # between two requests for replicas of a model that has none
+LOADING_S = 10.0  # maximum seconds to load tokenizers before the gateway serves
+HOLD_S = 60.0  # maximum seconds that a table waits for models that it makes active
+POISON = 256  # maximum poison requests that wait to be reported to a controller
+USAGE_S = 1.0  # seconds between usage reports
+FLEET_S = 2.0  # seconds to wait for the fleet's state; then the last one is shown
+LEAVE_S = 1.0  # seconds for the keeper to answer whether another gateway takes over
+LAST_S = 0.5  # seconds for the controller to receive the last report
+ASK_S = 0.2  # seconds between two requests for replicas of a model without any
 OTHER_FILES = 256  # descriptors that are not clients' connections
-MIN_CONNECTIONS = 64  # for a gateway to run
-BACKLOG = 2048  # connections waiting to be accepted
-LOOK_S = 1.0  # between checks whether the gateway is orphaned
+MIN_CONNECTIONS = 64  # minimum number of connections with which a gateway may run
+BACKLOG = 2048  # maximum connections that wait to be accepted
+LOOK_S = 1.0  # seconds between checks whether the gateway is orphaned
 
 # Idle time after which a gateway without a controller exits, as a multiple of
-# ``orphan_s``; 1 for a gateway that never had a controller.
+# ``orphan_s``. For a gateway that never had a controller, the multiple is 1.
 ORPHAN_FACTOR = 60
 
 
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
     """Return a socket that shares its port with the other gateways."""
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    # asyncio disables Nagle's algorithm if the protocol is given as TCP. With it, an
-    # answer in two parts waits 40 ms for an acknowledgement.
+    # With the protocol given as TCP, asyncio disables Nagle's algorithm, because of
+    # which an answer in two parts would wait 40 ms for an acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,7 +96,7 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
 
 
 def allowed_connections(wanted: int) -> int:
-    """Raise the limit of open files; return how many of ``wanted`` it allows."""
+    """Raise the limit of open files; return how many connections the limit allows."""
     hard = raise_limit()
     room = hard - OTHER_FILES
     if room < MIN_CONNECTIONS:
@@ -106,7 +106,7 @@ def allowed_connections(wanted: int) -> int:
         )
     if room < wanted:
         logger.warning(
-            "gateway.max_connections is %d, and the limit of open files allows %d; "
+            "gateway.max_connections is %d, but the limit of open files allows %d; "
             "raise it with `ulimit -n`",
             wanted,
             room,
@@ -134,7 +134,7 @@ class _EdgeRelay:
         self._streams.edge_up(outbox)
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Dispatch a frame; the messages of one edge are all of one kind."""
+        """Dispatch a frame; all messages of an edge are of one kind."""
         is_generation = isinstance(frame[0][0], GENERATION) if frame else False
         owner = self._streams if is_generation else self._dispatcher
         owner.received(outbox, frame)
@@ -198,8 +198,8 @@ class GatewayProcess:
         self._edges = Edges(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        # Orders do not wait for factories. Only a routing table waits, for the versions
-        # that it makes active.
+        # Orders do not wait for factories, except a routing table: it waits for the
+        # versions that it makes active.
         self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
         self._held_until = 0.0
@@ -274,7 +274,7 @@ class GatewayProcess:
                 await asyncio.to_thread(self._tracer.close)
 
     def _take(self, sock: socket.socket | None, record: ConnectionRecord) -> None:
-        """Serve a connection that the keeper gives to this gateway."""
+        """Serve a connection that the keeper has given to this gateway."""
         assert self._stream_keeper is not None
         loop = asyncio.get_running_loop()
         protocol: Any = self._config.http_protocol_class
@@ -311,7 +311,7 @@ class GatewayProcess:
 
     async def _serve(self, sockets: list[socket.socket]) -> None:
         """Serve once there is a routing table, and all tokenizers are loaded."""
-        # Until then the other gateways on the port serve alone.
+        # Until then, only the other gateways on the port serve clients.
         await self._is_routed.wait()
         if self._loading:
             await asyncio.wait(self._loading, timeout=LOADING_S)
@@ -334,7 +334,7 @@ class GatewayProcess:
     async def _leave(self) -> None:
         """Hand over all connections, if there is another gateway, and stop serving."""
         if self._stream_keeper is not None and await self._stream_keeper.leave(LEAVE_S):
-            logger.info("other gateways continue the connections of this one")
+            logger.info("other gateways continue this gateway's connections")
         self._server.end()
         self._is_routed.set()
 
@@ -349,7 +349,7 @@ class GatewayProcess:
         async def load() -> None:
             try:
                 await self._gateway.text(name, version, model)
-            except Exception:  # the first request that needs it tries again
+            except Exception:  # the first request that needs the tokenizer retries
                 logger.exception("the tokenizer of %s cannot be loaded", name)
 
         task = asyncio.ensure_future(load())
@@ -424,14 +424,14 @@ class GatewayProcess:
     def _table_changed(self, table: RoutingTable) -> None:
         active = ((name, route.version) for name, route in table.routes.items())
         if self._clock() < self._held_until and any(v in self._builds for v in active):
-            self._held_table = table  # it makes a version active that is being built
+            self._held_table = table  # makes a version active that is still being built
             return
         self._held_table = None
         self._dispatcher.table_changed(table)
         self._streams.table_changed(table)
         self._edges.apply(edges_of(table, self._args.name))
         self._gateway.table_changed()
-        # Spare gateways have no connections.
+        # Limits are divided only between gateways that have connections.
         count = len(table.gateways) - self._args.spare_gateways
         self._authenticator.gateways = max(1, count)
         self._agent.fact(messages.TableApplied(table.number))
@@ -454,7 +454,7 @@ class GatewayProcess:
     def _report_poison(
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> None:
-        """Report a poison request, now or once there is a controller."""
+        """Report a poison request now, or once a controller is connected."""
         self._poison.append(messages.PoisonFound(tenant, *model_version, digest))
         self._send_pending_poison()
 
@@ -510,7 +510,7 @@ class GatewayProcess:
         error: str | None = None
         try:
             known = self._dispatcher.table.replicas.get(replica)
-            if self._held_table is not None:  # that table may have the replica
+            if self._held_table is not None:  # the held table may have the replica
                 await self._builds.wait(min(limit_s, LOADING_S))
             elif known is not None:
                 await self._builds.wait(limit_s, (known.model, known.version))
@@ -534,7 +534,7 @@ class GatewayProcess:
         return model
 
     async def _exit_if_orphaned(self) -> None:
-        """Shut down if there is no controller and there are no requests."""
+        """Shut down after a time without a controller and without requests."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
@@ -546,7 +546,7 @@ class GatewayProcess:
             if lost_at is None:
                 continue
             if now - max(asked_at, lost_at) > factor * self._args.orphan_s:
-                logger.warning("no controller and no client: this gateway exits")
+                logger.warning("no controller and no requests: this gateway exits")
                 self._end()
 
 

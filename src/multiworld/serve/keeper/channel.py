@@ -28,10 +28,10 @@ class Channel:
     Args:
         sock: Connected Unix stream socket; the channel closes it.
         on_frame: Called with each frame and the queue of descriptors received so far;
-            it removes the frame's descriptors from the front.
+            the callback removes this frame's descriptors from the front.
         on_lost: Called once, when the peer is gone or speaks another protocol.
-        rest_s: Seconds to pause after a small read, so that the next one gets many
-            frames. Meanwhile they are safe in the socket's buffer.
+        rest_s: Seconds to pause after a small read, so that the next read gets many
+            frames. The socket buffers them during the pause.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Channel:
         # Allocated once: a new buffer for each read would fault in new pages.
         self._read = memoryview(bytearray(READ_BYTES))
         self._descriptors: deque[int] = deque()
-        # Bytes to send, descriptors to send with the first of them, and the callback
-        # once all are sent.
+        # Each entry: bytes to send, descriptors to send with the first byte, and the
+        # callback to call once all bytes are sent.
         self._queue: deque[tuple[memoryview, tuple[int, ...], Callable[[], None]]]
         self._queue = deque()
         self._is_open = True
         self._has_failed = False  # a send has failed
         self._is_resting = False  # reading pauses for ``rest_s``
-        self._is_waiting = False  # the socket is full, and watched for room
+        self._is_waiting = False  # the socket is full; its writer is registered
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -74,9 +74,9 @@ class Channel:
     ) -> bool:
         """Send a frame; call ``on_sent`` when the kernel has all of it.
 
-        If the frame has to wait, its descriptors are duplicated; return False if the
-        process has none left for that. If the channel is lost before the frame is
-        sent, ``on_sent`` is not called.
+        If the frame has to wait, the channel duplicates its descriptors; return False
+        if the process has reached its limit of open descriptors. If the channel is lost
+        before the frame is sent, ``on_sent`` is not called.
         """
         if not self._is_open or self._has_failed:
             return True
@@ -140,12 +140,12 @@ class Channel:
         self.lose()
 
     def read_now(self) -> None:
-        """Read what the socket has, even while reading pauses."""
+        """Read what the socket has buffered, even during a pause of ``rest_s``."""
         if self._is_open:
             self._readable()
 
     def _readable(self) -> bool:
-        """Read once; return whether the socket may have more."""
+        """Read once; return whether the socket may have more data."""
         try:
             size, more, flags, _ = self._sock.recvmsg_into(
                 [self._read], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -158,7 +158,7 @@ class Channel:
             numbers = array("i")
             numbers.frombytes(found[: len(found) - len(found) % numbers.itemsize])
             self._descriptors.extend(numbers)
-        if not size or flags & socket.MSG_CTRUNC:  # descriptors were discarded
+        if not size or flags & socket.MSG_CTRUNC:  # closed, or descriptors lost
             self.lose()
             return False
         if self._rest_s and size < READ_BYTES // 4 and not self._is_resting:
@@ -177,7 +177,8 @@ class Channel:
         self._is_resting = False
         if not self._is_open:
             return
-        # While frames keep coming, the timer alone reads them, without the selector.
+        # If this read is small too, it pauses again: under steady traffic only the
+        # timer reads, and the selector is not involved.
         self._readable()
         if self._is_open and not self._is_resting:
             self._loop.add_reader(self._sock, self._readable)

@@ -1,8 +1,8 @@
-"""The record of one client's connection, from which another gateway continues it. Pure.
+"""The record with which another gateway can take over a client's connection. Pure.
 
-Both the keeper and the gateway that serves the connection have the record: if one of
-them is lost, the other still has it. The client gets the first ``written`` bytes of the
-connection's output, as the kernel counts them.
+The keeper and the gateway that serves the connection each have a copy of the record: if
+one of them is lost, the other still has it. The kernel's count of written bytes shows
+which part of the recorded output is still to be written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COUNTED = (
     *("is_closing", "is_protected", "is_detached"),
 )
 
-# Bytes of recorded output above which output that the kernel has is dropped: during an
-# answer, and on a connection without a request.
+# If a record has more bytes of output than this, the record drops the output that the
+# kernel already has: limits during an answer, and on an idle connection.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
 
-# Maximum number of noted entries, and of their bytes, before they are applied.
+# Maximum number of noted entries, and their maximum bytes, before they are applied.
 NOTED, NOTED_BYTES = 64, 16 * 1024
 
-# Maximum bytes of recorded input that includes answered requests.
+# Maximum bytes of recorded input while it includes answered requests.
 ANSWERED_BYTES = 256 * 1024
 
 
@@ -46,8 +46,8 @@ class State(StrEnum):
 
     IDLE = "idle"  # no request
     READING = "reading"  # a request is arriving, or being computed
-    RECORDED = "recorded"  # the same, and its random key and choices are recorded
-    ANSWERING = "answering"  # a part of its answer is recorded
+    RECORDED = "recorded"  # like READING; the request's ``Drawn`` is recorded
+    ANSWERING = "answering"  # a part of the answer is recorded
     CLOSED = "closed"
 
 
@@ -87,11 +87,11 @@ class ConnectionRecord:
         output: Last bytes for the client, of all answers.
         output_at: Number of bytes for the client before ``output``.
         is_closing: Whether the connection closes after ``output``.
-        is_protected: Whether there was room for the record; if not, a request of the
-            connection is lost with its gateway.
+        is_protected: Whether there was memory for the record; if not, a loss of the
+            gateway also loses the connection's request.
         is_detached: Whether this is the record of a kept stream, without a client.
         stream: Id of the kept stream, or of the stream that the current answer reads.
-        noted: Entries that are not applied to the other attributes yet.
+        noted: Entries that are not yet applied to the other attributes.
     """
 
     number: int
@@ -139,7 +139,7 @@ class ConnectionRecord:
         """Apply a gateway's entry.
 
         Raises:
-            FrameError: It does not fit the connection's state.
+            FrameError: The entry does not fit the connection's state.
         """
         apply = _APPLY.get(said.kind)
         if apply is None:
@@ -147,7 +147,7 @@ class ConnectionRecord:
         apply(self, said.value, said.payload)
 
     def note(self, kind: Kind, value: int, payload: bytes) -> bool:
-        """Note an entry, to be applied in ``settle``; return whether that is due."""
+        """Note an entry for ``settle`` to apply; return whether ``settle`` is due."""
         self.noted.append(Entry(kind, self.number, value, payload))
         self.noted_bytes += len(payload)
         return self.noted_bytes > NOTED_BYTES or len(self.noted) > NOTED
@@ -231,7 +231,7 @@ class ConnectionRecord:
             return
         self.input += data
         if self.answered and len(self.input) > ANSWERED_BYTES:
-            self.give_up()  # most of it belongs to answered requests
+            self.give_up()  # most of the input belongs to answered requests
 
     def _end_answer(self) -> None:
         self.request, self.stream, self.events, self.losses = b"", b"", 0, 0
@@ -240,7 +240,7 @@ class ConnectionRecord:
         self.item_bytes = 0
 
     def give_up(self) -> None:
-        """Drop the input and tokens of the current requests; protect them no more."""
+        """Stop protecting the current requests; drop their input and tokens."""
         self.is_protected = False
         self.settle()
         self.input_at += len(self.input)
@@ -254,9 +254,9 @@ class ConnectionRecord:
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Split off a record of the current stream, which needs no client; return it.
+        """Split off and return a record of the current stream, which needs no client.
 
-        From then on, this record is that of a connection that reads the stream.
+        Afterwards, ``self`` records a connection that reads this stream.
         """
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
@@ -270,7 +270,7 @@ class ConnectionRecord:
         return made
 
     def trim(self, written: int) -> None:
-        """Drop output that the kernel has taken; ``written`` is its count."""
+        """Drop output that the kernel has; ``written`` is the kernel's count."""
         done = written - self.written_before - self.output_at
         if done > 0:
             done = min(done, len(self.output))
@@ -287,7 +287,7 @@ class ConnectionRecord:
         return has_read and self.output_at <= written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
-        """Yield the record; a client's descriptor must go with ``CONNECTION``."""
+        """Yield the record's entries; send the client's descriptor with the first."""
         yield entry(Kind.CONNECTION, self.number, self.is_detached, self._counters())
         for piece in _pieces(self.input):
             yield entry(Kind.INPUT, self.number, self.began_ns, piece)
@@ -302,7 +302,7 @@ class ConnectionRecord:
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
     def frames(self) -> Iterator[bytes]:
-        """Yield the record as frames; the descriptor must go with the first."""
+        """Yield the record as frames; send the client's descriptor with the first."""
         held: list[bytes] = []
         size = 0
         for each in self.entries():
@@ -341,10 +341,10 @@ def _pieces(data: bytearray) -> Iterator[bytes]:
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:
-    """Return the record from its entries, ``CONNECTION`` to ``COMPLETE``.
+    """Rebuild a record from its entries, ``CONNECTION`` to ``COMPLETE``.
 
     Raises:
-        FrameError: The entries are not a record.
+        FrameError: The entries do not form a record.
     """
     first, *rest, last = entries
     record = ConnectionRecord(first.connection)

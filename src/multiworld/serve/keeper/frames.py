@@ -1,6 +1,7 @@
 """Frames between the stream keeper and the gateways of its host. Pure.
 
-The receiver applies whole frames only, so a sender that dies within one leaves no part.
+The receiver applies only complete frames, so it ignores the part of a frame that a
+sender wrote before it died.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Kind(IntEnum):
     # About the gateway.
     HELLO = 1  # value: ``PROTOCOL``; payload: name of the gateway
     READY = 2  # the gateway takes connections
-    BEAT = 3  # heartbeat of its event loop; the keeper answers with the same value
+    BEAT = 3  # heartbeat of the event loop; the keeper answers with the same value
     LEAVING = 4  # the gateway takes no more connections
-    # keeper → gateway. value: 1 if another gateway takes its connections; payload: the
-    # numbers of those that must stay.
+    # keeper → leaving gateway. value: 1 if another gateway takes over its connections;
+    # payload: numbers of the connections that must stay.
     HAND_OVER = 5
     # About a connection. ``CONNECTION`` goes in both directions, with a descriptor. The
     # entries from it to ``COMPLETE`` are the connection's record.
@@ -37,7 +38,7 @@ class Kind(IntEnum):
     # Bytes read from the client; value: monotonic time in ns, which all processes of
     # a host share.
     INPUT = 17
-    REQUEST = 18  # random key and choices (``Drawn``) of the request; replaces earlier
+    REQUEST = 18  # ``Drawn`` of the current request; replaces an earlier ``Drawn``
     ITEM = 19  # a token of the current answer
     OUTPUT = 20  # bytes of the answer; value: number of its events up to these bytes
     ANSWERED = 21  # the current answer has ended; value: monotonic time in ns
@@ -47,22 +48,22 @@ class Kind(IntEnum):
     INTERIM = 25  # bytes sent before the answer: a ``100 Continue``
     CLOSING = 26  # the connection closes after the recorded output
     ADMITTED = 27  # the current request is within its tenant's limits
-    SKIPPED = 28  # bytes read and not recorded; value: how many
+    SKIPPED = 28  # bytes were read, but are not recorded; value: number of bytes
     KEPT = 29  # clients may read the current answer again; payload: id of its stream
-    WRITTEN = 30  # bytes of the answer that are not recorded; value: how many
+    WRITTEN = 30  # bytes of the answer that are not recorded; value: number of bytes
     # About the gateway of a connection.
-    # The gateway releases the connection. Payload: id of a stream, whose gateway gets
-    # it; empty: any gateway.
+    # The gateway releases the connection. payload: id of a stream, so that the
+    # connection goes to the gateway of that stream; empty: any gateway.
     RELEASED = 64
     # The current request moves to a connection without a client; value: its number.
     SPLIT = 65
-    # Payload: id of a stream. The keeper answers with a ``Place`` as value.
+    # payload: id of a stream. The keeper answers with a ``Place`` as value.
     FIND = 66
     # About the service.
     # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
     LISTENER = 7  # with a descriptor
-    # Supervisor → keeper: the service shuts down, and the next one takes over its
-    # connections. value: ms for which they wait.
+    # Supervisor → keeper: the service shuts down, and the next service takes over the
+    # connections. value: maximum time for which the connections wait, in ms.
     AWAIT = 8
 
 

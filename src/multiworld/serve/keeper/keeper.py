@@ -1,7 +1,8 @@
 """The keeper's decisions: which gateway serves which connection. Pure.
 
-A connection belongs to one gateway, or waits for one. When its gateway is lost, its
-record decides whether another gateway continues it, or it is refused, or closed.
+A connection belongs to one gateway, or waits for one. When its gateway is lost, the
+connection's record decides whether another gateway continues it, the keeper refuses it
+with 503, or the keeper closes it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from multiworld.serve.keeper.connection_record import (
 from multiworld.serve.keeper.frames import Entry, FrameError, Kind, Place, entry
 
 WAIT_S = 60.0  # seconds that a connection waits for a gateway before it gets 503
-MAX_LOSSES = 4  # gateways lost with a request; then it may be the cause, and is refused
+MAX_LOSSES = 4  # lost gateways after which a request is refused as their likely cause
 TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
 SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
-PAUSE_S = 0.5  # seconds between two ticks from which on the keeper itself was stopped
+PAUSE_S = 0.5  # ticks more than this many seconds apart: the keeper itself was paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Counts(NamedTuple):
     """Counts of connections since the keeper started."""
 
     handed_over: int = 0  # to another gateway
-    closed: int = 0  # closed, as they could be neither continued nor refused
+    closed: int = 0  # closed because they could be neither continued nor refused
     refused: int = 0  # with 503
     unprotected: int = 0  # requests whose records did not fit into memory
 
@@ -89,7 +90,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Call ``released`` with the connection's counters, as its gateway released it."""
+    """Call ``released`` with the counters of a connection that its gateway released."""
 
     connection: int
     stream: bytes = b""
@@ -110,7 +111,7 @@ class Gateway:
     is_killed: bool = False
     connections: set[int] = field(default_factory=set)
     busy: int = 0  # connections with a request
-    given: int = 0  # connections that it has got so far
+    given: int = 0  # connections given to it so far
 
     @property
     def takes_connections(self) -> bool:
@@ -226,7 +227,7 @@ class Keeper:
         self._forget(self.records[number])
 
     def trimmed(self, number: int, written: int) -> None:
-        """Drop the output that the kernel has taken; ``written`` is its count."""
+        """Drop the output that the kernel has; ``written`` is the kernel's count."""
         record = self.records.get(number)
         if record is not None:
             before = record.size
@@ -238,17 +239,17 @@ class Keeper:
     # Services.
 
     def ending(self, wait_s: float, now: float) -> None:
-        """Hold the connections for the next service, which starts within ``wait_s``."""
+        """Let connections wait up to ``wait_s`` for the next service."""
         self.awaited_until = now + wait_s
 
     def begun(self, now: float) -> None:
-        """Let connections wait for the gateways of a service that starts."""
+        """Restart the waits of connections, now for gateways of the next service."""
         self.awaited_until = None
         for number in self.waiting:
             self.waiting[number] = now
 
     def ended(self) -> list[Action]:
-        """Refuse or close waiting connections, as there is no next service."""
+        """Refuse or close waiting connections, because no next service will start."""
         return [a for number in list(self.waiting) for a in self._give_up(number)]
 
     # Gateways.
@@ -317,7 +318,7 @@ class Keeper:
         return [Trim(number)] if len(record.output) > limit else []
 
     def _give_up_record(self, record: ConnectionRecord) -> None:
-        """Stop recording a connection, as there is no memory for it."""
+        """Stop recording a connection for lack of memory."""
         before = record.size
         self.unprotected += record.is_protected
         record.give_up()
@@ -359,7 +360,7 @@ class Keeper:
     def lost(
         self, number: int, counters: Mapping[int, Counters], now: float
     ) -> list[Action]:
-        """Give the connections of a gateway that has exited to others.
+        """Give other gateways the connections of a gateway that has exited.
 
         Args:
             number: Number of the gateway, whose frames have all been read.
@@ -380,9 +381,9 @@ class Keeper:
     def released(
         self, number: int, counters: Counters, now: float, stream: bytes = b""
     ) -> list[Action]:
-        """Give a connection that its gateway has released to another gateway.
+        """Give another gateway a connection that its own gateway has released.
 
-        ``stream``: id of a stream whose gateway gets it, if there is one.
+        ``stream``: id of a stream whose gateway is preferred; empty: none.
         """
         owner = self._owner.get(number)
         if owner is None:
@@ -409,7 +410,7 @@ class Keeper:
         return self._give_up(number)
 
     def undeliverable(self, number: int) -> list[Action]:
-        """Give up a connection that cannot be sent to its gateway."""
+        """Refuse or close a connection that cannot be sent to its gateway."""
         return self._give_up(number)
 
     def _place_waiting(self, now: float) -> list[Action]:
@@ -430,7 +431,7 @@ class Keeper:
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > PAUSE_S:
             for gateway in self.gateways.values():
-                gateway.heard_at = now  # messages of the meantime are not read yet
+                gateway.heard_at = now  # its messages may still be unread
         actions: list[Action] = []
         if now - self._looked_at > SLOW_S:
             self._looked_at = now

@@ -1,6 +1,6 @@
 """The process of the stream keeper: sockets, clocks and signals around ``Keeper``.
 
-It imports neither torch nor an HTTP parser, and is started with ``python -m``.
+The process imports neither torch nor an HTTP parser, and is started with ``python -m``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LOCK_S = 1.0  # seconds between checks whether the service runs
 LINGER_S = 0.5  # seconds for a refused client to read its refusal
 
 READY = b"ready"  # line that a keeper prints once it listens
-ALONE = 3  # checks in a row without a process of the service after which it exits
+ALONE = 3  # exit after this many checks in a row that find no process of the service
 
 COUNTS = struct.Struct("<4Q")  # ``Counts``, in the heartbeats to the supervisor
 
@@ -87,12 +87,13 @@ class KeeperProcess:
         self.keeper = Keeper(silence_s, max_bytes, active)
         self._listeners = listeners
         self._loop = asyncio.get_running_loop()
-        # From the clock, since connections keep the numbers of an earlier keeper.
+        # Starts at the current time, because restored connections keep the numbers that
+        # an earlier keeper gave them.
         self._connections = itertools.count(time.time_ns() >> 10)
         self._numbers = itertools.count(1)
         self._sockets: dict[int, socket.socket] = {}
         self._channels: dict[int, Channel] = {}
-        self._processes: dict[int, int] = {}  # pidfds, as a pid may be reused
+        self._processes: dict[int, int] = {}  # pidfds, because a pid may be reused
         self._restoring: dict[int, list[Entry]] = {}
         self._supervisors: set[int] = set()
         self._discarded = memoryview(bytearray(64 * 1024))
@@ -234,7 +235,7 @@ class KeeperProcess:
                 yield each
 
     def _send_listeners(self, number: int) -> None:
-        # The receiver sends them to the next keeper if this one is lost.
+        # The receiver sends the listeners to the next keeper if this keeper is lost.
         for sock in self._listeners:
             self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
 
@@ -246,7 +247,7 @@ class KeeperProcess:
             channel.send(frame(entries), list(descriptors))
 
     def _lost(self, number: int) -> None:
-        """Kill a lost gateway that still has connections, and hand those over."""
+        """Kill a lost gateway that still has connections; hand over the connections."""
         self._exit_if_left()
         del self._channels[number]
         self._supervisors.discard(number)
@@ -255,7 +256,7 @@ class KeeperProcess:
             self._close(each.connection)
         gateway = self.keeper.gateways.get(number)
         if gateway is not None and gateway.connections and not gateway.is_leaving:
-            # It may still run: no two gateways may write to one connection.
+            # The gateway may still run, and only one may write to a connection.
             _kill(process)
             _await_end(process)
         os.close(process)
@@ -317,8 +318,8 @@ class KeeperProcess:
         with contextlib.suppress(OSError):
             sock.send(REFUSED)
             sock.shutdown(socket.SHUT_WR)
-        # Closing a socket with unread bytes resets it, possibly before the client has
-        # read the refusal.
+        # Closing a socket with unread bytes resets the connection, possibly before the
+        # client has read the refusal.
         self._loop.add_reader(sock, self._discard, sock)
         self._loop.call_later(LINGER_S, self._end_refused, sock)
 
@@ -352,8 +353,9 @@ class KeeperProcess:
     def _exit_if_left(self) -> None:
         """Exit if this process was paused for longer than ``silence_s``.
 
-        Gateways with connections may have given this keeper up since, so its records of
-        them may be stale. Connections that wait for a gateway are known to nobody else.
+        The gateways may have given up on this keeper meanwhile, so its records of their
+        connections may be stale. If no gateway has connections, the keeper stays: no
+        other process knows the connections that wait for a gateway.
         """
         was_paused = self._loop.time() - self._ticked_at > self._silence_s
         if was_paused and any(g.connections for g in self.keeper.gateways.values()):
@@ -386,7 +388,7 @@ def _kill(process: int) -> None:
 
 def _await_end(process: int) -> None:
     """Wait for the exit of a killed process, which closes its descriptors."""
-    # A pidfd is readable after the exit. ``select`` cannot wait for numbers over 1023.
+    # A pidfd is readable after the exit. ``select`` rejects descriptors above 1023.
     waiting = select.poll()
     waiting.register(process, select.POLLIN)
     waiting.poll(1000 * END_S)

@@ -1,1 +1,1 @@
-"""Open-loop load generator: sends requests on time, answered or not."""
+"""Open-loop load generator: sends requests on time, without waiting for answers."""

@@ -11,7 +11,7 @@ from multiworld.serve.load.summary import Sample, quantile
 
 CPU = "multiworld_process_cpu_seconds_total"  # CPU time of each process
 
-# Time that the service does not see: the client, the network, a late generator.
+# Time spent outside the service: in the client, the network, a late generator.
 OUTSIDE = "outside"
 
 

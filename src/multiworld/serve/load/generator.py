@@ -16,17 +16,17 @@ from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
 from multiworld.serve.machines.open_files import raise_limit
 
-# A request fails after this long without an answer, or without a further part of it.
+# A request fails after this long without a connection, or without any new data.
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=60.0, sock_read=60.0)
 
-# Function that returns whether the answer (parsed JSON) to a request, given its number,
-# is right.
+# Function that gets the number of a request and its answer (parsed JSON), and returns
+# whether the answer is correct.
 Check = Callable[[int, Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """URL and requests of a load; bodies are sent in turn."""
+    """URL and requests of a load; the generator sends the bodies in rotation."""
 
     url: str
     bodies: list[bytes]
@@ -91,7 +91,7 @@ class Load:
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
-        raise_limit()  # of open files, because each request has a connection
+        raise_limit()  # limit of open files, because each request has a connection
         connector = aiohttp.TCPConnector(limit=0, ssl=self._target.tls)
         tasks: set[asyncio.Task[None]] = set()
         async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:
@@ -168,7 +168,7 @@ class Load:
 async def _streamed(
     response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
 ) -> str:
-    """Add the time of each part to ``times``; return why the stream is incomplete."""
+    """Add each part's time to ``times``; return why the stream failed; empty: no."""
     is_finished = False
     async for line in response.content:
         if not line.startswith(b"data: {"):

@@ -31,7 +31,7 @@ class Summary:
     """Summary of many requests; latencies are of answered ones."""
 
     sent: int
-    answered: int  # completely, with status 200
+    answered: int  # answered completely, with status 200
     failed: int
     wrong: int
     p50_s: float
@@ -40,9 +40,9 @@ class Summary:
     statuses: dict[int, int]
     errors: dict[str, int]  # by text, the ten most frequent
     cut: int = 0  # streams that ended prematurely
-    first_p50_s: float | None = None  # to the first part of a stream
+    first_p50_s: float | None = None  # time to the first part of a stream
     first_p99_s: float | None = None
-    gap_p50_s: float | None = None  # between two parts of a stream
+    gap_p50_s: float | None = None  # time between two parts of a stream
     gap_p99_s: float | None = None
     gap_max_s: float | None = None
 

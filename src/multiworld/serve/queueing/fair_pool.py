@@ -22,7 +22,7 @@ class FairPool:
         self._numbers = itertools.count()
 
     def submit(self, share: Share, cost: float, call: Callable[[], T]) -> Future[T]:
-        """Run a call in fair order, unless its future is cancelled before."""
+        """Run a call in fair order, unless its future is cancelled first."""
         made: Future[T] = Future()
         with self._lock:
             number = next(self._numbers)

@@ -2,10 +2,10 @@
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). A tenant's finish tag is
 a virtual time that advances by cost / weight with every piece of its work that is
-served. The next piece comes from the tenant with the earliest start tag: its finish
-tag, but not before the current virtual time, the start tag of the piece served last. So
-a tenant with a long queue gets only its share, work of a tenant that seldom sends any
-is served next, and unused shares go to the other tenants.
+served. A tenant's start tag is the later of its finish tag and the current virtual
+time, which is the start tag of the piece served last. The tenant with the earliest
+start tag is served next. So a tenant with a long queue gets only its share, a tenant
+that seldom sends work is served soon, and unused shares go to the other tenants.
 
 Unlike in the paper, a tenant is charged when its work is served, not when it arrives:
 withdrawn work costs nothing.
@@ -24,10 +24,10 @@ import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
-# Number of finish tags above which those not after the virtual time are dropped.
+# Number of finish tags above which tags that the virtual time has reached are dropped.
 PRUNE_AT = 1024
-MIN_COST = 1.0  # otherwise work without rows would be free
-SPARE = 64  # outdated heap entries to allow beyond the number of tenants
+MIN_COST = 1.0  # without a minimum, work without rows would be free
+SPARE = 64  # outdated heap entries to tolerate beyond the number of waiting tenants
 
 
 class Share(NamedTuple):
@@ -53,7 +53,7 @@ class _Head(NamedTuple):
 
     rank: int  # the tenant's priority, negated
     finish: float  # finish tag of the tenant
-    number: int  # of the piece
+    number: int  # number of the piece
     since: int  # number of the tenant, in the order in which tenants began to wait
     tenant: str
 
@@ -61,17 +61,17 @@ class _Head(NamedTuple):
 class _Schedule:
     """Virtual times, finish tags, and the order of the waiting tenants.
 
-    Each priority has a virtual time of its own: with a common one, a tenant of a higher
-    priority would make all others due.
+    Each priority has its own virtual time: if priorities shared one, serving a tenant
+    of a higher priority would make the heads of all other tenants due.
     """
 
     def __init__(self) -> None:
         self._virtual_times: dict[int, float] = {}  # by rank
         self._finish_tags: dict[tuple[int, str], float] = {}
         self._prune_at = PRUNE_AT
-        # Heap entries that are no longer the head of their tenant are dropped when they
-        # reach the top. ``_due`` holds the heads whose finish tag has passed: their
-        # start tag is the virtual time, so only the pieces' numbers order them.
+        # A heap entry that is no longer the head of its tenant is dropped when it
+        # reaches the top. ``_due`` holds the heads whose finish tag the virtual time
+        # has reached: all have the same start tag, so their piece numbers order them.
         self._heads: dict[str, _Head] = {}
         self._later: list[_Head] = []
         self._due: list[tuple[int, int, int, _Head]] = []
@@ -102,7 +102,7 @@ class _Schedule:
             heapq.heappush(self._later, head)
 
     def remove(self, tenant: str) -> None:
-        """Record that nothing of a tenant waits."""
+        """Remove a tenant that has no waiting work."""
         del self._heads[tenant]
 
     def _virtual_time(self, rank: int) -> float:
@@ -158,7 +158,7 @@ class FairQueue(Generic[K]):
         return len(self._queues) > 1
 
     def put(self, key: K, share: Share, cost: float, number: int) -> None:
-        """Queue a piece of work, replacing any with the same key."""
+        """Queue a piece of work; replace waiting work that has the same key."""
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
         queue = self._queues.setdefault(share.tenant, [])
@@ -213,7 +213,7 @@ class FairQueue(Generic[K]):
             for queue in self._queues.values():
                 yield from (key for _, key in queue)
             return
-        self._schedule.first()  # move due heads once, not in each copy
+        self._schedule.first()  # moves due heads once, instead of in each copy
         schedule, positions = self._schedule.copy(), dict.fromkeys(self._queues, 0)
         while (tenant := schedule.first()) is not None:
             queue, position = self._queues[tenant], positions[tenant]

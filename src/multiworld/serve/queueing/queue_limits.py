@@ -10,8 +10,9 @@ from multiworld.serve.queueing.fair_queue import Share
 class WaitingTenants:
     """Number of waiting requests of each tenant.
 
-    One tenant alone may fill a queue up to its limit. The others then share as much
-    room again by weight, with at least one request each.
+    If only one tenant has waiting requests, it may fill the queue up to its limit. When
+    others arrive, the queue may grow to twice the limit; each tenant may then have its
+    weighted share of the limit, but at least one request.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class WaitingTenants:
         if self.count + count <= limit:
             return False
         own = self._by_tenant[share.tenant]
-        is_more = own + count > 1  # more than the one request that each tenant may have
+        is_more = own + count > 1  # every tenant may have one request
         if own == self.count or (is_more and self.count + count > 2 * limit):
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())

@@ -15,7 +15,7 @@ class Attainment:
 
     def __init__(self) -> None:
         self.arrived: Counter[str] = Counter()  # refused ones included
-        # Answered within the model's objective; without one, all answered.
+        # Requests answered within the model's objective; if it has none, all answered.
         self.attained: Counter[str] = Counter()
         # Requests that more replicas would have helped: answered late, given up after
         # the objective, or refused by a full queue. Invalid requests and failures of
@@ -24,7 +24,7 @@ class Attainment:
         self.refused: Counter[str] = Counter()  # by a full queue
 
     def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
-        """Count a finished request; if it was abandoned, ``error`` is no ServeError."""
+        """Count a finished request; if abandoned, ``error`` is not a ``ServeError``."""
         if error is None:
             (self.missed if is_late else self.attained)[model] += 1
         elif isinstance(error, OverloadedError):

@@ -1,10 +1,10 @@
 """Load balancing: choice of the replica for the next piece of work. Pure.
 
-Of two random replicas, the one with less work in flight gets it. This is nearly as even
-as comparing all replicas, and senders that know only their own work in flight do not
-all rush to the same replica (Mitzenmacher, "The Power of Two Choices in Randomized Load
-Balancing", 2001). Work of a session goes to the session's home, so adding or removing a
-replica moves few sessions.
+Each piece of work goes to the less loaded of two random replicas. This balances the
+load nearly as well as comparing all replicas, and senders that know only their own work
+in flight do not all choose the same replica (Mitzenmacher, "The Power of Two Choices in
+Randomized Load Balancing", 2001). Work of a session goes to the session's home, which
+consistent hashing selects: adding or removing a replica moves few sessions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TypeVar
 Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
-PROBES = 21  # per session, so that the fullest replica gets 1.05 times its share
-BYTES = 8  # of a point
+PROBES = 21  # per session; the most loaded replica then gets 1.05 times its fair share
+BYTES = 8  # size of a point on the ring
 CIRCLE = 256**BYTES
 
 
@@ -36,7 +36,7 @@ def choose(
 
 
 class HashRing:
-    """The homes of sessions: one point per replica, several probes per session.
+    """Consistent hashing of sessions: a point per replica, several probes per session.
 
     A session's home is the replica whose point follows one of its probes most closely
     (Appleton and O'Reilly, "Multi-probe consistent hashing", 2015).

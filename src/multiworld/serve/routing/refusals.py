@@ -10,7 +10,7 @@ RETRY_AFTER_S = 1.0  # seconds after which the client may retry
 
 
 class OutdatedError(errors.ServeError):
-    """A request's version is no longer active; check it against the active one."""
+    """A request's model version is no longer active; check against the active one."""
 
 
 def unknown_model(
@@ -24,7 +24,7 @@ def unknown_model(
 
 
 def overloaded(model: str, own: int) -> errors.OverloadedError:
-    """Return the error of a shed request; ``own`` others of its tenant wait."""
+    """Return the error of a shed request; ``own`` requests of its tenant wait."""
     return errors.OverloadedError(
         f"queue of model {model!r} is full: {own} of your requests wait, which is "
         "max_queued_requests or your fair share of it; retry later",
@@ -42,7 +42,7 @@ def poisoned(number: int, model: str, losses: int) -> errors.RequestPoisonedErro
 def without_replica(
     model: str, stage: int, *, is_refused: bool = False
 ) -> errors.NoReplicaError:
-    """Return the error; ``is_refused``: files of the version have changed."""
+    """Return the error; ``is_refused``: files of the model version have changed."""
     why = "retry later, a replacement is starting"
     if is_refused:
         why = (

@@ -18,7 +18,7 @@ class ReplicaView:
         self.connected: set[str] = set()  # replicas with an edge to this process
         # Connected replicas that sent nothing for ``SILENT_S``.
         self.silent: frozenset[str] = frozenset()
-        # Replicas that were seen to drain, though the table may no longer have them.
+        # Draining replicas; connected ones remain after the table has dropped them.
         self._drained: set[str] = set()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
         self._rings: dict[tuple[str, str, int], HashRing] = {}
@@ -55,7 +55,7 @@ class ReplicaView:
         return None if known is None else known.state
 
     def is_leaving(self, name: str) -> bool:
-        """Return whether a replica drains, so that the service may shut it down."""
+        """Return whether a replica is draining, and may be shut down at any time."""
         return name in self._drained
 
     def is_usable(self, name: str) -> bool:

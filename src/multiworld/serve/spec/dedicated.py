@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 
 from multiworld.serve.spec.schema import ModelSpec
 
-SEPARATOR = "@"  # between the names of a model and of its tenant
+SEPARATOR = "@"  # between the name of a model and the name of its tenant
 
 
 def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:

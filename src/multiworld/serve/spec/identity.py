@@ -1,10 +1,10 @@
-"""Identity of a model's version: the files and code it was made from. Pure."""
+"""Identity of a model's version: the files and the code that define it. Pure."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-# Text by which the controller recognises the error of a refused version.
+# Part of an error's text, from which the controller recognises a refused version.
 CHANGED = "has changed since this version was made"
 
 
@@ -15,7 +15,7 @@ class FileMark(BaseModel):
 
     size: int
     mtime_ns: int
-    # Device, inode number and ctime (ns). While these and ``mtime_ns`` stay the same,
+    # Device, inode number and ctime (ns). If these and ``mtime_ns`` are unchanged,
     # nobody has written to the file.
     inode: tuple[int, int, int]
     digest: str
@@ -28,7 +28,7 @@ class Identity(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str  # hash of files, code and options
-    files: dict[str, FileMark] = {}  # in the model's folder, by relative path
-    others: dict[str, FileMark] = {}  # elsewhere, by absolute path
+    files: dict[str, FileMark] = {}  # files in the model's folder, by relative path
+    others: dict[str, FileMark] = {}  # files elsewhere, by absolute path
     code: dict[str, str] = {}  # hashes of source files, by module name
     kept: str = ""  # folder with copies of the files; empty: none

@@ -17,7 +17,7 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
-MAX_BYTES = 1024 * 1024  # bytes of a spec
+MAX_BYTES = 1024 * 1024  # maximum bytes of a spec
 INT = "tag:yaml.org,2002:int"
 FLOAT = "tag:yaml.org,2002:float"
 RESOLVERS = {  # rules for numbers, as in YAML 1.2
@@ -39,19 +39,19 @@ def load_spec(path: Path) -> AppSpec:
 
 
 def _of_folder(path: Path) -> SpecError:
-    """Return the error for a folder given in place of a spec; it says what to give."""
+    """Return the error for a folder given in place of a spec, with a remedy."""
     specs = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
     if len(specs) == 1:
         return SpecError(f"{path} is a folder; give its spec, {specs[0]}")
     if (path / "config.json").exists():
         return SpecError(
-            f"{path} is the folder of a model, and a spec is needed. Save this as "
-            f"app.yaml, and give that:\n\nmodels:\n  {path.resolve().name}:\n"
+            f"{path} is the folder of a model, but a spec is needed. Save this as "
+            f"app.yaml, and give app.yaml:\n\nmodels:\n  {path.resolve().name}:\n"
             f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
         )
     return SpecError(
-        f"the folder {path} has no config.json, as that of a model has, and no single "
-        "spec; give a spec, which is a YAML file, or the folder of a model"
+        f"the folder {path} has no config.json, so it is no model, and it does not "
+        "have exactly one YAML file; give a spec, or the folder of a model"
     )
 
 
@@ -84,7 +84,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     except RecursionError:
         why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
-    except Exception as error:  # any error: PyYAML does not check what it converts
+    except Exception as error:  # PyYAML converts values unchecked: any error may occur
         why = f"line 1: a value cannot be converted ({error}); put it in quotes"
         raise _spec_error(where, [why]) from error
     if not isinstance(root, yaml.MappingNode):
@@ -137,8 +137,8 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 class _Loader(yaml.SafeLoader):
     """A safe loader that reads 010 and 1:30 as strings, and 1e3 as 1000.
 
-    YAML 1.1 reads 010 as 8 and 1:30 as 90. The loader also joins the surrogate pairs
-    with which JSON escapes characters such as emoji.
+    YAML 1.1 would read 010 as 8 and 1:30 as 90. The loader also joins the surrogate
+    pairs that JSON uses to escape characters such as emoji.
     """
 
     def construct_scalar(self, node: Any) -> Any:
@@ -163,7 +163,7 @@ _Loader.yaml_implicit_resolvers = {
 def _describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
-    if "end of stream" in what:  # the start of the unclosed item helps more
+    if "end of stream" in what:  # point to the start of the unclosed item
         mark = getattr(error, "context_mark", None) or mark
         what = f"{getattr(error, 'context', None) or 'while parsing'}: {what}"
     line = 1 if mark is None else mark.line + 1
@@ -212,16 +212,16 @@ def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
 
 
 def _as_written(loc: KeyPath, lines: dict[KeyPath, int]) -> KeyPath:
-    """Return a location without the stage that only the schema adds, for an engine."""
+    """Return a location without the stage that the schema adds for an engine."""
     is_added = loc[2:4] == ("stages", 0) and loc[:3] not in lines
     return (*loc[:2], *loc[4:]) if is_added else loc
 
 
 def _parts(loc: KeyPath, lines: dict[KeyPath, int]) -> Iterator[tuple[str | int, bool]]:
-    """Yield each part of a location, and whether it names a member of a union."""
+    """Yield each part of a location, and whether the part names a union member."""
     at: KeyPath = ()
     for part in loc:
-        # A key in the spec may have the name of a union member.
+        # A key of the spec may be spelled like the name of a union member.
         is_form = _is_form(part) and (*at, part) not in lines
         at = at if is_form else (*at, part)
         yield part, is_form
@@ -234,7 +234,7 @@ def _is_form(part: str | int) -> bool:
 
 def _is_of_other_form(error: Any, lines: dict[KeyPath, int]) -> bool:
     """Return whether an error is about a union member that the user did not mean."""
-    # Pydantic reports an error for every member: for the number and for the mapping.
+    # Pydantic reports errors for all members of a union, such as number and mapping.
     forms = [part for part, is_form in _parts(error["loc"], lines) if is_form]
     if not forms:
         return False

@@ -30,10 +30,9 @@ class Module:
     """An ``nn.Module`` that is cut into as many stages as the spec has.
 
     An ``nn.Sequential`` is cut between its children. Any other module is traced by
-    ``torch.distributed.pipelining`` and cut where a submodule starts, so
-    ``torch.export`` must be able to trace its ``forward`` with any number of rows. The
-    spec's ``cut`` sets the cut points; by default the stages have about equal numbers
-    of operations.
+    ``torch.distributed.pipelining`` and cut where a submodule starts; ``torch.export``
+    must be able to trace its ``forward`` with any number of rows. The spec's ``cut``
+    sets the cut points; by default all stages have about the same number of operations.
 
     Attributes:
         make: Builds the module. Every call must return the same structure and, without
@@ -41,17 +40,17 @@ class Module:
         inputs: Arguments of ``forward``, in order; dimension 0 holds the rows.
         outputs: Results of ``forward``, in order; if it returns a dict, in the order of
             its keys.
-        weights: Safetensors file, or folder with such files and their index. Each
-            replica then reads only the weights of its own stage, and ``make`` allocates
-            no memory for weights. By default the weights are those of the module that
-            ``make`` returns; every replica then builds the whole module and drops the
-            other stages.
-        example: As in ``Model``. Tracing uses its sizes: a dimension whose size is 1
-            there accepts only size 1. A request is refused if its sizes would make
-            ``forward`` take another branch than in tracing. The number of rows has no
-            such limits.
+        weights: Safetensors file, or folder with such files and their index. With it,
+            each replica reads only the weights of its own stage, and ``make`` allocates
+            no memory for weights. By default the module that ``make`` returns has the
+            weights; every replica then builds the whole module and drops the other
+            stages.
+        example: As in ``Model``. Tracing uses the example's sizes: a dimension of size
+            1 in the example accepts only size 1. A request is refused if its sizes
+            would make ``forward`` take a branch other than the traced one. The number
+            of rows has no such limits.
         ragged: Padding values as in ``Stage``, for a single stage only. With several
-            stages it must be empty, and only requests of equal length share a batch.
+            stages, it must be empty, and only requests of equal length share a batch.
         text: As in ``Model``.
         embedding: As in ``Model``.
         check: As in ``Model``.

@@ -1,4 +1,4 @@
-"""Profiles: measured costs of a model, and their use to complete a spec."""
+"""Profiles: measured costs of a model, which complete a spec."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from multiworld.config import MIB
 from multiworld.errors import SpecError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 
-MARGIN = 1.25  # bytes booked per byte measured; other requests may need more memory
-WIDE = "float32"  # a model that was profiled in this dtype is served in it
+MARGIN = 1.25  # bytes to book per measured byte; some requests may need more memory
+WIDE = "float32"  # a model that was profiled in this dtype is also served in it
 
 Count = Annotated[float, Field(ge=0, le=1e15)]
 
@@ -26,27 +26,28 @@ class StageProfile(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    weight_bytes: NonNegativeInt  # of the parameters; 0: not an ``nn.Module``
+    weight_bytes: NonNegativeInt  # bytes of the parameters; 0: not an ``nn.Module``
     loaded_bytes: NonNegativeInt  # memory growth from loading the stage
     peak_bytes: NonNegativeInt  # peak memory growth while loading and computing
-    out_bytes: Count  # sent to the next stage, per row
-    # Median seconds of one batch, by its rows; for text, of one step, by its tokens.
+    out_bytes: Count  # bytes sent to the next stage, per row
+    # Median seconds of a batch, by number of rows. For generated text: median seconds
+    # of a step, by number of tokens.
     seconds: dict[PositiveInt, Count]
-    kv_bytes: Count = 0.0  # keys and values of one token, if the model generates text
+    kv_bytes: Count = 0.0  # bytes of keys and values per token, for generated text
 
     def item_s(self, max_batch_size: float) -> float:
-        """Return the seconds per row in the best batch of at most this size."""
+        """Return the seconds per row of the most efficient batch up to this size."""
         return item_s_of(self.seconds, max_batch_size)
 
 
 def item_s_of(seconds: Mapping[int, float], max_batch_size: float) -> float:
-    """Return the minimum seconds per row, from batch times by number of rows."""
+    """Return the minimum seconds per row; ``seconds``: batch times by row count."""
     rows = [n for n in seconds if n <= max_batch_size] or [min(seconds)]
     return min(seconds[n] / n for n in rows)
 
 
 class ModelProfile(BaseModel):
-    """Measured costs of a model; ``base_bytes``: the process without any stage."""
+    """Measured costs of a model; ``base_bytes``: memory of a process without stages."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -104,7 +105,7 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
         for k, stage in enumerate(spec.stages)
     ]
     if generation is not None and generation.dtype is None and found.dtype == WIDE:
-        # bfloat16 was slow on the profiled machine; the measured memory is float32's.
+        # bfloat16 was slow on the profiled machine: its memory was measured in float32.
         generation = generation.model_copy(update={"dtype": WIDE})
     return spec.model_copy(update={"stages": stages, "generation": generation})
 

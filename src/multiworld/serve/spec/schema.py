@@ -1,6 +1,6 @@
 """The fields of a YAML spec, each with its meaning, unit and default. Pure.
 
-The docstrings of the fields are their reference: editors show them through the JSON
+The fields' docstrings are the reference of the spec: editors show them through the JSON
 Schema, and ``docs/serve/spec.md`` is generated from them.
 """
 
@@ -34,7 +34,7 @@ PATTERNS = {
 """Remedies for strings that do not match a pattern, by pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
-# Limits after which a process is replaced; below 0.1 s, every process would be.
+# A process that exceeds such a limit is replaced; under 0.1 s, every process would be.
 Patience = Annotated[float, Field(ge=0.1, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Mark = Annotated[str, Field(min_length=1, max_length=64)]
@@ -75,21 +75,23 @@ class AutoscalingConfig(_Strict):
     initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
     """Number of replicas at the start; `min_replicas` by default."""
     target_ongoing_requests: Annotated[float, Field(gt=0, le=1e6, strict=True)] = 2.0
-    """Target for the average number of requests that a replica has queued or computes.
-    With `objective_ms`, autoscaling works towards that objective instead."""
+    """Target for the average number of requests that are queued or computed at a
+    replica. With `objective_ms`, autoscaling works towards that objective instead."""
     upscale_delay_s: Delay = 30.0
-    """Seconds for which more replicas must be needed before any are started. There is
-    no delay if no replica runs, or if the queue already misses the objective."""
+    """Seconds for which the load must need more replicas before autoscaling starts any.
+    There is no delay if no replica runs, or if queued requests already miss the
+    objective."""
     downscale_delay_s: Delay = 600.0
-    """Seconds for which fewer replicas must suffice before any are drained."""
+    """Seconds for which fewer replicas must suffice before autoscaling drains any."""
     downscale_to_zero_delay_s: Delay | None = None
     """Like `downscale_delay_s`, but for the last replica; by default the same value."""
     look_back_period_s: Seconds = 30.0
     """Seconds over which arrivals are averaged."""
     upscaling_factor: Annotated[float, Field(gt=0, le=100, strict=True)] = 1.0
-    """Replicas to start at a time, as a multiple of the missing ones (rounded up)."""
+    """Number of replicas to start at a time, as a multiple of the number of missing
+    replicas (rounded up)."""
     downscaling_factor: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
-    """Share of the surplus replicas to drain at a time (at least one)."""
+    """Share of the surplus replicas to drain at a time (at least one replica)."""
     metrics_interval_s: Annotated[float, Field(ge=0.1, le=86400, strict=True)] = 1.0
     """Seconds between scaling decisions. A model uses the smallest value among its
     stages. (Ray Serve's default is 10.)"""
@@ -111,55 +113,57 @@ class StageSpec(_Strict):
     """One stage of a model."""
 
     name: str = Field(default="", max_length=64)
-    """Display name; by default its number. `multiworld plan` shows the name that the
-    model gives it, too."""
+    """Display name of the stage; by default its number. `multiworld plan` also shows
+    the name that the model gives to the stage."""
     replicas: Count | ReplicaRange = 1
-    """Number of replicas, or a range. A range starts with its minimum, and `multiworld
-    scale` changes the number within it."""
+    """Number of replicas, or a range. With a range, the stage starts with the minimum,
+    and `multiworld scale` changes the number within the range."""
     autoscaling_config: AutoscalingConfig | None = None
     """Autoscaling, in place of `replicas`: the number of replicas follows the load."""
     spares: Annotated[int, Field(ge=0, le=64, strict=True)] = 0
-    """Number of replicas that are started and loaded in advance and get no work. When a
-    replica is lost, or more are needed, a spare takes over at once. Booked like other
-    replicas; none while a stage is scaled to zero."""
+    """Number of spares: replicas that are started and loaded in advance, but get no
+    work. When a replica is lost, or more are needed, a spare takes over at once. Spares
+    are booked like other replicas; a stage that is scaled to zero has none."""
     max_batch_size: Count = 16
-    """Maximum number of rows in a batch. Not for generated text, which has
-    `max_num_seqs` and `max_num_batched_tokens`."""
+    """Maximum number of rows in a batch. Not for generated text: set `max_num_seqs` and
+    `max_num_batched_tokens` there."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000, strict=True)] = 0.0
     """Maximum milliseconds that the oldest request waits for others to fill its batch.
-    0: a batch takes what has arrived while the previous one was computed. Not for
-    generated text."""
+    0: a batch takes the requests that arrived while the previous batch was computed.
+    Not for generated text."""
     compute_s: Seconds | None = None
     """Maximum seconds to compute one batch; a replica that takes longer exits and is
-    replaced. By default a replica exits once a batch has taken 30 s and all its
-    requests are more than 10 s past their deadlines; one that generates text, once a
-    step has taken 30 s."""
+    replaced. By default a replica exits once a batch has taken 30 s and all requests of
+    the batch are more than 10 s past their deadlines. If the model generates text, a
+    replica exits by default once a step has taken 30 s."""
     max_ongoing_requests: Count = 32
     """Maximum number of requests that one sender (a gateway, or a replica of the
-    previous stage) may have outstanding at a replica. Not for generated text, which has
-    `max_num_seqs`."""
+    previous stage) may have outstanding at a replica. Not for generated text: set
+    `max_num_seqs` there."""
     threads: Count = 1
     """Threads that torch uses for one operation, in each replica."""
     ranks: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
-    """Processes of one replica, for stages that compute together (tensor parallelism).
-    The stage's `load` gets them as `context.group`."""
+    """Number of processes of one replica, which compute the stage together (tensor
+    parallelism). The stage's `load` gets their collectives as `context.group`."""
     device: str = Field(default="cpu", pattern=DEVICE)
-    """Device of the stage's tensors: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`."""
+    """Device of the stage's tensors: `cpu`, `cuda` (the service chooses a GPU) or
+    `cuda:N`."""
     cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
-    """Cores to book for each rank. By default none; the rank uses what is free."""
+    """Cores to book for each rank. By default no cores are booked, and the rank uses
+    cores that are free."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit. The
-    memory that `generation` declares is added to it."""
+    memory that `generation` declares is booked in addition."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
-    Needs a GPU as `device`. Keys and values of `generation` must fit, too."""
+    Needs a GPU as `device`. Keys and values of `generation` must fit into it, too."""
     item_ms: Annotated[float, Field(ge=0, le=1e9, strict=True)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
-    and autoscaling plan with it; `multiworld profile` measures it."""
+    and autoscaling use this figure; `multiworld profile` measures it."""
     out_kb: Annotated[float, Field(ge=0, le=1e9, strict=True)] | None = None
-    """Size of the output that the stage sends to the next one for a row, in KiB.
-    Placement plans with it; `multiworld profile` measures it."""
+    """Size of the output that the stage sends to the next stage for one row, in KiB.
+    Placement uses this figure; `multiworld profile` measures it."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
         default_factory=list
     )
@@ -199,8 +203,8 @@ class GenerationSpec(_Strict):
     """Maximum number of tokens of a sequence, prompt and output together; by default
     the model's maximum, as far as memory allows."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, strict=True)] = 64
-    """Maximum number of sequences that a replica of stage 0 generates at once; others
-    wait."""
+    """Maximum number of sequences that a replica of stage 0 generates at once; further
+    sequences wait."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 256
     """Maximum number of tokens of a step. A longer prompt is computed in several steps,
     between which other sequences continue."""
@@ -209,39 +213,41 @@ class GenerationSpec(_Strict):
     kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] = 512.0
     """Memory for keys and values in each replica of a stage, in MiB."""
     backup_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
-    """Memory for the activation log in each replica, in MiB: the outputs it has sent to
-    the next stage. They rebuild the keys and values of a replacement there; without
-    them, more stages must compute again."""
+    """Memory for the activation log of each replica, in MiB. The log has the outputs
+    that the replica has sent to the next stage. A replacement in the next stage
+    rebuilds its keys and values from the log; without the log, more stages must compute
+    again."""
     enable_prefix_caching: bool = True
-    """`true`: a prompt with the same prefix as an earlier one of its tenant is computed
-    only from the end of that prefix on."""
+    """`true`: if a prompt starts like an earlier prompt of the same tenant, only the
+    part after the common prefix is computed."""
     prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
     """Memory in each replica for cached prefixes, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Datatype to compute in; by default that of the folder, but float32 for a folder
-    in bfloat16 if a machine of the service computes bfloat16 more slowly."""
+    """Datatype to compute in; by default the datatype of the folder. A folder in
+    bfloat16 is computed in float32 if that is faster on a machine of the service."""
     quantization: Literal["int8"] | None = None
-    """`int8`: weights are quantized to a byte when a stage loads, with a scale for each
-    output, and matrix products are summed exactly in integers, on CPUs. The rest is
-    computed in `dtype`, by default `float32`."""
+    """`int8`: a stage quantizes its weights to one byte each when it loads, with a
+    scale for each output, and sums matrix products exactly in integers. For CPUs only.
+    Everything else is computed in `dtype`, by default `float32`."""
     generation_config: Literal["auto", "none"] = "auto"
-    """`auto`: `generation_config.json` in the folder has the defaults of temperature,
-    top_p, top_k, min_p and repetition_penalty. `none`: the defaults are OpenAI's."""
+    """`auto`: the defaults of temperature, top_p, top_k, min_p and repetition_penalty
+    are those in the folder's `generation_config.json`. `none`: the defaults are
+    OpenAI's."""
     control_tokens_in_messages: bool = False
-    """`true`: control tokens such as `<|im_end|>` in the text of messages and tools are
-    control tokens, as in vLLM. By default they are plain text there."""
+    """`true`: control tokens such as `<|im_end|>` that clients write in messages and
+    tools take effect, as in vLLM. By default they are plain text there."""
     deterministic: bool = False
     """`true`: a completion depends neither on the rest of its batch nor on lost
-    replicas: it is bit-identical to that of an undisturbed run on the same kind of
-    processor, with the same torch and the same number of threads."""
+    replicas: it is bit-identical to the completion of an undisturbed run on the same
+    kind of processor, with the same torch and the same number of threads."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""
     reasoning_marks: list[Mark] | None = None
-    """Texts that delimit the reasoning in a chat's output. Answers return the reasoning
-    separately, as `reasoning`. By default the marks of the chat template, if it has
-    those of `<think>`, `[THINK]` or `<seed:think>`; `[]`: reasoning is part of the
-    answer."""
+    """The two strings that delimit the reasoning in a chat's output. Answers return the
+    reasoning separately, as `reasoning`. By default the pair that starts with
+    `<think>`, `[THINK]` or `<seed:think>`, if the chat template has it; `[]`: reasoning
+    is part of the answer."""
     ttft_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Objective for the time to the first token, in milliseconds. Autoscaling works
     towards it; SLO attainment is measured against it."""
@@ -250,10 +256,10 @@ class GenerationSpec(_Strict):
     a completion."""
     first_token_s: Seconds | None = None
     """Maximum seconds until the first token; by default 60 (600 with an `engine`) or
-    `start_s`, and none for a request with a deadline (`deadline_s`, or one of its
-    own)."""
+    `start_s`. A request with a deadline (`deadline_s`, or its own) has no such limit by
+    default."""
     between_tokens_s: Seconds | None = None
-    """Maximum seconds between two tokens; by default as `first_token_s`."""
+    """Maximum seconds between two tokens; by default the same as `first_token_s`."""
 
     @field_validator("reasoning_marks")
     @classmethod
@@ -296,10 +302,10 @@ OF_ENGINE_STAGE = (
     "compute_s",
     "nodes",
 )
-"""Fields of a stage that a model with an ``engine`` has itself."""
+"""Fields of a stage that, with an ``engine``, are fields of the model itself."""
 
 GATEWAYS = "gateway"
-"""Prefix of gateway names, like the model's name in replica names."""
+"""Prefix of gateway names; replica names start with the model's name instead."""
 
 OF_BATCHES = ("max_batch_size", "max_wait_ms", "max_ongoing_requests")
 """Fields of a stage that do not apply to generated text."""
@@ -312,7 +318,7 @@ OPENAI, LLAMA_CPP, VLLM = "openai", "llama.cpp", "vllm"
 
 
 def _unlike_json(value: object, at: str) -> str | None:
-    """Describe the first part of a value that JSON would change, if there is one."""
+    """Describe the first part of a value that JSON would change; None: no part."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
@@ -331,7 +337,7 @@ def _unlike_json(value: object, at: str) -> str | None:
 
 
 def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the default of ``replicas``: one for each address."""
+    """Return the default of ``replicas``: one replica for each server's address."""
     args = data.get("engine_args")
     urls = args.get("urls") if isinstance(args, dict) else None
     return {"replicas": len(urls)} if isinstance(urls, list) and urls else {}
@@ -351,14 +357,14 @@ class ModelSpec(_Strict):
     """`package.module:function` that returns a multiworld.serve.Model, a list of
     stages, or a multiworld.serve.Module to cut."""
     path: str | None = None
-    """Folder of a Hugging Face model on disk, or its name on the hub (`OWNER/NAME`),
-    from which it is fetched once; the model is cut between layers."""
+    """Folder of a Hugging Face model on disk, or name of a model on the hub
+    (`OWNER/NAME`), which is fetched once. The model is cut between layers."""
     revision: str | None = Field(default=None, pattern=REVISION)
     """Commit, tag or branch; required for a model on the hub. A commit is best, because
     replicas that start later then load the same weights."""
     generation: GenerationSpec | None = None
     """Makes the model generate text, served by the chat and completion routes of the
-    OpenAI API. `generation: {}` uses all defaults. A `path` must be that of a
+    OpenAI API. `generation: {}` uses all defaults. A model at `path` must be a
     decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
@@ -369,7 +375,7 @@ class ModelSpec(_Strict):
     `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`
     and `nodes` are fields of the model itself."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine, by its own names: `tensor_parallel_size: 2` becomes
+    """Arguments of the engine, by the engine's names: `tensor_parallel_size: 2` becomes
     `--tensor-parallel-size 2`. Not for settings that have a field in this spec.
     With `openai`: `urls`, `model`, `api_key_env` and `health`."""
     adapters: dict[Annotated[str, Field(pattern=NAME)], str] = Field(
@@ -380,60 +386,60 @@ class ModelSpec(_Strict):
     (`llama.cpp`), or names at the servers (`openai`)."""
     embeddings: bool = False
     """With `engine: vllm`, `llama.cpp` or `openai`: the engine embeds texts, for
-    `/v1/embeddings`, and generates no text. All of its arguments are in
+    `/v1/embeddings`, and generates no text. All arguments of the engine are in
     `engine_args`."""
     exact: bool = True
     """With `engine: openai`: after a loss, a stream continues with the tokens of an
-    undisturbed stream, so the servers must return token ids. `false` allows servers
-    that return text, and one request for a whole stream; tokens sampled after a loss
-    are then drawn anew."""
+    undisturbed stream, so the servers must return token ids. `false` also allows
+    servers that return only text, and sends each stream as one request; tokens after a
+    loss are then sampled anew."""
     engine_python: str | None = None
     """Python interpreter of the environment that the engine is installed in; by
     default the interpreter of the service."""
     replicas: Count | ReplicaRange | None = None
-    """With an `engine`: number of replicas, or a range; see the field of a stage."""
+    """With an `engine`: number of replicas, or a range; see `replicas` of a stage."""
     autoscaling_config: AutoscalingConfig | None = None
     """With an `engine`: autoscaling, in place of `replicas`."""
     spares: int | None = None
-    """With an `engine`: replicas that wait, with their engines loaded, to take over;
-    see the field of a stage."""
+    """With an `engine`: number of replicas that wait with loaded engines to take over;
+    see `spares` of a stage."""
     device: str | None = Field(default=None, pattern=DEVICE)
-    """With an `engine`: `cpu`, `cuda` (GPUs are chosen) or `cuda:N`. A replica takes as
-    many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,
-    and the engine sees only these."""
+    """With an `engine`: `cpu`, `cuda` (the service chooses GPUs) or `cuda:N`. The
+    number of GPUs of a replica is `tensor_parallel_size` times `pipeline_parallel_size`
+    (in `engine_args`); the engine sees only these GPUs."""
     cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
-    """With an `engine`: cores to book for a replica. Its engine runs on that many whole
-    cores, which no other engine of the service's user on that machine uses."""
+    """With an `engine`: cores to book for a replica. The engine runs on this many whole
+    cores, which no other engine of the same user on the machine uses."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: main memory to book for a replica, all processes of the engine
     together, in MiB. A replica that uses more is killed."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
-    """With an `engine`: GPU memory to book on each GPU of a replica, in MiB; vLLM uses
-    no more, but CUDA's context comes on top. By default a replica has its GPUs to
+    """With an `engine`: GPU memory to book on each GPU of a replica, in MiB. vLLM uses
+    no more than this, plus CUDA's context. By default a replica has its GPUs to
     itself."""
     compute_s: Seconds | None = None
     """With an `engine`: seconds without any token, while sequences run, after which the
     engine counts as hung and the replica is replaced; 30 by default. With `embeddings`:
     seconds for one batch; 60 by default."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] | None = None
-    """With an `engine`: names of the machines that it may run on."""
+    """With an `engine`: names of the machines that replicas may run on."""
     start_s: Seconds | None = None
     """Maximum seconds for a replica to become ready, for a model that takes long to
     load; by default the service's `ready_s`, and 600 with an `engine`."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
-    """The stages in order: those that the factory returns, or those to cut a model
-    given by `path` into. Required without an `engine`, and refused with one."""
+    """The stages in order: those that the factory returns, or those into which the
+    model at `path` is cut. Required without an `engine`, and refused with one."""
     cut: list[Annotated[int, Field(ge=1, strict=True)]] | None = None
-    """Numbers of the first layer (of a `path`) or part (of a Module) of every stage but
-    the first; `multiworld partition` proposes them. By default the model is cut into
-    stages of about equal cost."""
+    """For each stage but the first: number of its first layer (with a `path`) or first
+    part (of a Module). `multiworld partition` proposes these numbers. By default the
+    model is cut into stages of about equal cost."""
     deadline_s: Seconds | None = None
-    """Maximum seconds of a request that sets no deadline of its own; 30 by default. No
-    default for text, as a completion may be long; at its deadline, the tokens so far
-    are returned with `finish_reason: "length"`."""
+    """Deadline of a request that does not set its own, in seconds; 30 by default.
+    Generated text has no default, because a completion may be long. A completion that
+    reaches its deadline returns the tokens so far, with `finish_reason: "length"`."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 512
-    """Maximum number of requests waiting at a gateway (streams without a first token);
-    others are answered with 429."""
+    """Maximum number of requests that wait at one gateway (streams: that have no token
+    yet); further requests are answered with 429."""
     identity: SkipJsonSchema[Identity | None] = None
     """Identity of the version, set by the service; not a field of a spec."""
     profile: str | None = None
@@ -446,8 +452,8 @@ class ModelSpec(_Strict):
     weight: Annotated[float, Field(gt=0, le=1e6, strict=True)] = 1.0
     """Weight of this model relative to the others if not all demand can be met."""
     dedicated: list[Annotated[str, Field(pattern=NAME)]] = Field(default_factory=list)
-    """Tenants that get replicas of this model for themselves, as many as the stages
-    declare. Each copy is a model of its own, named `NAME@TENANT`."""
+    """Tenants that get their own replicas of this model, as many as the stages declare.
+    Each tenant's copy is a separate model, named `NAME@TENANT`."""
     objective_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Latency objective: milliseconds within which an answer should come, queueing
     included. Autoscaling works towards it; SLO attainment is measured against it. For
@@ -460,8 +466,8 @@ class ModelSpec(_Strict):
     place of `default_policy:decide` (generated text: `token_policy:decide`) of
     `multiworld.serve.controller.scaling`."""
     latency_ms: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
-    """Maximum milliseconds for a row through all stages, without queueing: a constraint
-    on the placement."""
+    """Maximum milliseconds that a row may take through all stages, without queueing: a
+    constraint on the placement."""
 
     @property
     def engine_gpus(self) -> int:
@@ -471,14 +477,14 @@ class ModelSpec(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _engine_stage(cls, data: Any) -> Any:
-        """Move the stage fields of a model with an engine into the only stage."""
+        """Move the stage fields of a model with an engine into its only stage."""
         if not isinstance(data, dict) or data.get("engine") is None:
             return data
         own = {n: data[n] for n in OF_ENGINE_STAGE if data.get(n) is not None}
         scaled = own.keys() & {"replicas", "autoscaling_config"}
         counted = {} if scaled or data["engine"] != OPENAI else _one_a_server(data)
         stages = data.get("stages", [{**own, **counted}])
-        # A dumped spec has one stage, which this function had added.
+        # A dumped spec already has the one stage that this function adds.
         if "stages" in data and (own or not _is_one(stages)):
             raise ValueError(
                 "a model with an engine has no stages; write replicas and the "
@@ -498,7 +504,7 @@ class ModelSpec(_Strict):
     @field_validator("version", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        # YAML reads an unquoted 2 as an integer, which is unambiguous as a version.
+        # YAML reads an unquoted 2 as an integer; as a version, it is unambiguous.
         if isinstance(value, float):
             raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -507,7 +513,7 @@ class ModelSpec(_Strict):
     @field_validator("options", "engine_args")
     @classmethod
     def _sent_as_given(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # Replicas get these as JSON, which would silently change other values.
+        # Replicas get these values as JSON, which would silently change others.
         if (found := _unlike_json(value, "")) is not None:
             raise ValueError(found)
         return value
@@ -556,7 +562,7 @@ class ModelSpec(_Strict):
         return self
 
     def _check_on_gpu(self) -> None:
-        """Refuse options that our own engine has on CPUs only."""
+        """Refuse options that the built-in engine supports on CPUs only."""
         assert self.generation is not None
         for name in ("deterministic", "quantization"):
             if getattr(self.generation, name):
@@ -589,7 +595,7 @@ class ModelSpec(_Strict):
             )
 
     def _check_embeddings(self) -> None:
-        """Refuse engines that cannot embed, and fields that have no effect there."""
+        """Refuse engines that cannot embed, and fields without effect on embeddings."""
         if self.engine not in (VLLM, LLAMA_CPP, OPENAI):
             known = f"{VLLM}, {LLAMA_CPP} or {OPENAI}"
             raise ValueError(f"embeddings: true needs engine: {known}")
@@ -676,36 +682,36 @@ class GatewaySpec(_Strict):
     answered with 413. Parsing blocks the whole gateway for up to 5 ms per MiB."""
     max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576, strict=True)] = 512.0
     """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
-    it, requests are answered with 503. One tenant may have half of it."""
+    it, requests are answered with 503. One tenant may use half of it."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
     """Maximum number of connections to a gateway; further connections are answered with
     503, or, while other connections are in their TLS handshakes, closed."""
     head_s: Seconds = 10.0
-    """Maximum seconds for a client to send the headers of a request; a slower one is
-    answered with 408. A TLS handshake that takes longer is closed."""
+    """Maximum seconds for a client to send the headers of a request; a slower request
+    is answered with 408. A connection whose TLS handshake takes longer is closed."""
     keep_alive_s: Seconds = 30.0
-    """Seconds until an idle connection is closed, in whole seconds. Give more than the
-    idle timeout of a proxy in front, which would otherwise send requests on connections
-    that are being closed."""
+    """Seconds until an idle connection is closed, in whole seconds. Set it higher than
+    the idle timeout of a proxy in front of the gateway; otherwise the proxy may send
+    requests on connections that are being closed."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish when the service shuts down."""
     detach_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Seconds for which a stream continues, and can be read again at
-    `/v1/streams/{id}`, after its client has vanished. Requests may set their own
-    `detach_s`. 0: it ends with its client."""
+    `/v1/streams/{id}`, after its client has disconnected. Requests may set their own
+    `detach_s`. 0: a stream ends when its client disconnects."""
     max_detach_s: Annotated[float, Field(ge=0, le=86400)] = 600.0
-    """Maximum `detach_s` of a request; 0: requests cannot ask for it."""
+    """Maximum `detach_s` of a request; 0: requests cannot set it."""
     detached_mb: Annotated[float, Field(gt=0, le=1_048_576, strict=True)] = 64.0
     """Maximum size of the events that a gateway keeps for clients to read again, in
-    MiB. One tenant may have half of it. Beyond it, complete streams are dropped first;
+    MiB. One tenant may use half of it. Beyond it, complete streams are dropped first;
     then streams without a client are cancelled."""
     access_log: bool = False
     """`true`: log a line for every inference request: its id (header `X-Request-Id`),
     tenant, method, path, status and seconds."""
     strict: bool = False
-    """`true`: requests with unknown fields are refused. By default a field that no
-    client has a reason to rely on is ignored, named in the header `X-Ignored-Fields` of
-    the response, and logged."""
+    """`true`: requests with unknown fields are refused. By default an unknown field is
+    refused only if it would change the answer or seems misspelt. Otherwise it is
+    ignored, named in the header `X-Ignored-Fields` of the response, and logged."""
     cors_origins: list[Annotated[str, Field(pattern=ORIGIN)]] = Field(
         default_factory=list
     )
@@ -713,19 +719,20 @@ class GatewaySpec(_Strict):
     `https://chat.example.com`; `*`: any."""
     keeper: bool = True
     """`true`: a stream keeper holds the clients' connections, so that other gateways
-    continue them if a gateway is lost. Not with `tls_certificate`: terminate TLS in a
-    proxy in front instead."""
+    continue them if a gateway is lost. Not with `tls_certificate`: instead, terminate
+    TLS in a proxy in front of the gateway."""
     spare: bool = True
     """`true`: with `keeper`, and if a model generates text, run one gateway more than
-    `replicas`, so that streams of a lost gateway need not wait for a start."""
+    `replicas`, so that the streams of a lost gateway need not wait until another
+    gateway has started."""
     keeper_memory_mb: Annotated[int, Field(ge=1, le=1_048_576, strict=True)] = 128
     """Maximum size of the keeper's records of requests and answers, in MiB; beyond it,
     streams are unprotected."""
     handover_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    """With `keeper`, seconds for which connections wait for the next service when this
-    one shuts down. If a service of the same state folder starts meanwhile, it continues
-    their answers; clients that connect meanwhile wait, too. 0: answers are completed
-    first, within `shutdown_s`."""
+    """With `keeper`: seconds for which connections wait for the next service when this
+    service shuts down. If a service with the same state folder starts in this time, it
+    continues the answers; clients that connect in the meantime wait, too. 0: the
+    service completes all answers before it exits, within `shutdown_s`."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; turns on HTTPS. Needs `tls_key`."""
     tls_key: str | None = None
@@ -795,11 +802,12 @@ class AppSpec(_Strict):
     drain_s: Seconds = 60.0
     """Maximum seconds for a draining process to finish its work before it is killed."""
     orphan_s: Seconds = 10.0
-    """Seconds after which a worker with neither controller nor gateway exits."""
+    """Seconds after which a worker exits if it has neither a controller nor a
+    gateway."""
 
     @property
     def gateways(self) -> int:
-        """Number of gateways that run, with the spare one."""
+        """Number of gateways that run, including the spare one."""
         generates = any(model.generation is not None for model in self.models.values())
         is_spare = self.gateway.spare and self.gateway.is_kept and generates
         return self.gateway.replicas + is_spare

@@ -1,8 +1,8 @@
 """Description of a model: its stages, inputs and outputs, and batching.
 
 A factory returns a ``Model`` (or just a list of stages). The factory runs in every
-process of the service, so it must be cheap and must not load weights. The ``load`` of
-a stage does that, in the processes that run this stage.
+process of the service, so it must be cheap and must not load weights. Each stage's
+``load`` loads the weights, only in the processes that run this stage.
 
 ::
 
@@ -116,14 +116,14 @@ class Stage:
     Attributes:
         load: Loads the weights of this stage and returns the function that computes it.
             That function takes and returns a dict of tensors, each with the rows in
-            dimension 0. It is called in a thread of its own, under
+            dimension 0. The replica calls the function in a separate thread, under
             ``torch.inference_mode``.
         name: Display name.
         ragged: Padding values, by name, of inputs and outputs whose dimension 1 differs
-            between requests. A batch pads such inputs to the longest, and cuts such
-            outputs back to the length of their request.
+            between requests. A batch pads such inputs to the longest request, and cuts
+            such outputs back to the length of their own request.
         buckets: Lengths to pad to, ascending, for models that should see few distinct
-            lengths (compiled ones). Empty: pad to the longest request.
+            lengths (such as compiled models). Empty: pad to the longest request.
         is_batched: False if the stage must compute one request at a time.
     """
 
@@ -139,7 +139,7 @@ class TextFrontend(Protocol):
 
     It runs in the gateway. A tokenizer that also has ``encode_tokens(ids)`` accepts
     arrays of token ids. By convention, on every API, text longer than the model's
-    maximum is truncated, and an array of more token ids than that is refused.
+    maximum is truncated, but an array with more token ids than the maximum is refused.
     """
 
     def encode(self, text: str) -> Tensors:
@@ -166,12 +166,12 @@ class Generation:
         vocabulary: Number of tokens in the vocabulary.
         max_tokens: Maximum number of tokens of a sequence.
         kv_bytes: Bytes of the keys and values of one token, by stage.
-        weights: Returns a name for the weights, such as a hash. Running sequences move
-            to another version of the model without a pause if both have the same name;
-            empty: never.
-        dtype: Dtype of the computation; empty: not known. A model whose folder is in
+        weights: Returns a name for the weights, such as a hash. If two versions of the
+            model have the same name, running sequences move from one to the other
+            without a pause. Empty: sequences never move.
+        dtype: Dtype of the computation; empty: unknown. A model whose folder is in
             bfloat16 is computed in float32 on machines without fast bfloat16.
-        weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
+        weight_bytes: Bytes of the weights in the folder, by stage; empty: unknown.
         defaults: Values of ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
             ``repetition_penalty`` for requests that give none.
     """
@@ -196,8 +196,8 @@ class Model:
         inputs: Inputs of stage 0.
         outputs: Outputs of the last stage.
         example: Returns the inputs of one request. A replica is ready once a probe with
-            them has passed through it. By default zeros of the inputs' shapes, with
-            size 1 for each -1.
+            these inputs has passed through it. By default the inputs are zeros in their
+            declared shapes, with size 1 for each -1.
         text: Loads the tokenizer for ``/v1/embeddings``; None if the model has none.
         embedding: Name of the output that ``/v1/embeddings`` returns.
         notes: Notes for users of the model; ``plan`` and ``serve`` print them.
@@ -209,8 +209,8 @@ class Model:
             partition``; None if the model is cut by hand.
         generation: Set if the model generates text; its stages then have another
             signature.
-        files: Files that the stages read. A replica refuses to start if one of them has
-            changed since its version was made.
+        files: Files that the stages read. A replica refuses to start if one of these
+            files has changed since the version of the model was made.
     """
 
     stages: Sequence[Stage]

@@ -1,7 +1,7 @@
 """The chat template of a Hugging Face folder, and its control tokens.
 
-The template turns a chat into the text that the model sees. Only the template may write
-control tokens.
+The template turns a chat into the text that the model sees. Control tokens must come
+only from the template, never from users' messages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Controls(NamedTuple):
     """The control tokens of a chat."""
 
     tokens: ControlTokens
-    # Without those that the chat template searches for in an assistant's message.
+    # For the assistant's messages: without tokens that the template searches for there.
     in_answers: ControlTokens
     ids: frozenset[int]
 
 
 class ChatTemplate:
-    """The templates of transformers' tokenizer, which renders them."""
+    """The chat templates of a folder, which transformers' tokenizer renders."""
 
     def __init__(self, folder: Path, theirs: Any, added: Mapping[str, int]) -> None:
-        # ``added``: tokens that any text may contain as a whole, and their ids.
+        # ``added``: tokens that the tokenizer recognises in any text, and their ids.
         self._folder, self._theirs, self._added = folder, theirs, added
 
     @property
@@ -50,8 +50,9 @@ class ChatTemplate:
     def controls(self) -> Controls:
         """Tokens that a template can write, special tokens, and end tokens.
 
-        Special tokens alone do not suffice: the folder's flag determines only whether a
-        token is shown, and some folders do not set it for the marks of turns.
+        Special tokens alone do not suffice: a folder's flag ``special`` determines only
+        whether a token is shown, and some folders do not set it for tokens that mark
+        turns.
         """
         theirs = self._theirs
         written = inspected = frozenset[str]()
@@ -106,9 +107,9 @@ class ChatTemplate:
             begins_answer: Whether the assistant's answer follows.
             tools: Tools that the model may call.
             options: Variables of the template.
-            effort: Used if the template reads ``reasoning_effort``.
-            marks: Marks to put around control tokens in messages, and in those of the
-                assistant; None: messages may have control tokens.
+            effort: Variable ``reasoning_effort``, if the template reads it.
+            marks: Marks to put around control tokens: in users' messages, and in the
+                assistant's; None: messages may have control tokens.
 
         Raises:
             InvalidRequestError: There is no template, or it refuses this chat.

@@ -1,9 +1,9 @@
 """Protection against control tokens that users write in a chat.
 
-In a message, the characters of a control token (``<|im_end|>``) must become ordinary
-tokens, or the message could end its turn and begin a system turn. These characters are
-marked before the template is rendered. Afterwards they are encoded in two pieces,
-neither of which matches a control token.
+If a message contains the characters of a control token (``<|im_end|>``), they must
+become ordinary tokens; otherwise the message could end its turn and begin a system
+turn. This module marks the characters before the template is rendered. Afterwards it
+encodes them in two pieces, neither of which matches a control token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from multiworld.errors import InvalidRequestError
 
-PART = 2**16  # characters that are searched at once
-DIGITS = 18  # of a mark, as templates leave digits unchanged, even in JSON
+PART = 2**16  # characters to search at once
+DIGITS = 18  # digits of a mark; templates leave digits unchanged, even in JSON
 REFUSED = "the messages have a control token of this model; write it in another way"
 
 
@@ -24,7 +24,7 @@ class ControlTokens:
     """Finds and marks the characters of control tokens in users' messages."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # Also match names without brackets, which a template may add.
+        # Also match tokens without their brackets, because a template may add brackets.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
         whole, inner = _either({*filter(None, tokens)}), _either(cores)
         self._finder = _Finder(whole, inner, max(map(len, tokens), default=0))
@@ -32,12 +32,15 @@ class ControlTokens:
         self._tokens = re.compile(whole)
 
     def check(self, text: str, made: int) -> None:
-        """Raise InvalidRequestError if ``text`` has under ``made`` control tokens."""
+        """Raise InvalidRequestError if ``text`` has under ``made`` control tokens.
+
+        The other control tokens then came from characters that the tokenizer changed.
+        """
         if made > len(self._tokens.findall(text)):
             raise InvalidRequestError(REFUSED, param="messages", code="invalid_value")
 
     def marks(self) -> Marks:
-        """Return marks for one chat, which its sender cannot guess."""
+        """Return random marks for one chat, so that its sender cannot guess them."""
         begin, end = (
             str(secrets.randbelow(9 * 10 ** (DIGITS - 1)) + 10 ** (DIGITS - 1))
             for _ in range(2)
@@ -56,15 +59,15 @@ def _either(strings: Collection[str]) -> str:
 
 
 class _Finder:
-    """Finds control tokens in a text; at its start and end, even without brackets.
+    """Finds control tokens in a text; at the text's ends, even without brackets.
 
-    A search holds the GIL until it ends, so long texts are searched in parts.
+    A regular expression search holds the GIL, so long texts are searched in parts.
     """
 
     def __init__(self, whole: str, inner: str, longest: int) -> None:
         self._longest = longest
         self._whole = re.compile(whole)
-        # Templates may trim what they put into brackets.
+        # A template may strip whitespace from a text before it adds brackets.
         self._head = re.compile(rf"\s*{inner}")
         self._tail = re.compile(rf"{inner}\s*\Z")
 
@@ -111,7 +114,7 @@ class Marks:
         self.is_used = False
 
     def put(self, value: Any) -> Any:
-        """Return plain data with marks in all its strings."""
+        """Return plain data with marks around the control tokens in its strings."""
         if isinstance(value, str):
             parts, at = list[str](), 0
             for found in self._finder.find(value):
@@ -137,15 +140,15 @@ class Marks:
         text: str,
         encode: Callable[[list[str]], list[list[int]]],
         controls: Any,
-        check: Callable[[str, int], None] | None,  # of the unmarked parts; None: skip
+        check: Callable[[str, int], None] | None,  # of unmarked parts; None: no check
     ) -> list[int]:
-        """Return the tokens of a rendered text, with ordinary ones for marked parts."""
+        """Return the tokens of a rendered text; marked parts become ordinary tokens."""
         pieces: list[str] = []
         are_marked: list[bool] = []
         for number, part in enumerate(self._split.split(text)):
             if not part:
                 continue
-            # A control token has more than one character, so neither piece is one.
+            # Split off one character, so that no piece is a whole control token.
             both = (part[:1], part[1:]) if number % 2 else (part,)
             pieces += filter(None, both)
             are_marked += [bool(number % 2)] * (len(pieces) - len(are_marked))

@@ -10,11 +10,11 @@ GROWTH = 1.25  # ratio of two successive sizes of a growing sequence's memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    max_num_seqs: int = 64  # running at once
-    max_num_batched_tokens: int = 512  # of a step
+    max_num_seqs: int = 64  # maximum sequences that run at once
+    max_num_batched_tokens: int = 512  # maximum tokens of a step
     block_size: int = 16
     blocks: int = 1024
-    steps: int = 1  # in flight at once; the number of stages
+    steps: int = 1  # maximum steps in flight: the number of stages
 
     @property
     def longest(self) -> int:
@@ -22,7 +22,7 @@ class EngineLimits:
         return (self.blocks - 1) * self.block_size
 
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
-        """Return the blocks for ``tokens``, rounded up to multiples of ``granule``."""
+        """Return the KV blocks for ``tokens``, which round up to ``granule``."""
         needed = math.ceil(tokens / self.block_size)
         whole = math.ceil(tokens / granule) * granule
         return max(needed, min(self.blocks, math.ceil(whole / self.block_size)))

@@ -20,5 +20,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the content of a file, or an empty dict if there is no file."""
+    """Return the content of a file; an empty dict if the file does not exist."""
     return read_json(path) if path.exists() else {}

@@ -1,8 +1,8 @@
 """Structured output: grammars, and the tokens that they allow next.
 
 llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher.
-The last stage keeps the matcher. A replica that takes over makes another one, and feeds
-it the tokens so far.
+The last stage keeps the matcher of each sequence. A replica that takes over a sequence
+makes a new matcher, and feeds it the output tokens so far.
 """
 
 from __future__ import annotations
@@ -36,37 +36,38 @@ from multiworld.serve.text.grammar_trial_process import TokenizerData
 
 logger = logging.getLogger("multiworld.serve")
 
-MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
-MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
-# Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
-# points. llguidance builds an automaton with that many states, whatever its limits:
-# 10^6 take 6 s, 10^7 three minutes.
+MAX_CHARACTERS = 64 * 1024  # maximum length of a schema or a grammar
+MAX_TOOLS = 512 * 1024  # maximum total characters of the schemas of all tools
+# Maximum least common multiple of all ``multipleOf`` values of a schema, scaled to
+# integers. llguidance builds an automaton with this many states, which its own limits
+# do not prevent: 10^6 states take 6 s, 10^7 three minutes.
 MAX_MULTIPLES = 5_000
-# Compiled grammars to keep: all choices of a request, and often all requests of an
-# agent, have the same one. Copying it takes 10 µs, compiling it 50 ms or more.
+# Number of compiled grammars to keep. All choices of a request, and often all requests
+# of an agent, have the same grammar. Copying one takes 10 µs, compiling one at least
+# 50 ms.
 KEPT_GRAMMARS = 32
-KEPT_FAILURES = 256  # too complex grammars to remember, so as not to try them again
-REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # for a refused regular expression
+KEPT_FAILURES = 256  # grammars to remember as too complex, and not to try again
+REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # why a regular expression failed
 PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
-MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
+MAX_ERROR = 300  # maximum characters to report of an error of llguidance
 
 # Formats that llguidance enforces.
 FORMATS = {
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
     *("uuid", "uri"),
 }
-# Pairs of a keyword and a value that require nothing.
+# Pairs of a keyword and a value that do not restrict anything.
 NO_RULES: list[tuple[str, Any]] = [
     ("uniqueItems", False),
     ("propertyNames", {"type": "string"}),
 ]
-# Whitespace in JSON, as Python writes it. If it were free, small models would write
-# whitespace forever.
+# Fixes the whitespace in JSON to what Python writes. With free whitespace, small models
+# may write whitespace forever.
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # Not ``\\u``: a key could be written in a form that its schema does not match.
+    # Without ``\\u``, because llguidance does not match an escaped key to its schema.
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
@@ -89,13 +90,13 @@ Trial = Callable[[str], str | None]
 
 
 class NoStructureError(ServeError):
-    """Structured output is not installed on this server."""
+    """The packages for structured output are not installed on this server."""
 
     status = 501
 
 
 def import_grammars() -> None:
-    """Import optional dependencies, so that no request waits for them."""
+    """Import optional dependencies early, so that no request waits for the import."""
     for name in ("llguidance", "jsonschema_rs"):
         try:
             importlib.import_module(name)
@@ -124,7 +125,7 @@ def text_of_tokenizer(tokenizer: Any, vocabulary: int) -> str:
 
 
 def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar of a schema's JSON; ``param`` is the request's field."""
+    """Return a grammar of the JSON that a schema allows; ``param``: field to blame."""
     schema = _checked_schema(schema, param)
     try:
         grammar = _matcher().grammar_from_json_schema(
@@ -169,9 +170,9 @@ def _checked_schema(schema: Any, param: str) -> Any:
 
 
 def _enforced(schema: Any) -> Any:
-    """Return a schema without keywords that require nothing, which llguidance refuses.
+    """Return a schema without keywords that have no effect but that llguidance refuses.
 
-    An unknown ``format`` is an annotation, by JSON Schema's own rules.
+    An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
     """
     if isinstance(schema, list):
         return [_enforced(each) for each in schema]
@@ -191,7 +192,7 @@ def _enforced(schema: Any) -> Any:
 
 
 def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar of a regular expression, which may not have look-around."""
+    """Return a grammar of a regular expression, which must not have look-around."""
     matcher = _matcher()
     _check_length(regex, param)
     return _checked(matcher.grammar_from_regex(regex), param, trial)
@@ -221,7 +222,8 @@ def grammar_of_calls(
 ) -> str:
     """Return a grammar of a JSON list of tool calls."""
     more = "" if is_single else '(", " call)* '
-    # The output may end after each call, so that a small model need not invent more.
+    # The closing bracket is optional: a small model may end the output after any call
+    # instead of inventing more calls.
     forms = _forms_of(tools, "parameters")
     text = f'start: "[" call {more}"]"?\ncall: {forms}\n'
     return _checked(_matcher().grammar_from_lark(text), "tools", trial)
@@ -292,7 +294,7 @@ def after_reasoning(
         "start: whole" if is_begun else f"start: @answer | {begin} whole",
         "whole: thought SPACE @answer",
         free,
-        r"SPACE: /\s{0,4}/",  # bounded, as a model might write space forever
+        r"SPACE: /\s{0,4}/",  # bounded, or a model might write spaces forever
     )
     parts = [
         {"lark_grammar": "\n".join(lines)},
@@ -302,9 +304,10 @@ def after_reasoning(
 
 
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
-    """Return the right side of a rule: a call of any tool, as a JSON object.
+    """Return the right-hand side of a rule that allows a call of any tool, as JSON.
 
-    Each schema stands alone: its references (``#/$defs/…``) start at its own root.
+    Each schema is embedded separately, so its references (``#/$defs/…``) still start at
+    its own root.
     """
     # Limits also apply to all schemas together, because one grammar has all of them.
     schemas = [parameters for _, parameters in tools]
@@ -321,7 +324,7 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
 
 
 def _mark(mark: int | str) -> str:
-    """Return a token or a string in the syntax of a grammar."""
+    """Return a token or a string in Lark's syntax."""
     return json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>"
 
 
@@ -332,7 +335,7 @@ def _quoted(name: str) -> str:
 
 def _are_few_multiples(schema: Any) -> bool:
     """Return whether the least common multiple of all ``multipleOf`` is small."""
-    # Several may apply to the same number, through ``allOf`` or ``$ref``.
+    # ``allOf`` or ``$ref`` may apply several of them to the same number.
     scale = multiple = 1
     left = [schema]
     while left:
@@ -366,7 +369,7 @@ def _schemas(draft: str) -> Any:
     }
     place = next(n for n, known in schema_drafts.DRAFTS.items() if known == draft)
     is_old = draft in schema_drafts.BEFORE_2019
-    # Pinned to one metaschema, which the library has, so that none is fetched.
+    # Pinned to a metaschema that the library contains, so that it fetches none.
     uri = f"http://{place}#" if is_old else f"https://{place}"
     return kinds[draft]({"$ref": uri})
 
@@ -390,8 +393,8 @@ def _checked(grammar: str, param: str, trial: Trial | None) -> str:
 def _unforced(grammar: str) -> str:
     """Return a grammar that allows every token that fits.
 
-    By default, if only one string may follow, llguidance allows only the first token of
-    its encoding, which is a control token if the string has the same characters.
+    By default, where only one string can follow, llguidance forces the first token of
+    the string's encoding. If the string spells a control token, it forces that token.
     """
     if grammar.startswith("{"):
         (part,) = json.loads(grammar)["grammars"]
@@ -403,7 +406,7 @@ def _unforced(grammar: str) -> str:
 
 
 def _short(why: object) -> str:
-    # Drop llguidance's rendering of the grammar, and positions in it.
+    # Drop llguidance's copy of the grammar, and positions in the grammar.
     whole = str(why).partition("<non-verbose/>")[0]
     text = PLACE.sub("", whole.partition("\n")[0]).strip()
     if reason := REASON.search(whole):
@@ -417,7 +420,9 @@ def _short(why: object) -> str:
 
 def _check_multiples(schema: Any, param: str) -> None:
     if not _are_few_multiples(schema):
-        rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
+        rule = (
+            f"has multipleOf values whose least common multiple exceeds {MAX_MULTIPLES}"
+        )
         raise wrong_field(param, rule)
 
 
@@ -431,23 +436,23 @@ class Matchers:
 
     def __init__(self, model: Generation) -> None:
         self._model = model
-        # Grammars are compiled without the GIL, in parallel to other sequences' steps.
+        # llguidance compiles without the GIL, in parallel to other sequences' steps.
         self._pool = FairPool("multiworld grammar")
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
 
     def begin(self, grammar: str, share: Share = DEFAULT_SHARE) -> Matcher:
-        """Start to compile a grammar returned by a function of this module."""
+        """Start to compile a grammar that a function of this module returned."""
         call = functools.partial(self._made, grammar)
         made = self._pool.submit(share, float(len(grammar)), call)
         failed = functools.partial(self._failed, grammar)
         return Matcher(made, failed)
 
     def _failed(self, grammar: str, why: str) -> None:
-        """Record a failure: another try of the grammar would delay all sequences."""
+        """Remember a failed grammar, because a new try would delay all sequences."""
         self._failures[grammar] = why
-        self._compiled.pop(grammar, None)  # frees all its states
+        self._compiled.pop(grammar, None)  # frees the grammar's states
         while len(self._failures) > KEPT_FAILURES:
             self._failures.popitem(last=False)
 
@@ -468,7 +473,7 @@ class Matchers:
 
 
 class Matcher:
-    """The structure of one sequence; usable without waiting once ``made`` is done."""
+    """Enforces one sequence's structure; does not block once ``made`` is done."""
 
     def __init__(self, made: Future[Any], failed: Callable[[str], None]) -> None:
         self.made, self._failed = made, failed
@@ -481,9 +486,9 @@ class Matcher:
             self._consumed = 0
 
     def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
-        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
+        """Return the tokens that may come next, as bits: [vocabulary / 8], uint8."""
         matcher = self.made.result()
-        # Other elements of ``tokens`` are not read.
+        # Read only the tokens that the matcher has not yet consumed.
         for place in range(prompt + self._consumed, len(tokens)):
             if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():

@@ -1,9 +1,9 @@
 """Process that compiles grammars on trial: ``python grammar_trial_process.py CPU_S``.
 
-llguidance overflows its stack on some grammars, and never finishes others. Here, that
-kills only this process, which is limited to ``CPU_S`` seconds for a grammar, a stack of
-``STACK_BYTES`` and memory of ``MEMORY_BYTES``. A grammar that passes needs a smaller
-stack than threads have elsewhere.
+llguidance overflows its stack on some grammars, and never finishes others. Such a
+grammar kills only this process, which is limited to ``CPU_S`` seconds per grammar,
+``STACK_BYTES`` of stack and ``MEMORY_BYTES`` of memory. Threads of other processes have
+larger stacks, so a grammar that passes here does not overflow theirs.
 
 The process reads ``TrialRequest`` and writes ``Answer``, as one line of JSON each. It
 imports llguidance and msgspec, but not this package, which takes longer to import.
@@ -22,16 +22,18 @@ from typing import Any
 
 import msgspec
 
-STACK_BYTES = 2 * 2**20  # a quarter of what threads have by default
-MEMORY_BYTES = 4 * 2**30  # of address space
+STACK_BYTES = 2 * 2**20  # a quarter of a thread's default stack
+MEMORY_BYTES = 4 * 2**30  # maximum address space
 MAX_TOKENIZERS = 4
 
-# Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar,
-# their number keeps increasing: with the default, 50,000, each token takes seconds.
+# Maximum parser items per step (``step_max_items`` of llguidance). In an ambiguous
+# grammar, the number of items grows with each token: with the default limit, 50,000, a
+# token can take seconds.
 MAX_ITEMS = 3000
-# States that a grammar's lexer keeps, of 0.5 KB each (``max_lexer_states``).
+# Maximum states of a grammar's lexer, of 0.5 KB each (``max_lexer_states``).
 MAX_STATES = 30_000
-MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
+# Maximum alternatives at one position (``max_items_in_row`` of llguidance).
+MAX_ROW = 10_000
 
 
 class TokenizerData(msgspec.Struct, frozen=True):
@@ -43,7 +45,7 @@ class TokenizerData(msgspec.Struct, frozen=True):
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
-    """A grammar to try; ``made_of`` is sent if the process lacks the tokenizer."""
+    """A grammar to try; has ``made_of`` if the process does not know the tokenizer."""
 
     tokenizer: str
     grammar: str
@@ -51,7 +53,7 @@ class TrialRequest(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Outcome of a trial: why the grammar, or its tokenizer, cannot be used."""
+    """Outcome of a trial: why the grammar or the tokenizer cannot be used."""
 
     why: str | None = None
     error: str | None = None
@@ -98,7 +100,7 @@ def _why(tokenizer: Any, grammar: str, cpu_s: int) -> str | None:
 
 
 def _limit(kind: int, amount: int) -> None:
-    """Set a soft limit, as far as the hard one allows."""
+    """Set a soft limit to ``amount``, or to the hard limit if that is lower."""
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY:
         is_less = amount != resource.RLIM_INFINITY and amount < most
@@ -133,7 +135,7 @@ def _answer(tokenizers: dict[str, Any], asked: TrialRequest, cpu_s: int) -> Answ
 def main() -> None:
     """Serve until standard input ends."""
     os.nice(5)
-    # When memory is short, the system ends this process before others.
+    # When memory is short, the kernel kills this process before others.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     _limit(resource.RLIMIT_CORE, 0)

@@ -30,13 +30,13 @@ CPU_S, ANSWER_S = 4, 30.0
 KEPT_ANSWERS = 256
 TOO_COMPLEX = "it is too complex"
 
-# Exit codes of the process that the grammar certainly caused.
+# Exit codes that prove that the grammar killed the process.
 DECISIVE = {-signal.SIGXCPU, -signal.SIGSEGV}
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTokenizer:
-    """A tokenizer, which the process builds when it first needs it."""
+    """A tokenizer that the trial process builds when it first needs it."""
 
     name: str  # equal for equal tokenizers
     made_of: Callable[[], TokenizerData]
@@ -47,7 +47,7 @@ class GrammarTrials:
 
     def __init__(
         self,
-        cpu_s: int = CPU_S,  # of a trial
+        cpu_s: int = CPU_S,  # maximum CPU time of a trial
         program: Path = PROGRAM,
     ) -> None:
         self._command = [sys.executable, "-P", str(program), str(cpu_s)]
@@ -56,7 +56,7 @@ class GrammarTrials:
         self._known: OrderedDict[str, str | None] = OrderedDict()
 
     def why_not(self, tokenizer: TrialTokenizer, grammar: str) -> str | None:
-        """Return why a grammar cannot be enforced; None if it can. Blocks.
+        """Return why a grammar cannot be enforced; None if it can. Blocks meanwhile.
 
         Raises:
             NoReplicaError: The process could not be started, or died twice.
@@ -87,7 +87,8 @@ class GrammarTrials:
                     )
                 return answer.why
             code = self._end()
-            # A process that has tried other grammars may have run out of memory.
+            # A process that has tried other grammars may have aborted because those
+            # had used up its memory.
             if code in DECISIVE or (is_fresh and code == -signal.SIGABRT):
                 return TOO_COMPLEX
         raise NoReplicaError(
@@ -95,7 +96,7 @@ class GrammarTrials:
         )
 
     def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> Answer | None:
-        """Return the answer of the process; None if it ended or hangs."""
+        """Return the answer of the process; None if the process died or hangs."""
         answer = self._exchanged(TrialRequest(tokenizer.name, grammar))
         if answer is not None and answer.is_unknown:
             made_of = tokenizer.made_of()
@@ -127,7 +128,7 @@ class GrammarTrials:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # a terminal's Ctrl-C does not reach it
+                    start_new_session=True,  # protects it from Ctrl-C in a terminal
                 )
             except OSError as error:
                 raise NoReplicaError(
@@ -141,14 +142,14 @@ class GrammarTrials:
         if process is None:
             return 0
         try:
-            # A process that crashes exits within a moment, with a code of its own.
+            # If the process is crashing, wait for its own exit code.
             code = process.wait(1.0)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # the rest of a request cannot be sent
+            with contextlib.suppress(OSError):  # buffered input cannot be sent
                 pipe.close()
         return code
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 from multiworld.serve.text.tokenizer import Tokenizer
 
-CONTEXT = 8  # latest prompt tokens to decode before the text
-PENDING = 16  # tokens without any text yet, above which ``_split`` is tried
+CONTEXT = 8  # number of last prompt tokens to decode together with the text
+PENDING = 16  # number of tokens without text above which ``_split`` is tried
 CONTINUED = re.compile(rb"[\x80-\xbf]")  # UTF-8 bytes within a character
 PARTIAL = "\ufffd"  # shown for the bytes of an incomplete character
 
@@ -23,7 +23,7 @@ class GrowingText:
         stop: Sequence[str] = (),
         *,
         skips_special: bool = True,
-        shown: Collection[int] = (),  # special tokens that are not skipped
+        shown: Collection[int] = (),  # special tokens to show nevertheless
         min_tokens: int = 0,
         before: Sequence[int] = (),  # the prompt, if the text continues it
     ) -> None:
@@ -50,7 +50,7 @@ class GrowingText:
         return self._emit(self._window.add(token), is_end=False)
 
     def end(self) -> str:
-        """Return what was held back; an incomplete character becomes U+FFFD."""
+        """Return the text held back; an incomplete character becomes U+FFFD."""
         if self.is_stopped:
             return ""
         return self._emit(self._window.rest(), is_end=True)
@@ -62,7 +62,7 @@ class GrowingText:
             self.is_stopped = True
             given, self._held = self._held[: self._stop.find(self._held, before)], ""
         else:
-            # A possible start of a stop string is held back.
+            # Hold back text that may be the start of a stop string.
             keep = 0 if is_end else self._stop.begun
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
@@ -75,7 +75,8 @@ class StopStrings:
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = strings
-        self._begun = [0] * len(strings)  # lengths of their prefixes that end the text
+        # For each stop string: length of its longest prefix that ends the text.
+        self._begun = [0] * len(strings)
 
     @property
     def begun(self) -> int:
@@ -85,8 +86,8 @@ class StopStrings:
     def advance(self, new: str, *, is_early: bool = False) -> bool:
         """Read more text; return whether it completes a stop string.
 
-        ``is_early``: a stop string that ends here does not count, but one that starts
-        here may.
+        ``is_early``: a stop string that ends within ``new`` does not count, but one
+        that only starts there may count later.
         """
         is_found = False
         for number, string in enumerate(self._strings):
@@ -128,8 +129,8 @@ def _borders(string: str) -> tuple[int, ...]:
 class _Window:
     """The latest tokens, which are decoded together.
 
-    The text of a token depends on the one before it: for example, some decoders drop
-    the space at the start of a text.
+    The text of a token depends on the tokens before it: for example, some decoders drop
+    a space at the start of a text.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class _Window:
         self._settled = len(self._tokens)  # number of tokens whose text was returned
         self._shown = len(text)  # characters of that text
         self._limit = PENDING
-        # Text of a prompt that ends within a character, which the output may complete.
+        # Text of a prompt that ends within a character; the output may complete that
+        # character.
         self._unfinished = text if self._ends_within_character() else ""
         while self._ends_within_character():
             self._settled -= 1
@@ -174,7 +176,7 @@ class _Window:
         return self._new(self._decoded(self._tokens))
 
     def _new(self, text: str) -> str:
-        """Return the part of ``text``, of all tokens, that was not returned yet."""
+        """Return the part of ``text`` (of all tokens) that was not returned yet."""
         is_as_before = self._unfinished and text.startswith(self._unfinished)
         return text[len(self._unfinished) if is_as_before else self._shown :]
 
@@ -183,19 +185,19 @@ class _Window:
         if not self._decoded(settled).endswith(PARTIAL):
             return False
         raw = b"".join(self._tokenizer.raw(token) for token in settled)
-        return not raw.endswith(PARTIAL.encode())  # the prompt may have U+FFFD itself
+        return not raw.endswith(PARTIAL.encode())  # unless the prompt itself has U+FFFD
 
     def _advance(self) -> None:
-        """Record that all text was returned; keep the latest tokens as context."""
+        """Mark all text as returned; keep the latest tokens as context."""
         del self._tokens[: self._settled]
         self._settled, self._limit, self._unfinished = len(self._tokens), PENDING, ""
         self._shown = len(self._decoded(self._tokens))
 
     def _split(self, text: str) -> str:
-        """Return the text of complete tokens, though the last ones are incomplete.
+        """Return the text of all tokens except the last ones, which are incomplete.
 
-        Without this, tokens that never become a character would all be decoded again
-        for each further one.
+        If tokens never became a character, each further token would otherwise decode
+        all of them again.
         """
         for cut in range(len(self._tokens) - 1, self._settled, -1):
             first = self._decoded(self._tokens[:cut])

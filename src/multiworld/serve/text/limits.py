@@ -9,7 +9,7 @@ from multiworld.serve.text.engine_limits import GROWTH, EngineLimits
 
 
 def limits_of(spec: GenerationSpec, model: Generation, stages: int) -> EngineLimits:
-    """Return the limits of a model's schedulers, set by the stage with the most KV."""
+    """Return the limits of a model; the stage with the most KV determines them."""
     return limits_by(spec, max(model.kv_bytes), stages)
 
 

@@ -1,8 +1,9 @@
 """Conversion of JSON schemas of all drafts to what llguidance enforces exactly. Pure.
 
-A schema is read by the rules of the draft that it declares (default: 2020-12), and
-rewritten to 2020-12. What cannot be enforced is refused. Numbers without bounds get
-some, because a model that may write digits forever does so.
+This module reads a schema by the rules of the draft that the schema declares (default:
+2020-12), and rewrites it to 2020-12. It refuses schemas that cannot be enforced. It
+adds bounds to numbers that have none, because without bounds a model may write digits
+forever.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SINCE_2019 = {
     *("dependentSchemas", "minContains", "maxContains", "prefixItems", "$anchor"),
     *("$recursiveRef", "$recursiveAnchor", "$dynamicRef", "$dynamicAnchor"),
 }
-BESIDE_REF = ("$ref", "definitions", "$defs")  # before 2019-09, others are ignored
+# Drafts before 2019-09 ignore all keywords beside ``$ref`` except these.
+BESIDE_REF = ("$ref", "definitions", "$defs")
 
 COUNTS = {
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties"),
@@ -58,13 +60,13 @@ COUNTS = {
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 EXACT = 2**53  # largest integer that llguidance does not round
-DIGITS = 15  # of a number without bounds, before and after the point together
+DIGITS = 15  # maximum digits of a number that has no bounds of its own
 LARGEST = 10**DIGITS - 1
 # The smallest step of a number without ``multipleOf``: six digits after the point.
 STEP = 1e-6
 
 
-# A schema of any JSON whose numbers have bounds, at any depth.
+# A schema that allows any JSON, but bounds its numbers at any depth.
 ANY_NAME = "multiworld-any"
 ANY = {"$ref": f"#/$defs/{ANY_NAME}"}
 ANY_JSON: dict[str, Any] = {
@@ -90,12 +92,12 @@ KEYWORDS = frozenset(
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
     )
 )
-# Maximum nodes, and maximum characters of enums, of a schema after ``rewritten``.
+# Maximum nodes, and maximum characters of all enums, of a schema after ``rewritten``.
 MAX_NODES, MAX_ENUMS = 20_000, 256 * 1024
 
 
 class SchemaError(ValueError):
-    """A schema cannot be enforced; its text says why."""
+    """A schema cannot be enforced; the error's text says why."""
 
 
 def draft_of(schema: dict[str, Any]) -> str:
@@ -109,10 +111,10 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 
 def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
-    """Convert a schema of any draft to one of 2020-12 that can be enforced.
+    """Convert a schema of any draft to a schema of 2020-12 that can be enforced.
 
     Raises:
-        SchemaError: A part of the schema would be enforced wrongly.
+        SchemaError: llguidance would not enforce a part of the schema exactly.
     """
     latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
     has_ids = any("$id" in node for node in nodes(latest))
@@ -158,7 +160,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Budget:
-    """The size of a schema while its rules are written out."""
+    """Limits the growth of a schema while ``rewritten`` expands its rules."""
 
     def __init__(self) -> None:
         self._nodes = self._characters = 0
@@ -178,13 +180,13 @@ class _Budget:
                 break
         if self._nodes > MAX_NODES or self._characters > MAX_ENUMS:
             raise SchemaError(
-                f"has rules that need more than {MAX_NODES} schemas, or enums of more "
-                f"than {MAX_ENUMS} characters, when they are written out"
+                f"has rules that expand to more than {MAX_NODES} schemas, or to enums "
+                f"of more than {MAX_ENUMS} characters"
             )
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Apply ``change`` to a schema and each schema within it, outermost first."""
+    """Apply ``change`` to a schema and all schemas within it, outermost first."""
     if isinstance(schema, list):
         return [_mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
@@ -230,7 +232,7 @@ def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
 
 
 def _check_reference(node: dict[str, Any]) -> None:
-    """Refuse a reference into data, which was not checked as a schema."""
+    """Refuse a reference to data, because data is not checked as a schema."""
     pointer = str(node.get("$ref", "")).partition("#")[2]
     is_name = False
     for part in unquote(pointer).split("/"):
@@ -240,7 +242,7 @@ def _check_reference(node: dict[str, Any]) -> None:
 
 
 def _check_data(node: dict[str, Any]) -> None:
-    """Refuse numbers that llguidance would round, and strings that JSON cannot have."""
+    """Refuse numbers that llguidance would round, and strings that it cannot write."""
     given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
     left = [*given, node.get("const"), node.get("enum")]
     left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
@@ -253,7 +255,7 @@ def _check_data(node: dict[str, Any]) -> None:
         elif isinstance(part, str):
             if not schema_patterns.can_be_written(part):
                 raise SchemaError(
-                    "has a string with a control character, which JSON lacks"
+                    "has a string with a control character that cannot be enforced"
                 )
         elif isinstance(part, int | float) and not abs(part) <= EXACT:  # or NaN
             raise SchemaError(
@@ -263,12 +265,12 @@ def _check_data(node: dict[str, Any]) -> None:
 
 
 def _check_bounds(schema: Any) -> None:
-    """Refuse an exclusive bound that has the same integer part as an opposite bound.
+    """Refuse an exclusive bound with the same integer part as an opposite bound.
 
-    llguidance then allows the excluded value: for example, 0 if ``exclusiveMinimum`` is
-    0 and ``maximum`` is 0.5.
+    For such bounds, llguidance allows the excluded value: for example, it allows 0 if
+    ``exclusiveMinimum`` is 0 and ``maximum`` is 0.5.
     """
-    # Bounds of the whole schema, because ``allOf`` and ``$ref`` combine them.
+    # Compare all bounds of the schema, because ``allOf`` and ``$ref`` combine them.
     every = [
         (name, float(node[name]), node.get("type") == "integer")
         for node in nodes(schema)
@@ -291,7 +293,7 @@ def _check_bounds(schema: Any) -> None:
 
 
 def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose patterns are enforced exactly."""
+    """Return a schema with patterns that llguidance enforces exactly."""
     found = dict(node)
     try:
         if isinstance(node.get("pattern"), str):
@@ -306,10 +308,10 @@ def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
-    """Return a schema that bounds numbers even where it does not name a type.
+    """Return a schema that bounds numbers even where the schema does not name a type.
 
-    A schema that combines others is returned unchanged, because any JSON would become
-    part of the combination.
+    A schema that combines other schemas is returned unchanged, because the added bounds
+    would become part of the combination.
     """
     every = [*nodes(schema)]
     for node in every:
@@ -327,7 +329,7 @@ def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, 
 
 
 def _filled(schema: Any, *, has_steps: bool) -> Any:
-    """Return a schema with bounded numbers wherever it allows any value."""
+    """Return a schema that bounds numbers wherever the original allows any value."""
     fill = functools.partial(_filled, has_steps=has_steps)
     if schema is True or (isinstance(schema, dict) and not schema.keys() - NOTES):
         return dict(ANY)
@@ -355,7 +357,7 @@ def _filled(schema: Any, *, has_steps: bool) -> Any:
 
 
 def _bounded(node: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
-    """Return a number's schema with bounds and a step, where it has none."""
+    """Add the bounds and the step that a number's schema lacks."""
     kinds = node.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     is_number = "number" in kinds

@@ -1,9 +1,9 @@
 """Conversion of JSON schemas' patterns to what llguidance enforces exactly. Pure.
 
-llguidance matches a JSON string as it is written, with escapes. It allows `"` and a
-backslash even if a negated class excludes them, so such a class is rewritten as the
-characters that it allows. It drops control characters that have no short escape, so
-patterns with such characters are refused.
+llguidance matches a JSON string in its written form, with escapes. llguidance allows
+`"` and a backslash even if a negated class excludes them, so this module rewrites such
+a class as the list of allowed characters. llguidance drops control characters that have
+no short escape, so this module refuses patterns with such characters.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 Range = tuple[int, int]  # code points, both included
 
-# Characters that a string can have: of control characters, only those with a short
-# escape, which excludes DEL.
+# Characters that a string can have. Of the control characters, these are only the ones
+# with a short escape; DEL has none.
 WRITABLE: tuple[Range, ...] = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0x10FFFF))
 ESCAPED = (ord('"'), ord("\\"))
 
@@ -25,7 +25,7 @@ LENGTHS = {"x": 2, "u": 4}  # hexadecimal digits of an escape
 
 
 class PatternError(ValueError):
-    """A pattern cannot be enforced; its text says why."""
+    """A pattern cannot be enforced; the error's text says why."""
 
 
 def can_be_written(text: str) -> bool:
@@ -33,7 +33,7 @@ def can_be_written(text: str) -> bool:
 
 
 def enforceable(pattern: str) -> str:
-    """Convert a pattern of ECMA 262 to one that llguidance enforces exactly."""
+    """Convert a pattern of ECMA 262 to a pattern that llguidance enforces exactly."""
     found, at = [], 0
     while at < len(pattern):
         if pattern[at] == "[":
@@ -50,8 +50,8 @@ def enforceable(pattern: str) -> str:
 
 
 def of_others(words: Iterable[str]) -> str:
-    """Return a pattern, without look-around, of all strings except ``words``."""
-    # Words that cannot be written need not be excluded.
+    """Return a pattern of all strings except ``words``, without look-around."""
+    # A word that JSON strings cannot contain need not be excluded.
     return f"^(?:{_others({word for word in words if can_be_written(word)})})$"
 
 
@@ -67,7 +67,7 @@ def _others(words: set[str]) -> str:
 
 
 def _class(pattern: str, begin: int, end: int) -> str:
-    """Return a character class, rewritten if llguidance would not enforce it."""
+    """Return a character class; rewrite it if llguidance would not enforce it."""
     is_negated = pattern.startswith("[^", begin)
     at = begin + 2 if is_negated else begin + 1
     ranges: list[Range] = []
@@ -91,8 +91,8 @@ def _class(pattern: str, begin: int, end: int) -> str:
         return pattern[begin:end]
     if has_sets:
         raise PatternError(
-            f"has the pattern {_short(pattern)}, whose class leaves out a quote or a "
-            "backslash beside a set such as \\s, which cannot be enforced"
+            f"has the pattern {_short(pattern)}; a class that excludes a quote or a "
+            "backslash together with a set such as \\s cannot be enforced"
         )
     return _allowed(ranges)
 
@@ -130,7 +130,7 @@ def _character(pattern: str, at: int) -> tuple[int | None, int]:
     if code is not None and not _is_within(code, WRITABLE):
         raise PatternError(
             f"has the pattern {_short(pattern)} with the control character {code:#x}, "
-            "which JSON cannot write here"
+            "which cannot be enforced"
         )
     return code, end
 

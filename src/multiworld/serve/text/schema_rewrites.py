@@ -1,8 +1,8 @@
-"""Keywords that llguidance does not support, rewritten with those that it does. Pure.
+"""Rewriting of JSON schemas without keywords that llguidance does not support. Pure.
 
-They are ``if``, ``not`` and ``oneOf`` over schemas that can be negated, ``uniqueItems``
-over an enum, and rules about property names. Others stay unchanged, and are refused
-later.
+This module replaces ``if``, ``not`` and ``oneOf`` over schemas that can be negated,
+``uniqueItems`` over an enum, and rules about property names. Other unsupported keywords
+stay unchanged, and are refused later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from multiworld.serve.text import schema_patterns
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 NOTES = {"title", "description", "default", "examples", "$comment", "deprecated"}
 
-# Negation of a keyword: the type that it applies to, the opposite keyword, and what to
-# add to the bound.
+# Negation of a keyword: the type that the keyword applies to, the opposite keyword, and
+# the amount to add to the bound.
 LIMITS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -35,9 +35,9 @@ NEGATED = {
     *("anyOf", "allOf", "not", *LIMITS, *NOTES),
 }
 
-MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf``, each combined with all others
-MAX_ARRANGEMENTS = 512  # maximum arrays of an enum's values without duplicates
-MAX_CHARACTERS = 1024  # maximum total of all strings that a value must differ from
+MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf`` that is rewritten
+MAX_ARRANGEMENTS = 512  # maximum arrays to list for a ``uniqueItems`` over an enum
+MAX_CHARACTERS = 1024  # maximum total length of the strings that a value must not equal
 
 Schema = dict[str, Any]
 
@@ -45,7 +45,8 @@ Schema = dict[str, Any]
 def rewritten(node: Schema, root: Schema) -> Schema:
     """Rewrite a schema of 2020-12 without the keywords that this module can replace.
 
-    References are followed only in ``root``, which is empty if an ``$id`` changes them.
+    Only references into ``root`` are followed; ``root`` is empty if an ``$id`` changes
+    the meaning of references.
     """
     found = dict(node)
     every: list[Any] = []
@@ -61,7 +62,7 @@ def rewritten(node: Schema, root: Schema) -> Schema:
 
 
 def _drop_conditions(node: Schema, every: list[Any]) -> None:
-    """Replace ``if``, ``then`` and ``else`` by their two cases."""
+    """Replace ``if``, ``then`` and ``else`` by an ``anyOf`` of the two cases."""
     if "if" not in node or not {"then", "else"} & node.keys():
         for name in ("if", "then", "else"):
             node.pop(name, None)
@@ -134,7 +135,7 @@ def _drop_dependencies(node: Schema, every: list[Any]) -> None:
 
 
 def _drop_uniqueness(node: Schema, root: Schema) -> None:
-    """Replace an array without duplicates by an enum of all arrays, if they are few."""
+    """Replace ``uniqueItems`` by an enum of all possible arrays, if they are few."""
     if not node.get("uniqueItems") or node.get("type") != "array":
         return
     if node.get("maxItems", 2) <= 1:
@@ -182,7 +183,7 @@ def _values(schema: Any, root: Schema) -> list[Any] | None:
 
 
 def _referred(reference: str, root: Schema) -> Any:
-    """Return the schema that a reference names in the root's ``$defs``, or None."""
+    """Return the schema that ``reference`` names in ``$defs`` of ``root``, or None."""
     path = unquote(reference).split("/")
     if path[:2] != ["#", "$defs"] or len(path) != 3:
         return None
@@ -191,14 +192,15 @@ def _referred(reference: str, root: Schema) -> Any:
 
 
 def negations(schema: Any, beside: Any) -> list[Any] | None:
-    """Return alternatives, at least one of which holds if ``schema`` does not.
+    """Return the negation of a schema, as alternatives of which at least one holds.
 
     Args:
         schema: The schema to negate.
-        beside: A schema that also holds; its enums limit the other values.
+        beside: A schema that holds in any case; its enums limit the possible values.
 
     Returns:
-        None if the negation needs ``not``; empty if ``schema`` always holds.
+        None if the negation cannot be written without ``not``; an empty list if
+        ``schema`` always holds.
     """
     if isinstance(schema, bool):
         return [] if schema else [{}]
@@ -253,7 +255,7 @@ def _is_integer(schema: Any) -> bool:
 
 
 def _integers_beyond(name: str, bound: float) -> Schema:
-    """Return the inclusive bound of the integers that a bound excludes."""
+    """Return an inclusive bound for the integers that the bound ``name`` excludes."""
     return {
         "minimum": {"maximum": math.ceil(bound) - 1},
         "exclusiveMinimum": {"maximum": math.floor(bound)},
@@ -296,7 +298,7 @@ def _type_of(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a string that is the same for values that JSON Schema considers equal."""
+    """Return a string that is equal for values that JSON Schema considers equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):

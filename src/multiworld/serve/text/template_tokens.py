@@ -1,4 +1,4 @@
-"""Tokens that a chat template writes, and those that it searches for in messages."""
+"""Tokens that a chat template writes, and tokens that it searches for in messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TemplateTokens:
     """A tokenizer's added tokens that occur in its chat templates."""
 
     written: frozenset[str]
-    # The template may split an assistant's message at these, as at ``</think>``.
+    # The template may split an assistant's message at these, for example ``</think>``.
     inspected: frozenset[str]
 
 
@@ -80,7 +80,7 @@ def tokens_of(
 
     trees = []
     for text in templates:
-        with contextlib.suppress(Exception):  # rendering it reports the error
+        with contextlib.suppress(Exception):  # rendering reports the error
             environment = _compile_jinja_template(text).environment
             trees.append(environment.parse(text))
     texts = [text for tree in trees for text in _constants(tree)]
@@ -114,7 +114,7 @@ def _strings_in(tree: Any) -> Iterator[str]:
 
 
 def _inspected(tree: Any) -> Iterator[str]:
-    """Yield the strings that a template compares or searches messages with."""
+    """Yield strings that a template compares with messages, or searches for in them."""
     from jinja2 import nodes
 
     for compare in tree.find_all(nodes.Compare):

@@ -1,6 +1,7 @@
-"""Tokenizers in Hugging Face folders, loaded with transformers, which merges the files.
+"""The tokenizer of sentence encoders, from the files of a Hugging Face folder.
 
-This module has the tokenizer of sentence encoders; that of chats uses ``loaded``.
+transformers loads it, because it merges the folder's files. The tokenizer for chats
+(``tokenizer.py``) uses ``loaded`` too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from multiworld.errors import SpecError
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.text.folder_json import read_if_there
 
-# Maximum characters passed to the tokenizer per token of the maximum length. Otherwise
-# it would read all of a long text before truncating it. Long English words have 45.
+# Maximum characters passed to the tokenizer per token of the maximum length. Without
+# this limit, the tokenizer would process all of a long text before it truncates. The
+# longest English words have 45 characters.
 MAX_CHARACTERS_PER_TOKEN = 64
 
 
@@ -28,7 +30,7 @@ def loaded(folder: Path) -> Any:
         found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of several libraries
+    except Exception as error:  # several libraries may raise their own
         raise SpecError(
             f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: "
             f"{error}; save it with transformers"
@@ -50,7 +52,7 @@ class Tokenizer:
         settings = read_if_there(folder / "sentence_bert_config.json")
         self._is_lowered = bool(settings.get("do_lower_case"))
         self._fast.no_padding()
-        # Applies to text; token ids are never truncated (see ``check_ids``).
+        # Truncates text only; token ids are never truncated (see ``check_ids``).
         self._fast.enable_truncation(max_length, direction=theirs.truncation_side)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
@@ -60,7 +62,7 @@ class Tokenizer:
         return self.encode_tokens(self._fast.encode(text).ids)
 
     def encode_tokens(self, ids: Sequence[int]) -> Tensors:
-        """Return the same for token ids, including the special ones around a text."""
+        """Return the tensors for token ids, which include the special tokens."""
         return {
             "input_ids": torch.tensor([list(ids)], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),

@@ -18,11 +18,12 @@ from multiworld.serve.text.tokenizer_files import chat_tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of one byte, in SentencePiece models
+# A token of one byte, in SentencePiece models.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _letters() -> dict[str, int]:
-    """Return the byte of each character in byte-level tokens, as GPT-2 writes them."""
+    """Return the byte that each character of GPT-2's byte-level tokens stands for."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     found = {chr(byte): byte for byte in plain}
@@ -33,7 +34,7 @@ BYTE_OF = _letters()
 
 
 def bytes_of(value: Any) -> int:
-    """Return the total size of all strings in plain data, in UTF-8."""
+    """Return the total bytes of all strings in plain data, in UTF-8."""
     size, left = 0, [value]
     while left:
         part = left.pop()
@@ -52,8 +53,8 @@ def bytes_of(value: Any) -> int:
 class Tokenizer:
     """The tokenizer in a Hugging Face folder, and its chat template.
 
-    transformers' tokenizer, which merges the files of the folder, renders, encodes and
-    decodes. Its ``__call__`` is not used, because that sets truncation and padding.
+    transformers' tokenizer renders, encodes and decodes, because it merges the files of
+    the folder. Its ``__call__`` is not used, because it sets truncation and padding.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +69,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> dict[str, int]:
-        """Tokens that any text may contain as a whole, such as control tokens."""
+        """Tokens that the tokenizer recognises in any text, such as control tokens."""
         found = self.fast.get_added_tokens_decoder()
         return {token.content: number for number, token in found.items()}
 
@@ -79,7 +80,7 @@ class Tokenizer:
         return frozenset(number for number, t in found.items() if t.special)
 
     def prepare(self) -> None:
-        """Load everything that chats need, so that the first one does not wait."""
+        """Load everything that chats need, so that the first chat does not wait."""
         if self.longest and self.template.exists:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
@@ -100,7 +101,7 @@ class Tokenizer:
         return max(sizes, default=1)
 
     def check_length(self, size: int, tokens: int, param: str = "prompt") -> None:
-        """Refuse a text of ``size`` bytes that cannot fit, before it is encoded."""
+        """Refuse a text before it is encoded if ``size`` bytes need over ``tokens``."""
         if size > tokens * self.longest:
             raise InvalidRequestError(
                 f"This model's maximum context length is {tokens} tokens. However, the "
@@ -110,8 +111,8 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, has_special: bool = True) -> list[int]:
-        """Return the tokens of a text; ``has_special`` adds those that enclose it."""
-        # As a batch, because batches run without the GIL.
+        """Return a text's tokens; ``has_special``: add special tokens around them."""
+        # Encode a batch of one, because batches run without the GIL.
         (made,) = self.fast.encode_batch([text], add_special_tokens=has_special)
         found: list[int] = made.ids
         return found
@@ -121,8 +122,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        # A token to put before another one for decoding, and the length of its text:
-        # some decoders drop the space at the start of a text.
+        # A token to decode before another token, and the length of the anchor's text.
+        # Without it, some decoders drop the space at the start of the other token.
         tokens = self.encode("a", has_special=False)[-1:]
         return tokens, len(self.decode(tokens, skips_special=False))
 
@@ -131,7 +132,7 @@ class Tokenizer:
         return self.decode([*before, token], skips_special=False)[length:]
 
     def piece(self, token: int) -> str:
-        """Return a token's text; ``bytes:…`` for a partial character, as in OpenAI."""
+        """Return a token's text; like OpenAI, ``bytes:…`` for a partial character."""
         text = self._text_of(token)
         if "\ufffd" in text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
@@ -151,9 +152,9 @@ class Tokenizer:
     def offsets(
         self, tokens: Sequence[int], text: str, *, skips_special: bool = True
     ) -> list[int]:
-        """Return where each token starts in the text of all tokens, in characters.
+        """Return the index of the character at which each token starts in ``text``.
 
-        A token within a character starts where that character does.
+        A token that starts within a character has that character's index.
         """
         found, at = [], 0
         for token in tokens:
@@ -189,8 +190,8 @@ class Tokenizer:
             effort=effort,
             marks=None if has_controls else (marks, answers),
         )
-        self.check_length(bytes_of(text), longest, "messages")  # including tools
-        # A normalizer may turn other characters into those of a control token.
+        self.check_length(bytes_of(text), longest, "messages")  # includes tools
+        # A normalizer may turn other characters into the characters of a control token.
         is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used or answers.is_used:
             check = controls.check if is_checked else None
@@ -217,8 +218,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor_of_parts(self) -> str:
-        # Some tokenizers add a space at the start of each text. After this anchor, they
-        # add none to a part.
+        # Some tokenizers add a space at the start of each text. They do not add one to
+        # a part that follows this anchor.
         before, both, alone = (
             self.encode(text, has_special=False) for text in ("\n", "\na", "a")
         )

@@ -1,6 +1,6 @@
 """Tokenizer files of models that generate text, and the tokens that end a completion.
 
-Every process of the service reads the end tokens, so this module imports nothing heavy.
+Every process of the service reads the end tokens, so this module avoids slow imports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiworld.serve.text.text_inputs import loaded
 
 
 def chat_tokenizer(folder: Path) -> Any:
-    """Return a folder's transformers tokenizer; raise SpecError if unfit for chats."""
+    """Return transformers' tokenizer; raise SpecError if it is unsuitable for chats."""
     found = loaded(folder)
     if getattr(found, "split_special_tokens", False):
         raise SpecError(
@@ -35,8 +35,8 @@ def ends_of(folder: Path) -> tuple[int, ...]:
 def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Return the tokens that end a completion according to any of the folder's files.
 
-    vLLM, too, combines those of the generation config (or else of the model's) with
-    those of the tokenizer. A file whose value is null adds none.
+    vLLM also combines several files: the generation config (without one, the model's
+    config) and the tokenizer's files. A file whose value is null adds no token.
     """
     path = folder / "generation_config.json"
     text_config = config.get("text_config")
@@ -60,7 +60,7 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     own = _end_of_tokenizer(folder)
     if own is not None:
         found[own] = None
-    # Some folders have a negative id, which no token has.
+    # Some folders name a negative id, which no token has.
     size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
     size = size if isinstance(size, int) else 2**31
     return tuple(end for end in found if 0 <= end < size)
@@ -76,7 +76,7 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of ``tokenizer.json`` that gives a token's id."""
+    """The parts of ``tokenizer.json`` from which a token's id is read."""
 
     added_tokens: list[_AddedToken] = []
     model: _Vocabulary = _Vocabulary()
@@ -97,7 +97,7 @@ def _end_of_tokenizer(folder: Path) -> int | None:
             return int(number)
     added = read_if_there(folder / "added_tokens.json").get(name)
     number = added if isinstance(added, int) else _number_of(name, folder)
-    if number is None:  # transformers adds the token, after all others
+    if number is None:  # transformers appends the token to the vocabulary
         found = loaded(folder).eos_token_id
         return None if found is None else int(found)
     return number

@@ -1,7 +1,7 @@
 """The spans of a request at its gateway, kept until it ends. Pure.
 
-They are exported if the trace is sampled, if the request failed, or if it recovered
-from a loss.
+The spans are exported if the trace is sampled, if the request failed, or if it
+recovered from a loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestTrace:
 
     Args:
         own: Span of the request.
-        client: Span of the client; None: it sent none.
+        client: Span that the client sent; None: it sent none.
         began_at: Monotonic time.
     """
 
@@ -91,7 +91,7 @@ class WorkTrace:
     Args:
         trace: Trace of the request.
         opened_at: Monotonic time.
-        first: Name of the span of an attempt until its first token.
+        first: Name of the span from the start of an attempt to its first token.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class WorkTrace:
         self._number = -1  # of the current attempt
         self._about: dict[str, Value] = {}
         self._phase, self._first = "queue", first
-        # Start and attributes of attempts beside the first one, which is silent.
+        # Start and attributes of hedged attempts; the first attempt is silent.
         self._hedges: list[tuple[float, dict[str, Value]]] = []
 
     def attempt(self, number: int, replicas: Sequence[str], now: float) -> None:
-        """Begin the span of an attempt; ``replicas`` are its chain, by stage."""
+        """Begin the span of an attempt; ``replicas`` is its replica chain."""
         if number == self._number:  # another message of the same attempt
             return
         self._end(now)
@@ -116,7 +116,7 @@ class WorkTrace:
         }
 
     def hedge(self, number: int, replica: str, now: float) -> None:
-        """Begin the span of a second attempt, while the first one is silent."""
+        """Begin the span of a hedged attempt, sent because the first one is silent."""
         self._trace.is_recovered = True
         about: dict[str, Value] = {
             "multiworld.attempt": number,
@@ -126,7 +126,7 @@ class WorkTrace:
 
     @property
     def is_computed(self) -> bool:
-        """Whether an attempt is in progress."""
+        """True while an attempt is in progress, false while the work is queued."""
         return self._phase != "queue"
 
     def answered(self, now: float) -> None:

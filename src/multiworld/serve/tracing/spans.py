@@ -19,7 +19,7 @@ MAX_EVENTS = 64
 
 
 class Kind(Enum):
-    """OpenTelemetry's kinds of spans that are used here."""
+    """The kinds of spans of OpenTelemetry that this package uses."""
 
     INTERNAL = "INTERNAL"
     SERVER = "SERVER"
@@ -32,7 +32,7 @@ class Span:
 
     Attributes:
         parent: Parent span; for the root of a trace, one with an empty span id.
-        id: Hexadecimal digits; empty: drawn at the export.
+        id: Hexadecimal digits; empty: the exporter generates an id.
         error: Description of the failure; empty: success.
     """
 

@@ -1,4 +1,4 @@
-"""The spans of a replica: one for each sampled request, or attempt of a sequence."""
+"""The spans of a replica: one per sampled request, or per attempt of a sequence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageTrace:
     def computed(
         self,
         origin: Origin,
-        attempt: int | None,  # None: not known
+        attempt: int | None,  # None: unknown
         times: tuple[float, float, float],  # of arrival, start and end; monotonic
         rows: int,  # of the batch
         error: str = "",
@@ -81,7 +81,7 @@ class StageTrace:
         self._export([span])
 
     def opened(self, key: Key, origin: Origin, now: float) -> None:
-        """Begin an attempt of a sequence, and end its previous attempt, if any."""
+        """Begin an attempt of a sequence; end the sequence's previous attempt."""
         self.closed(key[:2], now)
         if origin.is_sampled:
             self._sequences[key[:2]] = _Sequence(origin, key[2], now)
@@ -91,9 +91,9 @@ class StageTrace:
         parts: Iterable[tuple[StreamId, int]],  # sequences, and their rows
         began_at: float,
         now: float,
-        what: str = "",  # name of the work if it is not a step
+        what: str = "",  # name of other work; empty: a step
     ) -> None:
-        """Count rows that were computed together."""
+        """Count the rows of sequences that were computed in one step."""
         if not self._sequences:
             return
         for stream, rows in parts:

@@ -47,7 +47,8 @@ def check(environment: Mapping[str, str]) -> None:
     """Check the exporter and the protocol that the environment selects.
 
     Raises:
-        ConfigError: One is not supported, or its package is not installed.
+        ConfigError: The exporter or the protocol is not supported, or its package is
+            not installed.
     """
     if not is_wanted(environment):
         return
@@ -85,7 +86,7 @@ class Tracer:
         sampler: OpenTelemetry's ``Sampler``.
         processor: OpenTelemetry's ``SpanProcessor``, which exports.
         resource: OpenTelemetry's ``Resource``, which describes this process.
-        clock: Monotonic clock that all spans' times are of.
+        clock: Monotonic clock with which all times of spans are measured.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Tracer:
         """Return the span of a request, sampled or not.
 
         Args:
-            parent: Span of the client; None: it sent none.
-            trace: Id of the trace, if the client sent none.
-            span: Id of the span.
-            name: Name of the span, for the sampler.
+            parent: Span that the client sent; None: it sent none.
+            trace: Id of the trace if ``parent`` is None.
+            span: Id of the new span.
+            name: Name of the new span, for the sampler.
         """
         context = None
         if parent is not None:
@@ -175,9 +176,9 @@ def modules(environment: Mapping[str, str]) -> list[str]:
 def tracer_of(
     environment: Mapping[str, str], app: str, process: str, about: Attributes
 ) -> Tracer | None:
-    """Return the tracer of a process; None if the environment enables none.
+    """Return the tracer of a process; None if the environment does not enable traces.
 
-    Call it in the process itself, because it starts a thread.
+    Call this in the process itself, not before a fork, because it starts a thread.
 
     Args:
         environment: Environment variables of the process.

@@ -33,7 +33,8 @@ def rows_of(tensors: Tensors) -> int:
 def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
     """Return a key that is equal for requests that can share a batch."""
     # Names, dtypes and fixed dimensions must be equal. Dimension 0 (rows) and, for
-    # ragged tensors, dimension 1 (length) may differ. ``ragged`` has padding values.
+    # ragged tensors, dimension 1 (length) may differ. ``ragged`` maps the names of
+    # ragged tensors to padding values.
     return tuple(
         (name, tensor.dtype, tensor.dim(), *tensor.shape[2 if name in ragged else 1 :])
         for name, tensor in sorted(tensors.items())
@@ -48,7 +49,7 @@ def lengths_of(tensors: Tensors, ragged: Mapping[str, float]) -> dict[str, int]:
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
-    """Return one batch with the rows of all requests, whose ``group_of`` is equal."""
+    """Return one batch of the rows of all requests, which must share a ``group_of``."""
     longest = {
         name: max(tensors[name].shape[1] for tensors in requests)
         for name in lengths_of(requests[0], ragged)
@@ -57,7 +58,7 @@ def collate(
     for name in requests[0]:
         parts = [tensors[name] for tensors in requests]
         if name in longest:
-            # The first bucket that is long enough (they ascend), or none.
+            # Buckets ascend: take the first that is long enough, or pad to ``most``.
             most = longest[name]
             length = next((bucket for bucket in buckets if bucket >= most), most)
             parts = [_padded(part, length, ragged[name]) for part in parts]

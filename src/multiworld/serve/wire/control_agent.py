@@ -32,7 +32,7 @@ def control_world(app: str, name: str) -> str:
 
 
 class ControlAgent:
-    """A process's side of its control world; it outlives a lost controller."""
+    """A process's end of its control world; reconnects if the controller is lost."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class ControlAgent:
         self._manager, self._store, self._config = manager, store, config
         self._world_name, self._obey = control_world(app, name), obey
         self._world: World | None = None
-        # Sent to every new controller; other messages are dropped while there is none.
+        # Facts are sent to every new controller; other messages are dropped while no
+        # controller is connected.
         self._facts: dict[type[News], News] = {}
         self._outbox: asyncio.Queue[News] = asyncio.Queue()
         # Monotonic time since which there is no controller; None while connected.
@@ -56,7 +57,7 @@ class ControlAgent:
         self.joined_at: float | None = None  # last connection, monotonic; None: never
 
     def fact(self, news: News) -> None:
-        """Send a fact now, and again to every new controller until replaced."""
+        """Send a fact now, and to each new controller until it is replaced."""
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
@@ -125,7 +126,7 @@ class ControlAgent:
             try:
                 data = NEWS.encode(news)
             except (UnicodeEncodeError, TypeError, ValueError) as error:
-                # For instance, an error has a file name that is not valid Unicode.
+                # For example, an error text contains a file name in invalid Unicode.
                 kind = type(news).__name__
                 logger.error("a %s cannot be sent to the controller: %s", kind, error)
             else:

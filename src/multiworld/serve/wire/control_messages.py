@@ -32,7 +32,7 @@ class AllTenants(Message, frozen=True, tag="all_tenants"):
 
     tenants: tuple[Tenant, ...]
     is_first: bool
-    is_last: bool  # until then the previous list stays valid
+    is_last: bool  # the previous list stays valid until the last part arrives
 
 
 class TenantsChanged(Message, frozen=True, tag="tenants_changed"):
@@ -70,7 +70,7 @@ class ReportRequest(Message, frozen=True, tag="report_request"):
 
     number: int
     has_counts: bool = False
-    has_streams: bool = False  # with the live streams of a gateway
+    has_streams: bool = False  # a gateway includes its live streams
 
 
 class CancelRequest(Message, frozen=True, tag="cancel_request"):
@@ -86,7 +86,7 @@ class InjectPartition(Message, frozen=True, tag="inject_partition"):
 
 
 class InjectHang(Message, frozen=True, tag="inject_hang"):
-    """Controller → replica: send SIGSTOP to your own process, to simulate a hang."""
+    """Controller → replica: simulate a hang by sending SIGSTOP to your own process."""
 
 
 # Upper bounds of the batch size histogram, in rows; a last bucket has no bound.
@@ -104,10 +104,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     queued: int = 0
     computing: int = 0
-    probing: int = 0  # among the queued and computing requests
+    probing: int = 0  # number of probes among the queued and computing requests
     computing_s: float = 0.0  # seconds since the current batch started
     waiting_for_next: int = 0  # outputs that wait for credit of the next stage
-    handed: int = 0  # outputs sent to the next stage, which has not started them
+    handed: int = 0  # outputs sent to the next stage, which has not started on them
     computed_s: float = 0.0  # seconds of all batches so far
     counts: dict[str, int] = {}  # events since the start, by kind
     batch_rows: tuple[int, ...] = ()  # in the buckets of ``ROWS_BOUNDS``
@@ -125,17 +125,17 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 class StreamShown(msgspec.Struct, frozen=True, array_like=True):
     """A live stream, for display to operators."""
 
-    request: str  # id
-    number: int  # at its gateway
+    request: str  # id of the request
+    number: int  # number of the stream at its gateway
     tenant: str
     model: str
-    prompt: int  # tokens
-    made: int  # tokens so far
+    prompt: int  # number of prompt tokens
+    made: int  # number of output tokens so far
     age_s: float
     phase: str
     chain: tuple[str, ...]  # replicas by stage; empty: none
     attempt: int  # 0: the first one, or the first replicas prepared for a move
-    losses: int  # of replicas, while it was computed there
+    losses: int  # number of replicas lost while they computed the stream
     longest_s: float = 0.0  # longest time between two tokens
 
 
@@ -145,25 +145,25 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     load: dict[str, int] = {}  # attempts in progress, by replica
     waiting: dict[str, int] = {}  # requests never sent to a replica, by model
-    pending: dict[str, int] = {}  # requests that wait for a first attempt or a retry
+    pending: dict[str, int] = {}  # requests that wait for their first or next attempt
     silent: tuple[str, ...] = ()
     connected: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     arrived: dict[str, int] = {}
     attained: dict[str, int] = {}  # requests answered within the objective
-    missed: dict[str, int] = {}  # answered late, or not at all for lack of replicas
+    missed: dict[str, int] = {}  # requests late, or unanswered for lack of replicas
     refused: dict[str, int] = {}  # requests rejected because the queue was full
-    completions: dict[str, int] = {}  # that ended; the next two count their tokens
+    completions: dict[str, int] = {}  # that ended; the next two fields: their tokens
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
-    # If asked for: some live streams, and the chains with most streams.
+    # If requested: some live streams, and the chains with the most streams.
     streams: tuple[StreamShown, ...] = ()
     chains: tuple[tuple[tuple[str, ...], int], ...] = ()
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """Reports of all processes that replied, by name; their counts if requested."""
+    """Reports of all processes that replied, by name; with counts if requested."""
 
     workers: dict[str, WorkerReport] = {}
     gateways: dict[str, GatewayReport] = {}
@@ -189,7 +189,7 @@ class PoisonFound(Message, frozen=True, tag="poison_found"):
     model: str
     version: str
     digest: str
-    age_s: float = 0.0  # seconds since it was found; for gateways that start later
+    age_s: float = 0.0  # seconds since the request was found to be poison
 
 
 # Controller → process.
@@ -225,8 +225,8 @@ class StageLoaded(Message, frozen=True, tag="stage_loaded"):
 
     fingerprint: str = ""
     weights: str = ""
-    identity: str = ""  # name of the version's identity; empty: not known
-    changed: str = ""  # file of the version that has changed; its copy was loaded
+    identity: str = ""  # name of the version's identity; empty: unknown
+    changed: str = ""  # a changed file of the version; its unchanged copy was loaded
     noise: str = ""  # random source of an external engine; see ``WholeEngine.noise``
 
 
@@ -260,13 +260,13 @@ class UsageReport(Message, frozen=True, tag="usage_report"):
 
 
 class ModelNeeded(Message, frozen=True, tag="model_needed"):
-    """Gateway → controller: a request needs a model in which a stage has no replica."""
+    """Gateway → controller: a request needs a model with a stage without replicas."""
 
     model: str
 
 
 class MemoryExceeded(Message, frozen=True, tag="memory_exceeded"):
-    """Replica → controller: memory use exceeds the booked amount; both in bytes."""
+    """Replica → controller: the replica uses more memory (in bytes) than it booked."""
 
     used: int
     limit: int

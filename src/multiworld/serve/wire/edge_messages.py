@@ -19,7 +19,7 @@ EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage  # on 
 
 
 def contents_of(message: EdgeMessage) -> int:
-    """Return the number of tensor dicts that a frame has for a message."""
+    """Return the number of tensor dicts that accompany a message in its frame."""
     match message:
         case Work(items) | Answers(items):
             return len(items)

@@ -1,5 +1,5 @@
 """The edges of a process, which follow the routing table. For each edge in the table, a
-task stays in the edge's world and hands each incarnation to the owner."""
+task stays in the edge's world and passes each of its incarnations to the owner."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ BUG = "edge %s: closed after an unexpected error"
 
 RETRY_S = 1.0  # seconds until an edge is reopened after an unexpected error
 SEND_S = 1.0  # seconds to send queued messages when an edge closes
-FRAME_BYTES = 4 * 1024 * 1024  # of tensors; from there on, a frame is full
+FRAME_BYTES = 4 * 1024 * 1024  # bytes of tensors from which on a frame is full
 FRAME_MESSAGES = 512  # maximum number of messages in a frame
 # Maximum number of queued messages. Flow control (windows, credits) keeps the queue
-# shorter, so only a bug reaches this.
+# shorter; only a bug can fill it.
 OUTBOX_LIMIT = 4096
 
 
 class OutboxFullError(errors.MultiWorldError):
-    """Too many messages are queued on an edge, which closes rather than drop one."""
+    """An edge has too many queued messages; it closes instead of dropping messages."""
 
 
 class Outbox:
@@ -86,7 +86,7 @@ class Outbox:
         return not self._pending and self._rest is None
 
     def flush(self) -> None:
-        """Send what the connection accepts now: usually all, without a task switch."""
+        """Send what the connection accepts now; usually everything, without waiting."""
         while self._pending and self._rest is None:
             try:
                 self._rest = begin(self._send(self._next()))
@@ -133,7 +133,7 @@ class Outbox:
             await self._has_rest.wait()
             self._has_rest.clear()
             if self._rest is not None:
-                # Cancelling withdraws this frame; later ones stay unsent.
+                # Cancelling this task withdraws the frame and leaves later ones unsent.
                 self._resting = asyncio.ensure_future(self._rest)
                 try:
                     await self._resting
@@ -172,7 +172,7 @@ class EdgeOwner(Protocol):
         """Handle the messages of a frame that arrived on this incarnation."""
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation; ``is_polite``: the peer left, and was not lost."""
+        """Stop using an incarnation; ``is_polite``: the peer left, it was not lost."""
 
 
 class Edges:
@@ -249,14 +249,14 @@ class Edges:
             try:
                 await _drain(tasks, is_polite=has_left)
             finally:  # a table without the peer may cancel the drain at any moment
-                # A peer that the table dropped before it left counts as lost: the work
-                # that it was computing may have killed it.
+                # A peer that the table dropped before the peer left counts as lost,
+                # because the work that it was computing may have killed it.
                 has_left = bool(world.left) and not world.is_broken
                 self._owner.edge_down(outbox, is_polite=has_left)
 
 
 def listen(outbox: Outbox, owner: EdgeOwner) -> None:
-    """Hand the frames that arrive to the owner; an unexpected error closes the edge."""
+    """Pass arriving frames to the owner; an unexpected error closes the edge."""
     world, loop = outbox.world, asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 

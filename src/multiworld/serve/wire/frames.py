@@ -1,9 +1,9 @@
 """Frames: messages that a process sends to another in one event loop iteration.
 
-A frame has any number of messages, with the tensors that they carry. Layout:
-``_LEAD``, which has the protocol version and the length of the header; the header in
-MessagePack, which has the messages and the name, dtype and shape of each tensor; and
-the tensors, each at an offset that ``aligned`` returns.
+A frame has any number of messages, with the tensors that they carry. It consists of:
+``_LEAD``, with the protocol version and the length of the header; the header, which is
+MessagePack of the messages and of the name, dtype and shape of each tensor; and the
+tensors, each at an offset that ``aligned`` returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAD = struct.Struct("<HxxI")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Described = tuple[str, int, tuple[_Size, ...]]
 
-Entry = tuple[EdgeMessage, Sequence[Tensors]]  # a message, and its items' tensors
+Entry = tuple[EdgeMessage, Sequence[Tensors]]  # a message, and the tensors of its items
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -74,9 +74,9 @@ def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]
             f"{' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
         )
     offset = _LEAD.size + length
-    at: Callable[..., Tensor] = tensor_at  # they share the memory of the frame
+    at: Callable[..., Tensor] = tensor_at  # tensors share the memory of the frame
     if isinstance(packed, memoryview):
-        at = tensor_from  # copied
+        at = tensor_from  # tensors are copies
     try:
         header = _decoder.decode(memory[_LEAD.size : offset])
         contents = []

@@ -23,7 +23,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0  # relative to the probability of the most likely token
-    seed: int = 0  # determines random numbers, with ``choice`` and the token's index
+    seed: int = 0  # with ``choice`` and the token's index, determines random numbers
     choice: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -33,10 +33,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_tokens: int = 0
     max_tokens: int = 16
     ignore_eos: bool = False  # do not stop at the model's end-of-text tokens
-    # Number of most likely tokens to report with each; None: no probabilities.
+    # Number of most likely tokens to report with each token; None: no logprobs.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    grammar: str = ""  # of the output, in llguidance's form; empty: any output
+    prompt_logprobs: int | None = None  # like ``logprobs``, for tokens of the prompt
+    grammar: str = ""  # grammar of the output, for llguidance; empty: any output
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -44,15 +44,15 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 
     key: Key
     tokens: tuple[TokenId, ...]  # the prompt, and the output tokens delivered so far
-    prompt: Count  # number of its tokens
+    prompt: Count  # number of prompt tokens
     chain: tuple[str, ...]  # replicas by stage
     sampling: Sampling
     share: Share = DEFAULT_SHARE
-    previous: int = -1  # attempt to continue, whose KV blocks are used; -1: none
-    is_probe: bool = False  # skips the queue
-    # After repeated losses: computed alone until it has produced a few tokens.
+    previous: int = -1  # earlier attempt whose KV blocks are used; -1: none
+    is_probe: bool = False  # a probe skips the queue
+    # A suspect is computed alone until it has produced a few tokens.
     is_suspect: bool = False
-    prepared: int = -1  # attempt that was prepared, whose KV blocks are used; -1: none
+    prepared: int = -1  # prepared attempt whose KV blocks are used; -1: none
     is_watched: bool = False  # send ``ComputeBegun`` to the gateway
     adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
     # Suspects of one gateway with the same number may be computed together; 0: alone.
@@ -67,7 +67,7 @@ class BeginSequences(Message, frozen=True, tag="begin_sequences"):
 
 
 class PauseSequences(Message, frozen=True, tag="pause_sequences"):
-    """Gateway → stage 0: pause sequences; a stage of their chain has no replica."""
+    """Gateway → stage 0: pause sequences because a stage of their chain is lost."""
 
     keys: tuple[Key, ...]
 
@@ -88,13 +88,13 @@ class FetchActivations(Message, frozen=True, tag="fetch_activations"):
 
 
 class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
-    """Prepared replica → gateway: it has caught up with the sequence."""
+    """Prepared replica → gateway: the replica has caught up with the sequence."""
 
     key: Key
 
 
 class KvHeld(Message, frozen=True, tag="kv_held"):
-    """Stage k → stage k-1, from the last stage on: number of tokens with KV entries."""
+    """Stage k → stage k-1, beginning at the last stage: tokens with KV entries."""
 
     key: Key
     count: Count  # the receiver replays the rest; stage 0 then starts the sequence
@@ -118,7 +118,7 @@ class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
 
 
 class EndSequences(Message, frozen=True, tag="end_sequences"):
-    """Gateway → all replicas of a chain: sequences whose clients no longer wait."""
+    """Gateway → all replicas of a chain: end sequences that clients no longer need."""
 
     keys: tuple[Key, ...]
 
@@ -135,12 +135,12 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
 class Step(Message, frozen=True, tag="step"):
     """Replica → next stage: one step of the in-flight batch."""
 
-    origin: str  # replica of stage 0 that scheduled and numbered it
+    origin: str  # replica of stage 0 that scheduled and numbered the step
     number: int
-    # Their tokens are in ``hidden`` [tokens, hidden] of the frame, in this order.
+    # ``hidden`` [tokens, hidden] of the frame has the parts' tokens, in this order.
     parts: tuple[StepPart, ...]
-    # Sequences that begin with this step. Their gateway announces them to every stage,
-    # too, but its message may arrive later.
+    # Sequences that begin with this step. The gateway also announces them to every
+    # stage, but its message may arrive later.
     starts: tuple[SequenceStart, ...] = ()
 
 
@@ -151,24 +151,24 @@ class PreemptSequences(Message, frozen=True, tag="preempt_sequences"):
 
 
 class KvEvicted(Message, frozen=True, tag="kv_evicted"):
-    """Stage k → stage k-1 → … → stage 0: ``replica`` has no memory for a sequence."""
+    """Stage k → stage k-1 → … → stage 0: ``replica`` lacks memory for a sequence."""
 
     key: Key
     replica: str
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
-    """A generated token; ``index`` counts those of the completion, from 0."""
+    """A generated token; ``index`` is its position in the completion, from 0."""
 
     key: Key
     index: Count
     token: TokenId
     finish: Literal["", "stop", "length"] = ""
     logprob: float | None = None  # None: not requested
-    # The most likely tokens with their logprobs.
+    # The most likely tokens, each with its logprob.
     top: tuple[tuple[int, float], ...] = ()
-    # With the first token, if requested: for each token of the prompt but the first,
-    # its logprob and ``top``.
+    # Sent with the first output token, if requested: the logprob and ``top`` of each
+    # prompt token except the first.
     prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
 
@@ -188,25 +188,25 @@ class StepDone(Message, frozen=True, tag="step_done"):
 class RunsAlone(Message, frozen=True, tag="runs_alone"):
     """Replica → gateway: a suspect's step starts, with no other step in flight."""
 
-    key: Key  # the cause, if a replica of its chain is lost from now on
-    is_over: bool = False  # True: a step with other sequences starts
+    key: Key  # if a replica of its chain is lost from now on, this sequence is to blame
+    is_over: bool = False  # isolation ends: a step with other sequences starts
 
 
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
     """Replica → gateway: the computation of these watched sequences starts."""
 
-    keys: tuple[Key, ...]  # they did not cause earlier losses of replicas
+    keys: tuple[Key, ...]  # these sequences did not cause earlier losses of replicas
 
 
 class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
-    """Replica → gateway: a sequence cannot continue; ``error`` None: replay it."""
+    """Replica → gateway: a sequence cannot continue here; no ``error``: replay it."""
 
     key: Key
     error: RemoteError | None = None
-    lacks: str = ""  # neighbour in the chain without a connection; empty: none
+    lacks: str = ""  # neighbour in the chain that is not connected; empty: none
 
 
-# Message on an edge of a model that generates text.
+# Messages on edges of models that generate text.
 GenerationMessage = (
     BeginSequences
     | PrepareSequence

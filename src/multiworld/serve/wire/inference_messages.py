@@ -14,9 +14,9 @@ Attempt = tuple[int, int]  # number of a request at its gateway, and of the atte
 
 
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
-    """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect.
+    """Replica → gateway: these attempts start; ``is_isolated``: one suspect, alone.
 
-    Without attempts: nothing that the gateway gave up is being computed any more.
+    Without attempts: no attempt that the gateway gave up is being computed any more.
     """
 
     attempts: tuple[Attempt, ...]
@@ -24,7 +24,7 @@ class BatchBegun(Message, frozen=True, tag="batch_begun"):
 
 
 class WorkDropped(Message, frozen=True, tag="work_dropped"):
-    """Replica → gateway: attempts that a lost replica of ``stage`` had."""
+    """Replica → gateway: attempts that were lost with a replica of ``stage``."""
 
     attempts: tuple[Attempt, ...]
     stage: int
@@ -56,13 +56,13 @@ Note = BatchBegun | WorkDropped | WorkReturned | WorkStuck | WorkFailed
 
 
 class CreditReleased(Message, frozen=True, tag="credit_released"):
-    """Replica → previous stage: attempts that have started; their credit is free."""
+    """Replica → previous stage: attempts that started, and so release their credit."""
 
     keys: tuple[Key, ...]
 
 
 class CreditRefused(Message, frozen=True, tag="credit_refused"):
-    """Replica → previous stage: refused attempts; their gateway is not connected."""
+    """Replica → previous stage: attempts refused because the gateway is unconnected."""
 
     keys: tuple[Key, ...]
 
@@ -107,7 +107,7 @@ class Work(Message, frozen=True, tag="work"):
 
 
 class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one answer; today every answer is a single part."""
+    """The header of one answer; currently every answer is a single part."""
 
     attempt: Attempt
     is_last: bool = True

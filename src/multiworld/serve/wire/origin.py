@@ -10,11 +10,11 @@ import msgspec
 TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 """The header of W3C's Trace Context: version, trace id, parent id and flags."""
 
-SAMPLED = 1  # the only flag that version 00 defines for us
+SAMPLED = 1  # the only flag of version 00 of Trace Context
 
 
 class Parent(msgspec.Struct, frozen=True, array_like=True):
-    """A span that others belong to; ids as hexadecimal digits."""
+    """A span that has child spans; its ids are hexadecimal digits."""
 
     trace: str
     span: str
@@ -27,7 +27,7 @@ class Parent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parent_of(header: str) -> Parent | None:
-    """Return the parent that a header ``traceparent`` names; None if it is invalid."""
+    """Return the span that a ``traceparent`` header names; None if it is invalid."""
     found = TRACEPARENT.match(header.strip())
     if found is None:
         return None
@@ -45,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Request that a message is about.
 
     Attributes:
-        request: Its id, for logs; empty: none.
+        request: Id of the request, for logs; empty: none.
         parent: Span of the request at its gateway; None: nothing is traced.
     """
 
@@ -58,7 +58,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers with which a server of another engine joins the trace."""
+        """Headers with which an external engine's server joins the trace."""
         return {} if self.parent is None else {"traceparent": self.parent.header}
 
     def recovered(self) -> Origin:
@@ -72,4 +72,4 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 NOWHERE = Origin()
 
 ORIGIN: ContextVar[Origin] = ContextVar("origin", default=NOWHERE)
-"""Origin of the work that the current task does."""
+"""The request that the current task works for."""

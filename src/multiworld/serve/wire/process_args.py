@@ -19,7 +19,7 @@ class ProcessArgs(BaseModel):
     role: str  # "gateway" or "worker"
     store: str
     silence_s: float  # seconds of silence after which a peer is declared lost
-    # Seconds without controller and gateway after which a worker exits; for gateways,
+    # Seconds after which a worker without controller and gateways exits; for gateways,
     # see ``ORPHAN_FACTOR`` of ``gateway.process``.
     orphan_s: float
     model: str = ""
@@ -29,8 +29,8 @@ class ProcessArgs(BaseModel):
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
-    spare_gateways: int = 0  # that the keeper gives no connections
-    keeper: str = ""  # socket of the stream keeper; empty: a gateway accepts itself
+    spare_gateways: int = 0  # gateways to which the keeper gives no connections
+    keeper: str = ""  # socket of the stream keeper; empty: gateways accept connections
     alive: str = ""  # file whose lock all processes of the service hold; empty: none
 
     @property

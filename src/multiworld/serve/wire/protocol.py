@@ -3,8 +3,8 @@
 Each message is a declared type, ``[name, field, …]`` on the wire. New fields are
 appended with a default, and the previous release ignores them. A release rejects
 messages that it does not know (``MessageError``). Messages from and to the controller
-are text: the protocol version, then JSON. Those between gateways and replicas travel in
-``frames``.
+are text: the protocol version, then JSON. Messages between gateways and replicas travel
+in ``frames``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ M = TypeVar("M")
 
 
 class MessageError(InternalError):
-    """The message has another protocol version, or this release does not know it."""
+    """A message has another protocol version, or is unknown to this release."""
 
 
-MAX_TEXT = 4000  # characters of an error
+MAX_TEXT = 4000  # maximum characters of an error text
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,8 +50,8 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
-        """Return an error as a message; truncate its text, which a model may write."""
-        # A model may raise a subclass of its own.
+        """Return an error as a message; truncate its text, which may be a model's."""
+        # The error may be of a subclass that the model defines.
         names = (each.__name__ for each in type(error).__mro__)
         kind = next(name for name in names if hasattr(errors, name))
         given = (getattr(error, name, "") for name in ("stage", "param", "code"))
@@ -60,7 +60,7 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         return RemoteError(kind, _sendable(wording_of(error)), *facts)
 
     def error(self) -> ServeError:
-        """Return the error to raise; a plain ``ServeError`` if it is unknown."""
+        """Return the error to raise: a plain ``ServeError`` if its kind is unknown."""
         kind = getattr(errors, self.kind, ServeError)
         if not (isinstance(kind, type) and issubclass(kind, ServeError)):
             kind = ServeError
@@ -86,7 +86,7 @@ def _sendable(text: str) -> str:
 
 
 FRAMES = 1  # tag of the frames of an edge
-NOTHING = 2  # tag that nobody sends with, so a receive ends only with the edge
+NOTHING = 2  # tag that is never sent, so a receive with it ends only with the edge
 
 
 class Codec(Generic[M]):

@@ -1,5 +1,6 @@
-"""The routing table of a service: routes, replicas and edges. The controller makes and
-numbers it, and sends it to every process. Pure."""
+"""The routing table of a service: routes, replicas and edges. Pure.
+
+The controller makes and numbers each table, and sends it to every process."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 class ReplicaState(enum.StrEnum):
-    STARTING = "starting"  # loads and connects; gets probes only
+    STARTING = "starting"  # loads and connects; gets only probes
     READY = "ready"  # a probe has passed through it; gets work
     DRAINING = "draining"  # gets no new work, finishes what it has
 
@@ -25,12 +26,12 @@ class Replica:
     state: ReplicaState
     fingerprint: str = ""
     weights: str = ""
-    # Stages of its version, if it generates text; the last one also sends to stage 0. A
-    # replica keeps the number because a removed model has no route, but still open
-    # streams.
+    # Number of stages of a version that generates text; 0 for others. Its last stage
+    # also sends to stage 0. The number is kept here because a removed model has no
+    # route, but may still have open streams.
     stages: int = 0
-    # Random source of an external engine, to which a stream with output tokens is
-    # bound; see ``WholeEngine.noise``.
+    # Random source of an external engine. A stream that has output tokens can continue
+    # only with the same source; see ``WholeEngine.noise``.
     noise: str = ""
 
 
@@ -44,7 +45,7 @@ class Route:
     max_ongoing_requests: int = 32  # from one gateway, at a replica of stage 0
     deadline_s: float = 30.0  # for requests that set none
     objective_s: float | None = None  # for SLO attainment
-    # Stages that may scale to zero; requests then wait for a replica.
+    # Stages that may scale to zero; requests then wait until a replica starts.
     on_demand: tuple[int, ...] = ()
     generates: bool = False  # generates text
     ttft_s: float | None = None
@@ -52,7 +53,7 @@ class Route:
     has_deadline: bool = (
         True  # ``deadline_s`` applies; otherwise only waits have limits
     )
-    is_refused: bool = False  # no replica starts: files of the version have changed
+    is_refused: bool = False  # no replica can start: files of the version have changed
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs __dict__
@@ -83,9 +84,9 @@ class Edge:
     world: str
     peer: str  # process at the other end
     rank: int  # of this process
-    # The peer sends work to this process. A gateway is upstream of every replica: it
-    # sends work to stage 0 and cancellations to all stages, and receives notes and
-    # answers.
+    # Whether the peer sends work to this process. A gateway is upstream of every
+    # replica: the gateway sends work to stage 0 and cancellations to all stages, and
+    # receives notes and answers.
     is_upstream: bool
 
 

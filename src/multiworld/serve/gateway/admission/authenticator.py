@@ -1,6 +1,7 @@
 """Authenticator of a gateway: API keys, limits, quarantine and usage.
 
-It reads clocks and computes digests; its parts are pure, except ``shared_limits``.
+This module reads clocks and computes digests; the modules that it combines are pure,
+except ``shared_limits``.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SUSPENDED = "tenant of this API key is suspended"
 
 @dataclass(slots=True, eq=False)
 class AdmittedRequest:
-    """A request that was admitted and is not answered yet."""
+    """A request that has been admitted, but not answered."""
 
     tenant: Tenant
     started_at: float  # monotonic time of its admission
-    bytes_in: int = 0  # of its body so far, as sent
+    bytes_in: int = 0  # received bytes of its body, not decompressed
     bytes_out: int = 0
     rows: int = 0
     is_refused: bool = False
@@ -54,7 +55,7 @@ class AdmittedRequest:
     origin: Origin = NOWHERE
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    model: str = ""  # that it names; empty until known
+    model: str = ""  # model that the request names; empty until known
 
 
 class Authenticator:
@@ -68,13 +69,13 @@ class Authenticator:
         self.limiter = RateLimiter()
         self.quarantine = Quarantine()
         self.budgets = TokenBudgets()
-        self.meter = UsageMeter()  # usage that the controller has not stored yet
+        self.meter = UsageMeter()  # usage that the controller has not yet stored
         self.refused: Counter[tuple[str, str]] = Counter()
         self.gateways = 1  # number of gateways that share the limits
         self._forget_at = 0.0
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """Return a request's tenant; raise UnauthorizedError without a valid key."""
+        """Return a request's tenant; raise UnauthorizedError if its key is invalid."""
         key = _key_in(headers)
         if not key:
             if self.needs_key:
@@ -89,7 +90,7 @@ class Authenticator:
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.directory.tenants:
-            return ANONYMOUS  # OpenAI's clients always send a key
+            return ANONYMOUS  # ignore the key: OpenAI's clients always send one
         self._count_refusal("", "wrong key")
         raise errors.UnauthorizedError(BAD_KEY)
 
@@ -98,7 +99,7 @@ class Authenticator:
     ) -> AdmittedRequest:
         """Admit a request within its tenant's limits; ``finish`` must follow.
 
-        One that another gateway has admitted is not refused.
+        ``is_resumed``: another gateway has admitted the request, so it is not refused.
         """
         tenant, now = self.identify(headers), self.clock()
         if now >= self._forget_at:
@@ -135,7 +136,7 @@ class Authenticator:
     ) -> None:
         """Count received bytes of a body, whatever the request's outcome."""
         admitted.bytes_in += size
-        if not is_resumed:  # another gateway has charged them
+        if not is_resumed:  # otherwise, another gateway has charged these bytes
             self.limiter.spend(admitted.tenant, size)
 
     def count_sent(self, admitted: AdmittedRequest, size: int) -> None:
@@ -153,8 +154,8 @@ class Authenticator:
         self._spend_tokens(admitted, 1).generated_tokens += 1
 
     def _spend_tokens(self, admitted: AdmittedRequest, count: int) -> UsageTotals:
-        # Tokens are reported before the stream ends: other gateways share the budget,
-        # and this gateway may be lost.
+        # Report tokens before the stream ends, because other gateways share the budget,
+        # and because this gateway may be lost.
         tenant = admitted.tenant
         self.limiter.spend_tokens(tenant, count)
         self.budgets.count(tenant.name, count)
@@ -165,7 +166,7 @@ class Authenticator:
         self.budgets.stored(self.meter.confirmed(number))
 
     def charge(self, admitted: AdmittedRequest, size: int) -> None:
-        """Charge the tenant's byte rate for bytes that decompression has added."""
+        """Charge the tenant's byte rate for the bytes that decompression added."""
         self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
@@ -182,7 +183,7 @@ class Authenticator:
         self.meter.at(tenant, "", time.time()).refused += 1
 
     def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
-        """Count a refused request once, however many inputs it has."""
+        """Count a refused request only once, even if it has several inputs."""
         if not admitted.is_refused:
             admitted.is_refused = True
             self._count_refusal(admitted.tenant.name, why)
@@ -220,7 +221,7 @@ class Authenticator:
     def add_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> bool:
-        """Record a poison request; return whether its tenant is quarantined for it."""
+        """Record a poison request; return whether this quarantines its tenant."""
         at = self.clock() - age_s
         return self.quarantine.add(tenant, model_version, digest, at) > age_s
 

@@ -1,8 +1,8 @@
 """Token budgets of tenants, per day and month, in UTC. Pure.
 
-A gateway adds its own latest usage to the controller's sums over all gateways. All
-gateways together can exceed a budget by about a second's usage, and by completions in
-flight, which are never cut short.
+Each gateway adds its own latest usage to the controller's sums over all gateways. All
+gateways together can exceed a budget by the usage of about a second, and by the rest of
+the completions in flight, which are never cut short.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DAY_S = 86400
 
 LIMITS = ("tokens_per_day", "tokens_per_month")
 
-KEPT = 3  # days (and months) to keep per tenant, as a clock may jump and jump back
+KEPT = 3  # days (and months) to keep per tenant, in case a clock jumps and jumps back
 
 
 def day_of(wall_s: float) -> int:
@@ -110,11 +110,11 @@ class TokenBudgets(_Usage):
             self.set(each)
 
     def count(self, tenant: str, tokens: int) -> None:
-        """Count tokens that are not in the controller's sums yet."""
+        """Count tokens that the controller's sums do not yet include."""
         self._since[tenant] += tokens
 
     def stored(self, rows: Iterable[UsageRow]) -> None:
-        """Stop counting tokens that the controller has stored."""
+        """Stop counting tokens that the controller's sums now include."""
         for row in rows:
             self._since[row.tenant] -= row.prompt_tokens + row.generated_tokens
             if self._since[row.tenant] <= 0:

@@ -1,4 +1,4 @@
-"""Storage of the last usage of a gateway that exits without a controller."""
+"""Storage of the last usage of a gateway that exits while there is no controller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiworld.serve.tenants.registry import open_registry
 
 
 async def store_rest(usage: UsageMeter, meter: str, folder: Path, now: float) -> None:
-    """Store all unconfirmed usage; batches that are stored already are skipped.
+    """Store all unconfirmed usage; skip batches that are already stored.
 
     Raises:
         ServeError: The registry cannot be used.

@@ -1,10 +1,10 @@
 """Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
-A poison request kills the replicas that compute it; a gateway identifies one after it
-has killed two in isolation. For ``POISON_S`` after that, the same request of the same
-tenant is refused. A tenant that sends ``POISON_LIMIT`` of them to a model within
-``WINDOW_S`` is quarantined: all its requests to that model are refused, for longer each
-time. Other tenants are not affected.
+A poison request kills the replicas that compute it; a gateway identifies it once it has
+killed two replicas in isolation. For ``POISON_S`` after that, the same request of the
+same tenant is refused. A tenant that sends ``POISON_LIMIT`` poison requests to a model
+within ``WINDOW_S`` is quarantined: all its requests to that model are refused, for a
+longer time with each quarantine. Other tenants are not affected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MAX_POISON = 1024  # poison requests remembered per tenant and model
 # Poison requests that quarantine a tenant, and seconds within which they must occur.
 POISON_LIMIT, WINDOW_S = 3, 300.0
 
-# Seconds of a tenant's first quarantine, and of the longest. Each one is twice as long
-# as the previous one.
+# Seconds of a tenant's first quarantine, and of its longest one. Each quarantine is
+# twice as long as the previous one.
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
 
 TenantModel = tuple[str, Hashable]
@@ -27,7 +27,7 @@ TenantModel = tuple[str, Hashable]
 
 @dataclass(slots=True)
 class _Record:
-    # Time of the latest loss, by digest of the request.
+    # Time at which each poison request was last found, by digest of the request.
     poison: OrderedDict[str, float] = field(default_factory=OrderedDict)
     # Times of poison requests that count towards a quarantine.
     found_at: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Quarantine:
         self._records: dict[TenantModel, _Record] = {}
 
     def has_records(self, tenant: str, model: Hashable) -> bool:
-        """Return whether a tenant sent poison requests; if not, no digest is needed."""
+        """Return whether a tenant sent poison requests, so that digests are needed."""
         return (tenant, model) in self._records
 
     def add(self, tenant: str, model: Hashable, digest: str, now: float) -> float:
@@ -53,8 +53,8 @@ class Quarantine:
         while len(record.poison) > MAX_POISON:
             record.poison.popitem(last=False)
         record.found_at = [at for at in record.found_at if now - at < WINDOW_S] + [now]
-        # Clients without a key share the tenant "", which is never quarantined.
-        # After a first quarantine a single poison request causes the next one.
+        # Clients without a key share the tenant "", which is never quarantined. After a
+        # tenant's first quarantine, a single poison request causes the next one.
         if tenant and (len(record.found_at) >= POISON_LIMIT or record.quarantines):
             length = min(
                 LONGEST_QUARANTINE_S, FIRST_QUARANTINE_S * 2.0**record.quarantines

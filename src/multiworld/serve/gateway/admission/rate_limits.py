@@ -1,7 +1,7 @@
 """Rate limits of tenants: requests, tokens and bytes over time. Pure.
 
 Gateways of a host that share a file (``shared_limits``) count requests together. Limits
-of tokens and bytes, which are averages with debt, are divided between the gateways.
+of tokens and bytes are averages that allow debt; each gateway enforces an equal part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BURST_S = 2.0  # seconds of ``bytes_per_s`` that may be used at once after a pau
 
 @dataclass(frozen=True, slots=True)
 class RateLimited:
-    """Refusal by the rate limit named ``limit``, with the client's error text."""
+    """Refusal by the limit that ``limit`` names, with the error text for the client."""
 
     limit: str
     text: str
@@ -42,7 +42,7 @@ class RecentUse:
 
 
 class SharedUse(Protocol):
-    """The recent use of all gateways by one tenant; see ``shared_limits``."""
+    """Recent usage of a tenant at all gateways of a host; see ``shared_limits``."""
 
     def seconds(self, now: float) -> Sequence[Sequence[int]]: ...
 
@@ -82,7 +82,7 @@ class RateLimiter:
             return self._admit(tenant, used, gateways, now, shared)
 
     def readmit(self, tenant: Tenant, now: float) -> None:
-        """Admit a request that another gateway has; ``release`` must follow."""
+        """Admit a request that another gateway admitted; ``release`` must follow."""
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
         used.in_flight += 1
         if self.shared is not None and tenant.max_parallel_requests is not None:
@@ -118,13 +118,13 @@ class RateLimiter:
         return refusal
 
     def spend(self, tenant: Tenant, size: int) -> None:
-        """Charge a tenant for bytes, into debt if necessary."""
+        """Charge a tenant for bytes, even if that causes debt."""
         used = self._used.get(tenant.name)
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
 
     def spend_tokens(self, tenant: Tenant, count: int) -> None:
-        """Charge a tenant for prompt or output tokens, into debt if necessary."""
+        """Charge a tenant for prompt or output tokens, even if that causes debt."""
         used = self._used.get(tenant.name)
         if used is not None and used.tokens_left is not None:
             used.tokens_left -= count
@@ -182,7 +182,7 @@ def _per_minute(
     now: float,
     shared: SharedUse | None,
 ) -> RateLimited | None:
-    """Refuse requests above ``rpm_limit``, in a window of 60 to 61 seconds."""
+    """Refuse requests above ``rpm_limit`` in a sliding window of 60 to 61 seconds."""
     limit = tenant.rpm_limit
     if limit is None:
         return None
@@ -206,7 +206,7 @@ def _per_minute(
 def _bytes(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse a tenant in debt; a large request is admitted and causes debt."""
+    """Refuse a tenant in debt; a large request may cause debt, but is admitted."""
     if tenant.bytes_per_s is None:
         used.bytes_left = None
         return None
@@ -229,7 +229,7 @@ def _bytes(
 def _tokens(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse a tenant in debt; a long completion is not cut short and causes debt."""
+    """Refuse a tenant in debt; a long completion may cause debt, but is not cut."""
     if tenant.tpm_limit is None:
         used.tokens_left = None
         return None

@@ -1,10 +1,10 @@
-"""Tenants' requests, counted by all gateways of a host in one file.
+"""Counts of tenants' requests in one file that all gateways of a host share.
 
 Each tenant with limits has a slot: requests by second, and requests in flight by
 gateway. A gateway locks the slot while it reads and counts. When a gateway dies, the
-kernel releases its locks, and its requests in flight no longer count. Counts are
-aligned words, so that a killed gateway leaves none half-written. If the file cannot be
-used, or a stopped gateway holds the lock, a gateway enforces its own part of the limit.
+kernel releases that gateway's locks, and its requests in flight no longer count. Counts
+are aligned words, so a killed gateway leaves no count half-written. If the file cannot
+be used, or a paused gateway holds the lock, a gateway enforces its own part of a limit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pathlib import Path
 
 logger = logging.getLogger("multiworld.serve")
 
-HEADER, SLOTS, SLOT = 4096, 1024, 1024  # bytes, number of slots, bytes of each
-NAME, RING, GATEWAYS = 16, 64, 64  # bytes of a name's hash, seconds, gateways
+HEADER, SLOTS, SLOT = 4096, 1024, 1024  # header bytes, number of slots, bytes of a slot
+# Bytes of the hash of a tenant's name; seconds and gateways that have counts in a slot.
+NAME, RING, GATEWAYS = 16, 64, 64
 WINDOW = 61  # seconds that count: a whole minute, and the current second
-TRIES = 500  # attempts to take a lock, of about a microsecond each
+TRIES = 500  # attempts to take a lock; each takes about a microsecond
 START_TRIES, TRY_S = 200, 0.01  # rounds of ``TRIES`` at start-up; seconds between them
 
 _SECONDS = struct.Struct(f"{RING}Q")  # second << 32 | requests in it
@@ -40,13 +41,13 @@ LOCKED_HEADER, LOCKED_SLOTS, LOCKED_LIVES = 0, 1 << 32, 1 << 33
 
 
 class SharedUse:
-    """The recent use of all gateways by one tenant; valid while its slot is locked."""
+    """Recent usage of a tenant at all gateways; valid while the slot is locked."""
 
     def __init__(self, limits: SharedLimits, place: int) -> None:
         self._limits, self._memory, self._place = limits, limits.memory, place
 
     def seconds(self, now: float) -> list[tuple[int, int]]:
-        """Return the window's seconds that have requests, each with their number."""
+        """Return each second of the window with requests, and their number."""
         first = math.floor(now) - WINDOW + 1
         words = _SECONDS.unpack_from(self._memory, self._place + AT_SECONDS)
         found = [(word >> 32, word & 0xFFFFFFFF) for word in words if word]
@@ -60,7 +61,7 @@ class SharedUse:
         _SECOND.pack_into(self._memory, at, second << 32 | (before + 1))
 
     def in_flight(self, limit: float) -> int:
-        """Return the requests in flight, ignoring dead gateways once at ``limit``."""
+        """Return the requests in flight; from ``limit`` on, exclude dead gateways."""
         columns = _COLUMNS.unpack_from(self._memory, self._place + AT_COLUMNS)
         if sum(columns) < limit:
             return sum(columns)
@@ -87,7 +88,7 @@ class SharedLimits:
                 self.memory[NAME:] = bytes(size - NAME)
                 self.memory[:NAME] = known
             self.number = self._live()
-            for slot in range(SLOTS):  # clear counts of a gateway that had this number
+            for slot in range(SLOTS):  # clear counts of the number's previous gateway
                 at = self._place(slot) + AT_COLUMNS + 4 * self.number
                 _COLUMN.pack_into(self.memory, at, 0)
             self._unlock(LOCKED_HEADER)
@@ -102,7 +103,7 @@ class SharedLimits:
 
     @contextlib.contextmanager
     def use(self, tenant: str, now: float) -> Iterator[SharedUse | None]:
-        """Lock the slot of a tenant; yield None if that is not possible at once."""
+        """Lock the slot of a tenant; yield None if the lock is not free soon."""
         slot = self._slot_of(tenant, now)
         if slot is None or not self._try_lock(LOCKED_SLOTS + slot):
             yield None
@@ -118,7 +119,7 @@ class SharedLimits:
             SharedUse(self, self._place(slot)).set_in_flight(count)
 
     def is_alive(self, number: int) -> bool:
-        """Return whether a gateway is alive: it holds a lock until it dies."""
+        """Return whether a gateway still holds its lock, and so is alive."""
         asked = _range(fcntl.F_WRLCK, LOCKED_LIVES + number)
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
         kind: int = struct.unpack_from("h", found)[0]
@@ -174,12 +175,12 @@ class SharedLimits:
         return False
 
     def _lock_soon(self, place: int) -> None:
-        """Wait for a lock, at start-up; raise OSError if another gateway keeps it."""
+        """Wait for a lock at start-up; raise OSError if another gateway holds it."""
         for _ in range(START_TRIES):
             if self._try_lock(place):
                 return
             time.sleep(TRY_S)
-        raise OSError("another gateway keeps it locked")
+        raise OSError("another gateway holds its lock")
 
     def _lock(self, place: int) -> None:
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(fcntl.F_WRLCK, place))
@@ -198,7 +199,7 @@ def _range(kind: int, place: int) -> bytes:
 
 
 def shared_limits(path: Path) -> SharedLimits | None:
-    """Open the file of a service's gateways; if that fails, warn and return None."""
+    """Open the file that gateways share; if that fails, log it and return None."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         return SharedLimits(path, boot)

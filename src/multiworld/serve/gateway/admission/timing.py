@@ -11,7 +11,7 @@ class Phases(NamedTuple):
 
     parse: float  # from the head of the request to parsed and checked inputs
     queue: float  # at the gateway and at replicas
-    hop: float  # between processes, and all time in no other phase
+    hop: float  # between processes, and any time outside the other phases
     compute: float  # in the stages' functions
     render: float  # from the output tensors to the response
 
@@ -28,8 +28,8 @@ class Phases(NamedTuple):
 class Timing:
     """Times of one request, which may have several parts (such as texts to embed)."""
 
-    asked_at: float | None = None  # first part submitted
-    answered_at: float = 0.0  # last part answered
+    asked_at: float | None = None  # time at which the first part was submitted
+    answered_at: float = 0.0  # time at which the last part was answered
     queued_s: float = 0.0  # sum over the parts
     computed_s: float = 0.0  # sum over the parts
     parts: int = 0

@@ -1,7 +1,7 @@
 """Usage metering: counts at a gateway, reported to the controller in batches. Pure.
 
-A batch is sent again until the controller confirms that it has stored it, so neither
-the loss of a controller nor a full disk loses usage.
+The gateway repeats a batch until the controller confirms that the batch is stored, so
+neither the loss of a controller nor a full disk loses usage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Batch:
 
 
 class UsageMeter:
-    """Usage at one gateway that the controller has not confirmed yet."""
+    """Usage at one gateway that the controller has not yet confirmed."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str, str], UsageTotals] = {}
@@ -36,7 +36,7 @@ class UsageMeter:
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
-        """Return the totals of a minute, for the caller to add to."""
+        """Return the totals of the current minute, to which the caller may add."""
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 

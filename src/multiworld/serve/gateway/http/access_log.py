@@ -1,4 +1,4 @@
-"""The access log: a line for each request that has been answered."""
+"""The access log: a line for each answered request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("multiworld.access")
 
 
 def log_access(request: AnyRequest, tenant: str, status: int, took_s: float) -> None:
-    # Log the path as it was sent: a decoded one could contain line breaks.
+    # Log the path as the client sent it: a decoded path could contain line breaks.
     method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
     text, number = "%s %s %s %s %d %.3f s", REQUEST.get()
     fields = {

@@ -1,4 +1,4 @@
-"""What another gateway needs to repeat an answer: random choices, and its tokens."""
+"""The record with which another gateway can continue an answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ KEY_BYTES = 16
 
 
 class Drawn(msgspec.Struct, array_like=True):
-    """Random key and other choices of a request, which another gateway must repeat."""
+    """Random and other choices for a request, which another gateway must repeat."""
 
     key: bytes  # seed of all random numbers of the request
     made_at: float  # wall clock
-    # Monotonic time, which all processes of a host share; None: not known yet.
+    # Monotonic time, which all processes of a host share; None: not yet known.
     deadline_at: float | None = None
     version: str = ""  # of the model
-    identity: str = ""  # name of the version's identity; empty: not known
-    noise: dict[int, str] = {}  # noise source of each choice's tokens, by its index
+    identity: str = ""  # name of the version's identity; empty: unknown
+    noise: dict[int, str] = {}  # noise source of tokens, by index of the choice
 
 
 _items = msgspec.msgpack.Decoder(tuple[int, TokenItem])
@@ -42,12 +42,12 @@ class AnswerRecord:
     Args:
         record: Record of the connection.
         say: Records an entry of the connection.
-        is_resumed: Whether another gateway has had the request.
-        on_log: Called once the answer has a log, which clients may read again.
+        is_resumed: Whether another gateway had the request before.
+        on_log: Called once the answer has an event log, which clients may read again.
         clock: Monotonic clock.
 
     Attributes:
-        has_begun: Whether another gateway has sent bytes of the answer.
+        has_begun: Whether another gateway has already sent bytes of the answer.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class AnswerRecord:
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
         self.is_detached = record.is_detached
-        # Id of the kept stream that the answer reads (empty: none), and its log in this
-        # gateway.
+        # Id of the kept stream that the answer reads (empty: none), and the log of that
+        # stream at this gateway.
         self.stream = "" if record.is_detached else record.stream.decode()
         self.log: EventLog | None = None
         self._on_log, self._on_log_end = on_log, _nothing
@@ -82,32 +82,32 @@ class AnswerRecord:
             self._say(Kind.ADMITTED)
 
     def keep(self) -> None:
-        """Record ``drawn`` after a change."""
+        """Record ``drawn`` after it has changed."""
         self._say(Kind.REQUEST, 0, _encode(self.drawn))
 
     def token(self, purpose: str, size: int = 12) -> str:
-        """Return a random hexadecimal number, the same at every gateway."""
+        """Return a random hexadecimal number that is the same at every gateway."""
         found = hashlib.blake2b(purpose.encode(), key=self.drawn.key, digest_size=size)
         return found.hexdigest()
 
     @property
     def seed(self) -> int:
-        """A random number of 63 bits, the same at every gateway."""
+        """A random number of 63 bits that is the same at every gateway."""
         return int(self.token("seed", 8), 16) >> 1
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the request began, if another gateway has had it; else 0."""
+        """Seconds since the request began, if another gateway had it before; else 0."""
         return self._clock() - self._began_at if self.is_resumed else 0.0
 
     def replayed(self) -> Iterator[tuple[int, TokenItem]]:
-        """Yield the choices and tokens that another gateway has shown, in order."""
+        """Yield the tokens that another gateway sent, in order, with their choices."""
         items, self._items = self._items, []
         for item in items:
             yield _items.decode(item)
 
     def add(self, choice: int, item: TokenItem) -> None:
-        """Record a token before it is shown."""
+        """Record a token before it is sent to the client."""
         self._say(Kind.ITEM, 0, _encode((choice, item)))
 
     def count_event(self) -> bool:
@@ -116,7 +116,7 @@ class AnswerRecord:
         return self._events > self._before
 
     def log_begun(self, log: EventLog) -> None:
-        """Record that the answer has a log, which outlives its client."""
+        """Record that the answer has an event log, which outlives the client."""
         self.log = log
         self._say(Kind.KEPT, 0, log.name.encode())
         self._on_log(self)
@@ -127,7 +127,7 @@ class AnswerRecord:
         self._on_log_end()
 
     def move(self, say: Callable[..., None], on_log_end: Callable[[], None]) -> None:
-        """Record the answer with ``say``, of another connection, from now on."""
+        """From now on, record the answer in another connection, through ``say``."""
         self._say, self._on_log_end = say, on_log_end
 
     @property
@@ -141,5 +141,5 @@ def _nothing() -> None:
 
 
 def unrecorded() -> AnswerRecord:
-    """Return an answer's record that is not stored anywhere."""
+    """Return the record of an answer that is not recorded anywhere."""
     return AnswerRecord(ConnectionRecord(0), lambda *said: None)

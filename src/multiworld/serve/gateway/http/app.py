@@ -31,7 +31,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class App:
     """The ASGI application; FastAPI (``rest``) serves only routes without a body.
 
-    FastAPI's layers would double the cost of a small request.
+    For other routes, FastAPI's layers would double the cost of a small request.
     """
 
     def __init__(
@@ -115,6 +115,6 @@ def _allowed(routes: Sequence[Route], path: str) -> str:
         for route in routes
         if any(pattern_of(each).fullmatch(path) for each in route.paths)
     }
-    if "GET" in methods or not methods:  # a path of no route is a page of FastAPI
+    if "GET" in methods or not methods:  # FastAPI's own pages have no route
         methods |= {"GET", "HEAD"}
     return ", ".join(sorted(methods))

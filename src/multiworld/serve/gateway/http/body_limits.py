@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, OverloadedError
 
-FIRST_S = 30.0  # seconds to send a body, plus its size divided by ``BYTES_PER_S``
+FIRST_S = 30.0  # seconds to send a body, in addition to its size / ``BYTES_PER_S``
 BYTES_PER_S = 100_000
 WHOLE_S = 300.0  # maximum seconds to send a body of any size
 RETRY_S = 1.0  # ``Retry-After`` in seconds when the memory is used up
@@ -31,8 +31,8 @@ class TooSlowError(InvalidRequestError):
 class BodyLimits:
     """Maximum bytes of a body, as sent and as decompressed."""
 
-    json_bytes: int  # of JSON: a whole body, or the part before binary tensors
-    body_bytes: int  # of a body with binary tensors
+    json_bytes: int  # for JSON: a whole body, or the part before binary tensors
+    body_bytes: int  # for a body with binary tensors
 
     def check(self, size: int, *, is_binary: bool) -> None:
         if size <= (self.body_bytes if is_binary else self.json_bytes):
@@ -57,8 +57,8 @@ def limit_s(size: int) -> float:
 class BodyBudget:
     """Limit on the total bytes of the bodies of all requests in flight.
 
-    A tenant may use half of it, so that it cannot lock out the others, but always
-    ``largest`` (the maximum size of one body).
+    A tenant may use half of the limit, so that it cannot lock out other tenants, but at
+    least ``largest`` (the maximum size of one body).
     """
 
     limit: int
@@ -73,8 +73,8 @@ class BodyBudget:
         is_shared = bool(tenant) or self.has_tenants
         if is_shared and self._of[tenant] + size > most:
             raise NoMemoryError(
-                f"bodies of this tenant's requests fill its {most / 2**20:g} MiB of "
-                f"this gateway's (gateway.max_bodies_mb); retry later",
+                f"bodies of this tenant's requests fill its share of this gateway's "
+                f"memory, {most / 2**20:g} MiB (gateway.max_bodies_mb); retry later",
                 retry_after_s=RETRY_S,
             )
         if self.used + size > self.limit:

@@ -56,8 +56,8 @@ class AdmittedCall(Call):
 
     Attributes:
         admitted: Counts of the request for its tenant's limits.
-        reservation: Memory reserved for its body.
-        record: Record from which another gateway can continue its answer.
+        reservation: Memory reserved for the body.
+        record: Record from which another gateway can continue the answer.
         held: Resources to release when the answer ends, whether or not it succeeds.
     """
 
@@ -85,8 +85,8 @@ class AdmittedCall(Call):
         """Read the body and return ``parse(body)``.
 
         Raises:
-            UnknownModelError: The body is invalid and names an unknown model. The
-                client needs to learn about the model first.
+            UnknownModelError: The body is invalid and also names an unknown model; the
+                client must correct the model first.
         """
         body = await self.read_body()
         try:

@@ -20,7 +20,8 @@ EXPOSED = (
 def with_origins(app: Any, origins: Sequence[str]) -> Any:
     """Return an ASGI application that pages of ``origins`` may use.
 
-    Preflight requests are answered before authentication: browsers send no key in them.
+    Preflight requests are answered before authentication, because browsers send them
+    without a key.
     """
     if not origins:
         return app

@@ -14,7 +14,8 @@ TICK_S = 1.0  # seconds between ticks, which renew the ``Date`` header of respon
 class EmbeddedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._is_ending = asyncio.Event()  # uvicorn would poll ten times a second
+        # Replaces uvicorn's flag, which uvicorn polls ten times a second.
+        self._is_ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

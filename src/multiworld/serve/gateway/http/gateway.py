@@ -70,21 +70,21 @@ class Gateway:
         self.streams = streams or Streams(dispatcher.name)
         self.specs: dict[tuple[str, str], ModelSpec] = {}
         self.authenticator = authenticator or Authenticator(needs_key=False)
-        # Called for each poison request found here, with the tenant, the model and
-        # version, and the request's digest.
+        # Called for each poison request that this gateway finds, with the tenant, the
+        # model and version, and the request's digest.
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         # Text frontends, by model and version.
         self.text_frontends: dict[tuple[str, str], Any] = {}
         self._bases: dict[str, str] = {}
-        self._dedicated = set[str]()  # dedicated models that have started once
+        self._dedicated = set[str]()  # dedicated models whose replicas have started
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        self.compiling = FairPool("multiworld compile")  # of grammars
-        self.encoding = FairPool("multiworld encode", ENCODERS)  # of prompts
+        self.compiling = FairPool("multiworld compile")  # compiles grammars
+        self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
-        # Seconds for which a stream is kept without a client: default and maximum.
+        # Seconds for which a stream without a client is kept: default and maximum.
         self.detach_s, self.max_detach_s = 0.0, 600.0
         self.event_logs = EventLogs(LOG_BYTES)
         self.tracer: Tracer | None = None
@@ -132,7 +132,7 @@ class Gateway:
         for kind, labels, value in (*self.fleet.others, *self.counted()):
             sums[kind, labels] += value  # type: ignore[assignment]
         gateways = {**self.fleet.gateways, self.dispatcher.name: self.report()}
-        # With many tenants the text is long: render it off the event loop.
+        # Render in a thread, because the text is long if there are many tenants.
         return await asyncio.to_thread(
             render, sums, gateways, self.fleet, self.dispatcher.table
         )
@@ -146,7 +146,7 @@ class Gateway:
         return self._bases.get(name, name)
 
     def adapter(self, name: str) -> str:
-        """Return ``name`` if it is an adapter's, otherwise an empty string."""
+        """Return ``name`` if it names an adapter, otherwise an empty string."""
         return name if name in self._bases else ""
 
     def names(self, tenant: Tenant) -> list[str]:
@@ -154,10 +154,10 @@ class Gateway:
         return sorted(name for name in served if self.may_use(tenant, name))
 
     def route(self, name: str, tenant: Tenant) -> str:
-        """Return the tenant's dedicated model if it has one, otherwise the shared one.
+        """Return the tenant's dedicated model, or the shared one if there is none.
 
-        An adapter is served by its base model. Until dedicated replicas have started
-        once, the shared model serves the tenant.
+        The base model serves an adapter. The shared model serves a tenant until the
+        tenant's dedicated replicas have started for the first time.
         """
         base = self.base(name)
         own = route_of(base, tenant.name, self.dispatcher.table.routes)
@@ -168,7 +168,7 @@ class Gateway:
         return own
 
     def check_known(self, name: str, tenant: Tenant) -> None:
-        """Raise UnknownModelError unless the tenant may use a model that is served."""
+        """Raise UnknownModelError unless the tenant may use the model ``name``."""
         if not self.may_use(tenant, name):
             if self.base(name) in self.dispatcher.table.routes:
                 self.authenticator.count_model_refusal(tenant)
@@ -182,11 +182,11 @@ class Gateway:
         begun: str = "",
         identity: str = "",
     ) -> tuple[str, Model]:
-        """Return the active version of a model, the only one served, and the model.
+        """Return a model's active version, the only one served, and the model itself.
 
-        A request that another gateway began with version ``begun`` keeps it as long as
-        it is loaded. Later it continues with the active version if that has the same
-        ``identity``.
+        A request that another gateway began with version ``begun`` keeps that version
+        while it is loaded. Later, the request continues with the active version if that
+        version has the same ``identity``.
         """
         routes = self.dispatcher.table.routes
         self.check_known(name, tenant)
@@ -209,12 +209,12 @@ class Gateway:
         return route.version, model
 
     def identity(self, name: str, version: str) -> str:
-        """Return the name of a version's identity; empty if it is not known."""
+        """Return the name of a version's identity; empty if unknown."""
         spec = self.specs.get((name, version))
         return "" if spec is None or spec.identity is None else spec.identity.name
 
     def max_tokens(self, name: str, tenant: Tenant) -> int | None:
-        """Return a sequence's maximum tokens; None if no text model is loaded."""
+        """Return a text model's maximum tokens per sequence; None if not loaded."""
         name = self.route(name, tenant)
         version = self.dispatcher.table.routes[name].version
         model = self.models.get(name, {}).get(version)
@@ -259,8 +259,8 @@ class Gateway:
     def _is_started(self, name: str) -> bool:
         """Return whether every stage has a replica that has started.
 
-        This depends on the routing table alone, because a new gateway has no
-        connections yet. Stages that may scale to zero do not count.
+        Only the routing table decides, because a new gateway is not yet connected to
+        replicas. Stages that may scale to zero do not count.
         """
         table = self.dispatcher.table
         route = table.routes[name]
@@ -287,7 +287,7 @@ class Gateway:
         deadline_s: float | None,
         session: str | None = None,
     ) -> Tensors:
-        """Run inference for one request; cancelling this cancels its attempts.
+        """Run inference for one request; cancelling also cancels all its attempts.
 
         Raises ``OutdatedError`` if another version became active before the request
         was sent, or if the tenant's dedicated replicas were removed.
@@ -307,7 +307,7 @@ class Gateway:
                 origin=admitted.origin,
             )
         except UnknownModelError:
-            # The tenant's dedicated replicas, or the model, were removed meanwhile.
+            # Meanwhile the model, or the tenant's dedicated replicas, were removed.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
             raise refusals.OutdatedError(f"{served!r} is no longer served") from None
@@ -331,22 +331,22 @@ class Gateway:
     def found_poison(
         self, tenant: Tenant, model_version: ModelVersion, digest: str
     ) -> None:
-        """Record a poison request found here, and report it."""
+        """Record a poison request that this gateway found, and report it."""
         self.record_poison(tenant.name, model_version, digest)
         self.on_poison(tenant.name, model_version, digest)
 
     def record_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> None:
-        """Record a poison request; reject its tenant's waiting ones if quarantined."""
+        """Record a poison request; reject waiting ones of a quarantined tenant."""
         if self.authenticator.add_poison(tenant, model_version, digest, age_s):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))
 
     def deadline_s(self, name: str, tenant: Tenant) -> float:
-        """Return a model's default deadline in seconds.
+        """Return a model's default deadline, in seconds.
 
-        Infinite if the spec sets none and the model generates text.
+        The deadline is infinite if the model generates text and the spec sets none.
         """
         route = self.dispatcher.table.routes[self.route(name, tenant)]
         return route.deadline_s if route.has_deadline else math.inf
@@ -367,13 +367,13 @@ class Gateway:
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
             self._loading[key] = loading
         text = await asyncio.shield(loading)
-        if version in self.models.get(name, {}):  # not removed meanwhile
+        if version in self.models.get(name, {}):  # otherwise, it was just removed
             self.text_frontends[key] = text
         return text
 
 
 def _loaded(load: Callable[[], Any]) -> Any:
-    """Load a text frontend, and everything that its first use would load."""
+    """Load a text frontend, including everything that its first use would load."""
     made = load()
     prepare = getattr(made, "prepare", None)
     if prepare is not None:

@@ -14,7 +14,7 @@ from multiworld.serve.spec.dedicated import is_dedicated
 
 
 def _readiness(gateway: Gateway) -> tuple[bool, dict[str, Any]]:
-    """Return whether all shared models are ready, and each one's missing stages."""
+    """Return whether all shared models are ready, and the missing stages of each."""
     routes = gateway.dispatcher.table.routes
     missing = {n: gateway.missing_stages(n) for n in routes if not is_dedicated(n)}
     is_ready = (

@@ -31,8 +31,9 @@ from multiworld.serve.gateway.http.recorded_transport import RecordedTransport
 from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.connection_record import ConnectionRecord
 
-# Names used of uvicorn 0.54's ``HttpToolsProtocol``, besides those of asyncio's
-# ``Protocol``: callbacks of its parser, which are extended here, methods, and state.
+# Names of uvicorn 0.54's ``HttpToolsProtocol`` that this module uses, besides the names
+# of asyncio's ``Protocol``: callbacks of the parser (which this module extends),
+# methods, and state.
 INTERNALS = {
     *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"),
     *("on_message_complete", "on_response_complete", "send_400_response"),
@@ -42,7 +43,7 @@ INTERNALS = {
     *("transport", "url"),
 }
 
-# Names used of uvicorn's ``RequestResponseCycle``.
+# Names of uvicorn's ``RequestResponseCycle`` that this module uses.
 CYCLE_INTERNALS = {
     *("body", "chunked_encoding", "disconnected", "expected_content_length"),
     *("message_event", "more_body", "response_complete", "send", "transport"),
@@ -50,29 +51,30 @@ CYCLE_INTERNALS = {
 }
 
 HEAD_BYTES = 64 * 1024  # maximum of a request line and its headers; nginx allows less
-HEADER_BYTES = 4  # of a header line besides its name and value: colon, space, CRLF
+HEADER_BYTES = 4  # bytes of a header line besides name and value: colon, space, CRLF
 
 TOO_LONG = (
     "431 Request Header Fields Too Large",
     f"headers are longer than {HEAD_BYTES} bytes; shorten them",
 )
 
-# Headers that a request may have only once: two could name two tenants.
+# Headers that a request may have only once, because two could name two tenants.
 CREDENTIALS = (b"authorization", b"x-api-key")
 
-# Reply to a client that waits before sending its body; ``HeadBuffer`` lets it through.
+# Reply to a client that waits before it sends its body. ``HeadBuffer`` does not hold
+# this reply back.
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-PIPELINED = 64  # maximum requests on a connection whose answers are not complete
-PIPELINED_BYTES = 64 * 1024  # of waiting requests' bodies, above which reading pauses
+PIPELINED = 64  # maximum requests without a complete answer on a connection
+PIPELINED_BYTES = 64 * 1024  # total bytes of waiting bodies above which reading pauses
 
-# Headers that ask for another protocol; they are removed (RFC 9110, section 7.8).
+# Headers that ask for another protocol; the gateway removes them (RFC 9110, 7.8).
 UPGRADE = (b"upgrade", b"http2-settings")
 
-# Seconds during which the rest of a refused request is read and discarded. If bytes
-# were unread at the close, the client could see a broken connection and no refusal.
+# Seconds for which the rest of a refused request is read and discarded. If bytes were
+# left unread at the close, the client might see a reset connection, not the refusal.
 LINGER_S = 2.0
-LINGERING = 64  # maximum connections in this state; they do not count as open
+LINGERING = 64  # maximum connections that linger; they do not count as open
 
 # A refusal, to format with the status, the body's length, and the body.
 ANSWER = (
@@ -103,9 +105,9 @@ class HeadBuffer:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
-        self.is_discarding = False  # later output is not sent
+        self.is_discarding = False  # further output is discarded
         self.has_head = False  # another gateway has sent the next answer's head
-        self.has_interim = False  # another gateway has sent its interim response
+        self.has_interim = False  # another gateway has sent that answer's 100 Continue
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of a response."""
@@ -136,7 +138,7 @@ class HeadBuffer:
 
 
 def _write_interim(transport: Any, data: bytes) -> None:
-    """Write an interim response, which is recorded apart from the answer."""
+    """Write an interim response, which is recorded separately from the answer."""
     getattr(transport, "write_interim", transport.write)(data)
 
 
@@ -159,9 +161,10 @@ class ConnectionLimits:
     """Limits of a server's connections.
 
     Attributes:
-        head_s: Seconds within which a request's headers must be complete (else 408),
-            from the start of the connection or the first byte of a later request.
-        max_connections: Maximum number of open connections; others get 503.
+        head_s: Maximum seconds until a request's headers are complete (else 408),
+            measured from the start of the connection or, for later requests, from
+            their first byte.
+        max_connections: Maximum number of open connections; further ones get 503.
     """
 
     head_s: float
@@ -169,11 +172,11 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection; ``lingering`` has the server's refused ones until they close.
+    """One connection; ``lingering`` has the refused connections until they close.
 
-    If ``recorder`` has another gateway's record, the connection is taken over: the
-    recorded output is sent first; then the recorded requests without an answer are
-    parsed again. An answer that had begun continues after its recorded part.
+    If ``recorder`` has another gateway's record, this gateway takes the connection
+    over: it sends the recorded output, and then parses the recorded requests without an
+    answer again. An answer that had begun continues after its recorded part.
     """
 
     def __init__(
@@ -190,10 +193,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._recorder = Unrecorded() if recorder is None else recorder
         self._is_in_message = False
         self._answered_before = 0  # answered requests still to be parsed from a record
-        self._is_read_again = False  # the next head repeats one, without its upgrade
-        self._is_answered_before = False  # the current request is an answered one
+        # The next head is parsed a second time, without its upgrade.
+        self._is_read_again = False
+        self._is_answered_before = False  # the current request is already answered
         self._limits, self._lingering = limits, lingering
-        # By name: head, late, linger, stall.
+        # Timers by name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._has_progress = False
         self._unused_bytes = 0
@@ -207,8 +211,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport = self._recorder.begin(transport, self)
         super().connection_made(transport)
-        # Then any unsent byte starts the stall timer. TLS is excepted: it would always
-        # count as paused, and it has its own time limit for closing.
+        # With this limit, any unsent byte starts the stall timer. Not with TLS, which
+        # would always count as paused, and has its own time limit for closing.
         if transport.get_extra_info("sslcontext") is None:
             transport.set_write_buffer_limits(high=0)
         self._heads = HeadBuffer(transport)
@@ -222,7 +226,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def _take_over(self, record: ConnectionRecord) -> None:
-        """Continue a connection where another gateway's record ends."""
+        """Continue a connection at the point where another gateway's record ends."""
         transport = cast("RecordedTransport", self.transport)
         if record.output:
             transport.write_unrecorded(bytes(record.output))
@@ -237,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_message and self._is_answered_before:
             self._limit_rest()
         if not self._is_in_message and not self._cycles:
-            # The connection idles, as it would after an answer.
+            # The connection is idle, as after an answer.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -249,7 +253,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingering.discard(self)
         self._recorder.closed()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn notifies only the latest one
+        for cycle in self._cycles:  # uvicorn notifies only the latest cycle
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -297,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_progress = self._is_after_head = True
         if self.parser.should_upgrade():
-            return  # ``_feed`` parses them again, without the upgrade
+            return  # ``_feed`` parses the headers again, without the upgrade
         self._stop_timer("head")
         if self._is_answered_before:
             return
@@ -323,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _wrong_head(self) -> str:
         """Return why a request's version or Host header is invalid; empty if valid."""
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):  # a request line without one is HTTP/0.9
+        if version not in ("1.0", "1.1"):  # a line without a version is HTTP/0.9
             return f"HTTP/{version} is not served; use HTTP/1.1"
         hosts = sum(name == b"host" for name, _ in self.headers)
         if version == "1.1" and hosts != 1:  # RFC 9112, 3.2
@@ -332,7 +336,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._heads.flush()  # a HEAD request has no body
-        # Complete cycles would keep headers and unread bodies in memory.
+        # Drop complete cycles, because they keep headers and unread bodies in memory.
         self._cycles = [c for c in self._cycles if not c.response_complete]
         if not self._record_idle():
             self._recorder.answered()
@@ -360,7 +364,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._record_idle()
 
     def _record_idle(self) -> bool:
-        """Record that no request is open, if so."""
+        """Record the connection as idle if no request is open; return whether it is."""
         is_idle = not (self._is_in_message or self._cycles or self._refusal)
         if is_idle:
             self._recorder.idle()
@@ -370,8 +374,8 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser stops, because the rest may be of the other protocol. A server
-            # without that protocol must continue with HTTP (RFC 9110, 7.8).
+            # The parser stops, because further bytes may use the other protocol. A
+            # server that does not support it must continue with HTTP (RFC 9110, 7.8).
             method = self.parser.get_method()
             version = self.parser.get_http_version()
             if method == b"CONNECT":
@@ -414,7 +418,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.scope  # type: ignore[return-value]
 
     def _count_head(self, size: int) -> None:
-        """Limit the headers of one request, even if they arrive all at once."""
+        """Limit the size of one request's headers, even if they arrive all at once."""
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse(*TOO_LONG)
@@ -435,7 +439,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _count_unused(self, size: int) -> None:
-        """Limit what the parser buffers: headers, trailers, chunk extensions."""
+        """Limit the bytes that the parser buffers: headers, trailers, extensions."""
         self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
         if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
             return
@@ -482,7 +486,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse("400 Bad Request", msg)
 
     def _refuse(self, status: str, text: str) -> None:
-        """Refuse a request and close, after the answers to earlier requests."""
+        """Refuse a request, after the answers to earlier ones; close the connection."""
         self._stop_timer("head")
         if self._refusal:
             return
@@ -490,7 +494,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = ANSWER.format(status, len(body), body).encode()
         cycle = self.cycle
         if cycle is not None and cycle.more_body and cycle in self._cycles:
-            # The refused request is this one, and its body will not be completed.
+            # The refused request is the current one, and its body stays incomplete.
             self._cycles.remove(cycle)
             cycle.disconnected = True
             cycle.message_event.set()

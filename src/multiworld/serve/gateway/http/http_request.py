@@ -9,7 +9,7 @@ CONNECTION = "multiworld.connection"  # scope key of a request's ``Connection``
 
 RECORDER = "multiworld.recorder"  # scope key of the ``Recorder`` of the connection
 
-# Scope key that is present if the whole request has arrived.
+# Scope key that is present once the whole request has arrived.
 IS_COMPLETE = "multiworld.is_complete"
 
 
@@ -41,7 +41,7 @@ class AnyRequest(Protocol):
 
 
 class HttpRequest:
-    """A request with decoded headers; the first of several with one name counts."""
+    """A request with decoded headers; of several with one name, the first counts."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ logger = logging.getLogger("multiworld.serve")
 
 REQUEST_ID = "X-Request-Id"  # header with a request's id: accepted, returned, logged
 
-# Ids that are accepted from clients: safe in a log and in a header.
+# Request ids that are accepted from clients, because they are safe in logs and headers.
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
 
 # Request header that asks for ``Server-Timing`` in the response.
@@ -43,15 +43,15 @@ RENDER_BYTES = 32 * 1024  # answers of at least this size are rendered in a thre
 
 BUG = "internal error of the gateway; see its log"
 
-# Type and code of errors in OpenAI's API, by the limit that was reached.
+# Type and code of an error in OpenAI's API, by the name of the limit that was reached.
 REFUSALS = {
     "tpm_limit": ("tokens", "rate_limit_exceeded"),
     "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
     "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
 }
 
-# Codes of errors that the client did not cause. In a stream, whose status is already
-# sent, the code alone distinguishes them.
+# Codes of errors that the client did not cause. In a stream, whose HTTP status is
+# already sent, only the code distinguishes these errors.
 FAILURES = {
     NoReplicaError: "no_replica",
     DeadlineExceededError: "deadline_exceeded",
@@ -60,8 +60,8 @@ FAILURES = {
     RequestPoisonedError: "poison_request",
 }
 
-MAX_TEXT = 1000  # characters of an error text
-ERROR = b'data: {"error"'  # the beginning of an event that reports an error
+MAX_TEXT = 1000  # maximum characters of an error text
+ERROR = b'data: {"error"'  # first bytes of an event that reports an error
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
@@ -77,7 +77,7 @@ def _retry(error: ServeError) -> dict[str, str]:
 
 
 def text_of(error: ServeError) -> str:
-    """Return an error's text, truncated because it may quote the client's input."""
+    """Return an error's text; truncate it, because it may quote the client's input."""
     return _cut(str(error))
 
 
@@ -126,7 +126,7 @@ class EventStream(StreamingResponse):
         self.on_bytes: Callable[[int], object] = lambda count: None
         # Record of the answer, which counts the events that the client already has.
         self.record = unrecorded()
-        # Begins the log of a stream that its clients may read again.
+        # Begins the log of a stream that clients may read again.
         self.begin_log: Callable[[Callable[[], None]], EventLog] | None = None
         self._is_logged = False
         super().__init__(
@@ -154,7 +154,7 @@ class EventStream(StreamingResponse):
                 is_failed = is_failed or event.startswith(ERROR)
                 is_lacking = event.startswith(COMMENT) or self.record.count_event()
                 # A resumed request may fail before its first new event. Without the
-                # error, the client would take it as complete.
+                # error event, the client would take the stream as complete.
                 if is_lacking or is_failed:
                     self.on_bytes(len(event))
                     yield event
@@ -179,11 +179,12 @@ class EventStream(StreamingResponse):
             yield self.last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # ``_sent`` never starts if the client leaves before the first event.
+        # If the client leaves before the first event, ``_sent`` never starts, and the
+        # end must be reported here.
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if not self._is_logged:  # a log calls ``on_end`` itself
+            if not self._is_logged:  # otherwise, the log calls ``on_end``
                 self.on_end(self._status)
 
 

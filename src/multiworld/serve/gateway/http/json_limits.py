@@ -1,8 +1,8 @@
 """Limits on JSON from clients, and decoding that never blocks for long. Pure.
 
-A body is decoded into declared types. A field of undeclared type is first kept as raw
-JSON (``msgspec.Raw``), which allocates nothing, and is decoded only if it is small. The
-numbers of a tensor are decoded in pieces, which hold the GIL for about 1 ms each.
+A body is decoded into declared types. A field of undeclared type first stays raw JSON
+(``msgspec.Raw``), which allocates nothing, and is decoded only if it is small. The
+numbers of a tensor are decoded in pieces, each of which holds the GIL for about 1 ms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from multiworld.errors import InvalidRequestError
 
 T = TypeVar("T")
 
-SMALL_BYTES = 16 * 1024  # maximum of a field of undeclared type, such as parameters
-MAX_OBJECTS = 4096  # in a body
+SMALL_BYTES = 16 * 1024  # maximum size of a field of undeclared type
+MAX_OBJECTS = 4096  # maximum objects in a body
 
-# Maximum number of values, lists and strings in a body with fields of undeclared type.
-# The number of values is OpenAI's limit on token ids in a request.
+# Maximum numbers of values, lists and strings in a body with fields of undeclared type.
+# The maximum number of values is OpenAI's limit on token ids in a request.
 MAX_VALUES, MAX_LISTS, MAX_STRINGS = 300_000, 16_384, 50_000
 
 _LIMITS = {
@@ -28,13 +28,13 @@ _LIMITS = {
     "lists": (b"[", MAX_LISTS),
     "values": (b",", MAX_VALUES),
 }
-"""The character to count and the maximum count, by name."""
+"""The character to count and the maximum count, by name of the limit."""
 
-# Errors of msgspec for invalid JSON, or JSON of another type.
+# Errors of msgspec for invalid JSON, and for JSON of the wrong type.
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
-CHECKED_BYTES = 256 * 1024  # checked at once; a refusal skips the rest
-PIECE_BYTES = 64 * 1024  # bytes of numbers that are decoded at once
+CHECKED_BYTES = 256 * 1024  # bytes to check at once; a refusal skips the rest
+PIECE_BYTES = 64 * 1024  # bytes of numbers to decode at once
 _NOTHING_ELSE = b"[] \t\r\n"  # characters to remove from a list of numbers
 
 
@@ -48,7 +48,7 @@ def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def check_objects(text: bytes | bytearray) -> None:
-    """Check the number of objects before decoding; braces in strings count as well."""
+    """Check the number of objects before decoding; braces in strings count, too."""
     if text.count(b"{") > MAX_OBJECTS:
         raise _too_many(MAX_OBJECTS, "objects")
 
@@ -70,7 +70,7 @@ def check_values(text: bytes | bytearray) -> None:
 
 
 def _unescaped(text: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    """Yield JSON in pieces that split no escape, without its escaped quotes."""
+    """Yield JSON in pieces, without escaped quotes; no piece splits an escape."""
     has_escapes = b"\\" in text  # valid JSON has a backslash only within strings
     begin = 0
     while begin < len(text):

@@ -1,7 +1,8 @@
 """A gateway's link to the stream keeper of its host.
 
-While there is a keeper, nothing is sent to a client before the keeper has it. Without
-one, streams continue unprotected; the next keeper gets all records of this gateway.
+While there is a keeper, a gateway sends output to a client only after the keeper has
+recorded it. Without a keeper, streams continue unprotected; the next keeper gets all
+records of this gateway.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from multiworld.serve.keeper.frames import (
 
 logger = logging.getLogger("multiworld.serve")
 
-BEATS = 8  # heartbeats to the keeper within ``silence_s``
+BEATS = 8  # minimum number of heartbeats to the keeper within ``silence_s``
 MAX_BEAT_S = 0.25  # maximum seconds between two heartbeats
-# Maximum input of a connection, which this gateway keeps in case the keeper is lost.
+# Maximum bytes of a connection's input that this gateway keeps, for the next keeper.
 MIRROR_BYTES = 1024 * 1024
-FIND_S = 2.0  # seconds for the keeper to answer where a stream is
+FIND_S = 2.0  # maximum seconds for the keeper to answer where a stream is
 AGAIN_S = 0.02  # seconds between attempts to reach a keeper
 
 Write = tuple["Recorded", Callable[[], None]]
@@ -43,24 +44,24 @@ Serve = Callable[[socket.socket | None, ConnectionRecord], object]
 
 
 class Recorded(Protocol):
-    """A connection of this gateway, as the link sees it."""
+    """The interface of a connection that the link uses."""
 
     record: ConnectionRecord
 
     def fileno(self) -> int:
-        """Return the descriptor of its socket; negative if it is closed."""
+        """Return the descriptor of the socket; negative if there is none."""
 
     def settle(self) -> None:
         """Bring the record up to date."""
 
     def hold(self) -> None:
-        """Pause output, as the keeper's socket is full."""
+        """Pause output, because the keeper's socket is full."""
 
     def resume(self) -> None:
         """Resume output."""
 
     def pause_reading(self) -> None:
-        """Pause reading from the client, as the keeper's socket is full."""
+        """Pause reading from the client, because the keeper's socket is full."""
 
     def resume_reading(self) -> None:
         """Resume reading."""
@@ -78,10 +79,10 @@ class KeeperLink:
     Args:
         path: The keeper's Unix socket.
         name: Name of this gateway.
-        silence_s: Seconds of silence, besides ``KEEPER_S``, until a keeper counts as
-            hung.
-        serve: Called with each connection that this gateway gets; without a socket,
-            it is a kept stream, which has no client.
+        silence_s: A keeper counts as hung after this many seconds of silence, plus
+            ``KEEPER_S``.
+        serve: Called with each connection that this gateway gets. A connection without
+            a socket is a kept stream, which has no client.
     """
 
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
@@ -96,17 +97,17 @@ class KeeperLink:
         self._connections: dict[int, Recorded] = {}
         self._given: dict[int, list[Entry]] = {}
         self._listeners: list[socket.socket] = []
-        # Of this loop iteration: entries, and the writes once the keeper has them.
+        # Of this loop iteration: entries, and writes to do once the keeper has them.
         self._entries: list[bytes] = []
         self._writes: list[Write] = []
         self._sent: deque[list[Write]] = deque()
-        # Connections whose writing, or reading, is paused until all that was sent to
-        # the keeper is in its socket.
+        # Connections whose output (``_held``) or input (``_unread``) is paused until
+        # the keeper's socket has taken all entries.
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
-        self._reading: set[Recorded] = set()  # that were read from in this iteration
-        # Numbers of the connections that another gateway cannot take; None: there is
-        # no other gateway.
+        self._reading: set[Recorded] = set()  # connections read from in this iteration
+        # Result: numbers of the connections that another gateway cannot take; None:
+        # there is no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
         self._finding: dict[int, asyncio.Future[Place]] = {}  # by connection
 
@@ -115,7 +116,7 @@ class KeeperLink:
         """True while there is a keeper."""
         return self._channel is not None
 
-    # What is recorded.
+    # Recording.
 
     def add(self, connection: Recorded) -> None:
         self._connections[connection.record.number] = connection
@@ -128,7 +129,7 @@ class KeeperLink:
     def say(
         self, connection: Recorded, kind: Kind, value: int = 0, payload: bytes = b""
     ) -> None:
-        """Record an entry of a connection, here and at the keeper."""
+        """Record an entry of a connection, in this gateway and at the keeper."""
         record = connection.record
         if record.note(kind, value, payload):
             connection.settle()
@@ -166,7 +167,7 @@ class KeeperLink:
             self._finding.pop(number, None)
 
     async def move(self, connection: Recorded, stream: bytes) -> bool:
-        """Hand the connection to the gateway that has a stream; return whether done."""
+        """Hand the connection to the gateway that has a stream; False: no keeper."""
         if not await self._is_flushed():
             return False
         connection.abandon()
@@ -175,10 +176,10 @@ class KeeperLink:
         return True
 
     def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
-        """Call ``take`` once the keeper has what was read; pause reading until then.
+        """Call ``take`` once the keeper has the input; pause reading until then.
 
-        An iteration of the event loop runs the callbacks that the previous one
-        scheduled (here: sending the frame) before those of readable sockets.
+        It is early enough to pause reading in ``_flush``: the event loop runs callbacks
+        that the previous iteration scheduled before it reads from sockets again.
         """
         if self._channel is None:
             _write_all([(connection, take)])
@@ -236,7 +237,7 @@ class KeeperLink:
     # The keeper.
 
     async def run(self) -> None:
-        """Connect to the keeper, and again when it is lost, until cancelled."""
+        """Connect to the keeper, and reconnect whenever it is lost, until cancelled."""
         try:
             while True:
                 channel = await self._reached()
@@ -258,7 +259,7 @@ class KeeperLink:
             return Channel(sock, self._framed, self._keeper_lost)
 
     def _begin(self, channel: Channel) -> None:
-        """Greet a keeper; send it listeners and records, as it may be a new one."""
+        """Greet a keeper; send listeners and records, because the keeper may be new."""
         self._unanswered = 0
         hello = entry(Kind.HELLO, 0, PROTOCOL, self._name.encode())
         channel.send(frame([hello]))
@@ -267,7 +268,7 @@ class KeeperLink:
         for connection in self._connections.values():
             number, record = connection.fileno(), connection.record
             if number < 0 and not record.is_detached:
-                continue  # it is closed
+                continue  # the connection is closed
             connection.settle()
             descriptors = [number] if number >= 0 else []
             for data in list(record.frames()):
@@ -285,7 +286,7 @@ class KeeperLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._beat_s):
                     await self._lost.wait()
-            # Heartbeats, not a clock: this process may have been paused.
+            # Count heartbeats instead of seconds: this process may have been paused.
             if self._unanswered * self._beat_s > self._silence_s + KEEPER_S:
                 logger.error("the stream keeper hangs; streams continue without it")
                 channel.lose()
@@ -346,7 +347,7 @@ class KeeperLink:
             self._channel.send(frame([entry(Kind.READY)]))
 
     async def leave(self, limit_s: float) -> bool:
-        """Stop taking connections; return whether protected ones were handed over."""
+        """Stop taking connections; return whether protected ones are handed over."""
         self._is_leaving = True
         if self._channel is None:
             return False
@@ -371,7 +372,7 @@ class KeeperLink:
         return True
 
     async def _is_flushed(self) -> bool:
-        """Wait until the keeper has all entries; return False if it is lost."""
+        """Wait until the keeper has all entries; return False if the keeper is lost."""
         while (channel := self._channel) is not None:
             self._flush()
             if not channel.is_blocked:
@@ -396,10 +397,10 @@ class KeeperLink:
 
 
 def _write_all(writes: list[Write]) -> None:
-    """Call all writes; one that fails closes its connection and stops no other."""
+    """Call all writes; if one fails, close its connection and continue."""
     for connection, write in writes:
         try:
             write()
         except Exception as error:
-            logger.warning("a connection cannot be written to: %s", error)
+            logger.warning("cannot write to a connection: %s", error)
             connection.fail()

@@ -1,4 +1,4 @@
-"""Logs of streams' events, from which clients resume after a lost connection."""
+"""Event logs of streams, from which clients resume after a lost connection."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comm
 class EventLog:
     """The events of one stream, for any number of readers.
 
-    It is filled whether or not somebody reads. ``keep_s`` after its last reader has
-    left, it is removed, and its stream is cancelled if it is not complete.
+    The log is filled whether or not it has readers. ``keep_s`` after its last reader
+    has left, the log is removed; if the stream is not complete, it is cancelled.
 
     Attributes:
         tenant: Owner of the stream.
-        size: Bytes of its events.
+        size: Total bytes of the events.
         is_complete: Whether the stream has ended.
     """
 
@@ -31,11 +31,11 @@ class EventLog:
         self._logs, self.name, self.tenant = logs, name, tenant
         self._keep_s, self._end = keep_s, end
         self._events: list[bytes] = []
-        self._first = 0  # number of events dropped for lack of room
+        self._first = 0  # number of events that were dropped for lack of memory
         self._is_waiting = False
         self.size = 0
         self.is_complete = False
-        self._positions: list[list[int]] = []  # of its readers
+        self._positions: list[list[int]] = []  # of the readers
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -82,12 +82,12 @@ class EventLog:
             self._drop(min(at for (at,) in self._positions))
             if not self._events:
                 return
-            self._is_waiting = True  # for the slowest reader
+            self._is_waiting = True  # waits for the slowest reader
             await self._changed.wait()
             self._is_waiting = False
 
     def _drop(self, number: int) -> None:
-        """Drop the events up to ``number``, including it."""
+        """Drop the events up to and including ``number``."""
         done = self._events[: number - self._first]
         del self._events[: len(done)]
         self._first += len(done)
@@ -137,7 +137,7 @@ class EventLog:
             self._timer = None
 
     def end(self) -> None:
-        """Remove the log; cancel its stream if it is not complete."""
+        """Remove the log; cancel its stream if the stream is not complete."""
         self._stop_timer()
         if self._logs.remove(self):
             self._end()
@@ -152,12 +152,12 @@ class EventLogs:
     """The logs of a gateway.
 
     Args:
-        max_bytes: Maximum bytes of all events; a tenant may have half of them.
+        max_bytes: Maximum bytes of all events; one tenant may use half of this.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._logs: dict[str, EventLog] = {}  # the oldest first
+        self._logs: dict[str, EventLog] = {}  # oldest first
         self._sizes = Counter[str]()  # by tenant
         self._begun = asyncio.Event()
 
@@ -180,7 +180,7 @@ class EventLogs:
         return log
 
     async def expect(self, name: str, tenant: str, limit_s: float) -> EventLog | None:
-        """Wait at most ``limit_s`` for a tenant's log; return None if none begins."""
+        """Wait at most ``limit_s`` until a tenant's log begins; None: it does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while name not in self._logs:

@@ -1,7 +1,7 @@
 """Prometheus metrics of a service.
 
 Counters without the label ``replica`` or ``process`` are sums over all processes,
-including exited ones. Other counters, and gauges, are per process.
+including processes that have exited. Other counters, and gauges, are per process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_REPLICA = (*OF_STAGE, "replica")
 OF_WORK = {
     "requests": "Requests computed.",
     "failed": "Requests for which the model raised an error.",
-    "cancelled": "Requests whose client hung up before they were computed.",
+    "cancelled": "Requests that were not computed because the client hung up.",
     "dropped": "Requests that may be lost with a replica of the next stage; the "
     "gateway replays them.",
     "stuck": "Requests sent to a replica of the next stage that became silent; the "
@@ -80,22 +80,23 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("kind", "model", "stage"),
     ),
     "router_events": (
-        "Requests with one answer: answered, replayed, and one kind for each error "
-        "class, such as NoReplicaError.",
+        "Requests with one answer, by kind of event: answered, replayed, or the class "
+        "of an error, such as NoReplicaError.",
         ("kind",),
     ),
     "stream_events": (
-        "Tokens delivered (tokens), and streams replayed on another chain after a "
-        "loss, moved to another one ahead of time, given_up (a move that could not be "
-        "prepared), cut (ended with an error after their first token) or continued on "
-        "an other_kind (another hardware fingerprint).",
+        "Events of streams, by kind. tokens: delivered tokens; replayed: attempts "
+        "repeated after a failure; moved: streams that went to another chain while "
+        "theirs still ran; given_up: moves that could not be prepared; cut: streams "
+        "that ended with an error after their first token; other_kind: streams that "
+        "continued on another hardware fingerprint.",
         ("kind",),
     ),
     "completions": ("Completions that have ended.", ("model",)),
     "prompt_tokens": ("Tokens of the prompts of ended streams.", ("model",)),
     "generation_tokens": ("Tokens generated in ended streams.", ("model",)),
     "refused": (
-        "Requests refused before they were accepted, by tenant (empty: no valid key) "
+        "Requests refused at admission, by tenant (empty: no valid key) "
         "and reason: no or wrong key, suspended, not an operator, model, rpm_limit, "
         "max_parallel_requests, bytes_per_s, tpm_limit, tokens_per_day, "
         "tokens_per_month, quarantined, poisonous.",
@@ -232,7 +233,7 @@ def _gateways(
     )
     text = "Requests that wait at the gateway for a replica with room."
     waiting = _gauge("waiting", text, "gateway", "model")
-    text = "Attempts in flight of a gateway at a replica."
+    text = "Attempts of a gateway that are in flight at a replica."
     held = _gauge("replica_in_flight", text, *of_one)
     text = "1 while the replica is silent; its requests are hedged elsewhere."
     silent = _gauge("replica_silent", text, *of_one)
@@ -286,13 +287,13 @@ def _replicas(
         for name, report in reports.items():
             gauge.add_metric(_labels(name, table), float(getattr(report, what)))
         yield gauge
-    text = "Rows of a batch. Not of models that generate text, in steps."
+    text = "Rows of a batch. Not of models that generate text, which have steps."
     sizes = HistogramMetricFamily("multiworld_batch_rows", text, labels=OF_REPLICA)
     text = "Seconds of computing a batch. Not of models that generate text."
     times = HistogramMetricFamily("multiworld_batch_seconds", text, labels=OF_REPLICA)
     for name, report in reports.items():
         if not report.batch_rows:
-            continue  # its model generates text, in steps instead of batches
+            continue  # its model generates text: it has steps instead of batches
         labels, rows = _labels(name, table), report.counts.get("rows", 0)
         sizes.add_metric(
             labels, _buckets(messages.ROWS_BOUNDS, report.batch_rows), rows

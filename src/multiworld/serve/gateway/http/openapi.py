@@ -9,7 +9,7 @@ import multiworld
 from multiworld.serve.gateway.http.route import Needs, Route, Tag, pattern_of
 
 _ERRORS = {
-    401: "A key is needed, or the given one is not valid.",
+    401: "The key is missing or not valid.",
     400: "The request is malformed or does not fit the model.",
     404: "The model is unknown, or another version of it is active.",
     408: "The body did not arrive in time.",

@@ -1,4 +1,4 @@
-"""Sockets and transports of connections that are recorded."""
+"""Sockets and transports of recorded connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiworld.serve.keeper.frames import Kind
 
 
 class Recording(Protocol):
-    """What a transport needs of the recorder of its connection."""
+    """The part of a connection's recorder that the transport uses."""
 
     def say(self, kind: Kind, value: int = 0, payload: bytes = b"") -> None:
         """Record an entry."""
@@ -30,9 +30,9 @@ class Recording(Protocol):
 
 
 class PeekedSocket(socket.socket):
-    """A client's connection; bytes read stay in the kernel until ``take``.
+    """A client's connection; bytes that were read stay in the kernel until ``take``.
 
-    So if the gateway is lost, either the keeper or the kernel has all that it read.
+    So if the gateway is lost, the keeper or the kernel still has every byte it read.
     """
 
     _taken = memoryview(bytearray(256 * 1024))  # never read
@@ -42,7 +42,7 @@ class PeekedSocket(socket.socket):
         return super().recv(size, flags | socket.MSG_PEEK)
 
     def close(self) -> None:
-        """Shut down output, too, since the keeper's duplicate keeps the socket open."""
+        """Also shut down output: the keeper's duplicate still holds the socket open."""
         if not self.is_abandoned:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_WR)
@@ -51,11 +51,11 @@ class PeekedSocket(socket.socket):
     def take(self, size: int) -> None:
         """Consume ``size`` bytes that were read before."""
         while size > 0 and self.fileno() >= 0:
-            # The kernel discards them without copying (tcp(7), MSG_TRUNC).
+            # The kernel discards the bytes without copying them (tcp(7), MSG_TRUNC).
             size -= self.recv_into(self._taken, size, socket.MSG_TRUNC) or size
 
     def take_recorded(self, record: ConnectionRecord) -> None:
-        """Consume what an earlier gateway recorded but left in the kernel."""
+        """Consume bytes that an earlier gateway recorded, but left in the kernel."""
         end = record.input_at + len(record.input)
         self.take(record.read_before + end - counters.read(self))
 
@@ -107,9 +107,9 @@ class RecordedTransport:
 
     def __init__(self, transport: Any, recorder: Recording) -> None:
         self._transport, self._recorder = transport, recorder
-        self._waiting = 0  # bytes that the keeper does not have yet
+        self._waiting = 0  # bytes of output that the keeper does not yet have
         self._is_closing = False
-        self._pauses: set[str] = set()  # names of those that have paused reading
+        self._pauses: set[str] = set()  # names of the callers that have paused reading
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -1,8 +1,8 @@
 """Recording of connections, so that another gateway can continue them.
 
 ``Recorder`` links the HTTP protocol to the stream keeper: the protocol reports what it
-reads and writes, and where requests and answers end. A recorder made from another
-gateway's record makes the protocol continue the connection at the exact byte.
+reads and writes, and where requests and answers end. If a recorder is made from another
+gateway's record, the protocol continues the connection at the exact byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Unrecorded:
         return transport
 
     def received(self, data: bytes) -> None:
-        """Record what was read."""
+        """Record bytes that were read."""
 
     def skipped(self, size: int) -> None:
         """Record that ``size`` bytes were read and discarded."""
@@ -47,7 +47,7 @@ class Unrecorded:
         return unrecorded()
 
     def answered(self) -> None:
-        """Record that an answer has ended while other requests are open."""
+        """Record that an answer has ended, but other requests are open."""
 
     def idle(self) -> None:
         """Record that no request is open."""
@@ -60,7 +60,7 @@ class Unrecorded:
         return Place.NOWHERE
 
     async def move(self, stream: str) -> bool:
-        """Hand the connection to the gateway that has a stream; return whether done."""
+        """Hand the connection to the gateway that has a stream; False: not possible."""
         return False
 
 
@@ -79,8 +79,8 @@ class Recorder(Unrecorded):
         self._link, self.record, self._sock = link, record, sock
         is_new = not (record.input or record.output or record.output_at)
         self.taken_over = None if is_new else record
-        self._is_resumed = record.is_admitted  # whether the next request is
-        self._continues = not is_new  # whether the next answer continues the record's
+        self._is_resumed = record.is_admitted  # whether the next request is resumed
+        self._continues = not is_new  # whether the next answer continues a recorded one
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
@@ -119,7 +119,7 @@ class Recorder(Unrecorded):
         return self._answer
 
     def _split(self, answer: AnswerRecord) -> None:
-        """Record a kept stream apart from its client's connection."""
+        """Record a kept stream separately from its client's connection."""
         record = self._link.split(self, secrets.randbits(63))
         DetachedRecorder(self._link, record).take(answer)
 
@@ -135,7 +135,7 @@ class Recorder(Unrecorded):
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
-        self.record.give_up()  # frees memory, as the protocol may outlive it
+        self.record.give_up()  # frees memory: the protocol may live longer
         self.record.output.clear()
 
     async def find(self, stream: str) -> Place:
@@ -147,7 +147,7 @@ class Recorder(Unrecorded):
     def output(
         self, data: bytes, *, is_interim: bool, write: Callable[[], None]
     ) -> None:
-        """Record ``data`` for the client, and then call ``write``."""
+        """Record ``data`` for the client; call ``write`` once the keeper has it."""
         if is_interim:
             self.say(Kind.INTERIM, 0, data)
         elif len(data) > MAX_ENTRY:
@@ -158,7 +158,7 @@ class Recorder(Unrecorded):
         self._link.then(self, write)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call ``call`` after the output recorded so far was written."""
+        """Call ``call`` after the writes of all output recorded so far."""
         self._link.then(self, call)
 
     def settle(self) -> None:
@@ -208,7 +208,7 @@ class DetachedRecorder(Unrecorded):
 
     Args:
         link: Link to the keeper.
-        record: Record of the stream; by an earlier gateway if the stream moved here.
+        record: Record of the stream, from another gateway if the stream moved here.
     """
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
@@ -219,7 +219,7 @@ class DetachedRecorder(Unrecorded):
         link.add(self)
 
     def take(self, answer: AnswerRecord) -> None:
-        """Record an answer from now on, until its log ends."""
+        """Record an answer from now on, until the answer's log ends."""
         self._answer = answer
         answer.move(self._say, self._end)
 
@@ -239,7 +239,7 @@ class DetachedRecorder(Unrecorded):
 
     def idle(self) -> None:
         if self._answer is None or self._answer.log is None:
-            self._end()  # the stream could not be continued
+            self._end()  # this gateway could not continue the stream
 
     def closed(self) -> None:
         self.idle()

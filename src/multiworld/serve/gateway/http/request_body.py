@@ -31,15 +31,16 @@ T = TypeVar("T")
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 GZIP_MAGIC = b"\x1f\x8b"  # starts each member of a gzip body (RFC 1952, 2.3.1)
-MAX_MEMBERS = 16  # of a gzip body, as each one copies some of the input after it
+MAX_MEMBERS = 16  # maximum members of a gzip body; each one copies input after it
 
-# Bytes, compressed or not, that the event loop itself decompresses in under 1 ms.
+# Maximum bytes, compressed and decompressed, to decompress on the event loop itself,
+# which takes less than 1 ms. A thread decompresses the rest.
 FIRST_BYTES = 64 * 1024
 
 OFFLOAD_BYTES = 64 * 1024  # bodies of at least this size are parsed in a thread
-STEP_BYTES = 1024 * 1024  # per decompression step in a thread, compressed or not
+STEP_BYTES = 1024 * 1024  # maximum bytes, in and out, of a decompression step
 JSON_LENGTH = "inference-header-content-length"  # header: length of the JSON part
-MAX_DIGITS = 18  # a length of this many digits is too large, and is not parsed
+MAX_DIGITS = 18  # a length with this many digits is too large, and is not parsed
 
 GONE = "client disconnected before the answer"
 
@@ -63,7 +64,7 @@ async def read_body(
     *,
     may_be_binary: bool = False,  # binary data may follow JSON of a declared length
 ) -> Body:
-    """Read and decompress the body of a request, within limits."""
+    """Read and decompress the body of a request, within the limits."""
     is_binary = may_be_binary and JSON_LENGTH in request.headers
     check = partial(limits.check, is_binary=is_binary)
     for header in ("content-length", *([JSON_LENGTH] if is_binary else [])):
@@ -134,7 +135,7 @@ async def _unpack(
     check: Callable[[int], None],
     reservation: Reservation,
 ) -> None:
-    """Decompress a body into ``plain``; a large one in a thread, in steps."""
+    """Decompress a body into ``plain``; use a thread, in steps, if it is large."""
     if encoding not in WINDOW_BITS:
         raise UnknownEncodingError(
             f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
@@ -191,7 +192,7 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
     try:
         return await work
     except asyncio.CancelledError:
-        # As in asyncio.timeout: only our own cancellation becomes another error.
+        # As in asyncio.timeout: convert only our own cancellation into an error.
         if is_gone and task.uncancel() <= cancelled_before:
             raise ClientGoneError(GONE) from None
         raise
@@ -200,9 +201,9 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return ``work()``, in a thread if it parses at least ``OFFLOAD_BYTES``.
+    """Return ``work()``; run it in a thread if ``size`` is at least ``OFFLOAD_BYTES``.
 
-    Cancelling waits for the thread, because it uses the body until then.
+    Cancelling waits until the thread ends, because the thread uses the body.
     """
     if size < OFFLOAD_BYTES:
         return work()
@@ -223,7 +224,7 @@ _name = msgspec.json.Decoder(str)
 
 
 def model_named_in(body: Body) -> str:
-    """Return the model that a body names; its other fields may be invalid."""
+    """Return the model that a body names, even if other fields are invalid."""
     try:
         found = bytes(_named.decode(body).model)
         return _name.decode(found) if len(found) <= SMALL_BYTES else ""

@@ -9,9 +9,9 @@ from collections.abc import Container, Iterator
 from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.wire.control_messages import Counted
 
-# Upper bounds of the latency buckets, in seconds; the last bucket has none.
+# Upper bounds of the latency buckets, in seconds; the last bucket has no bound.
 SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-LATENCY_S = (*SHORT_S, 60, 120, 300, 600)  # streams last
+LATENCY_S = (*SHORT_S, 60, 120, 300, 600)  # streams may take minutes
 
 ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")  # as Prometheus names them
 

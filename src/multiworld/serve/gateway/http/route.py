@@ -60,7 +60,7 @@ class Needs(enum.Enum):
     NOTHING = "nothing"
     OPERATOR = "the key of an operator"
     TENANT = "the key of a tenant"
-    BODY = "the key of a tenant, who has room left in its limits, and a body"
+    BODY = "the key of a tenant that is within its limits, and a body"
 
 
 class Tag(enum.Enum):
@@ -78,9 +78,9 @@ class Route:
     Attributes:
         method: ``GET``, which includes ``HEAD``, or ``POST``.
         path: ``{name}`` is a parameter; the part in brackets is optional.
-        handler: Answers a ``Call``, or an ``AdmittedCall`` if a body is needed. Its
-            docstring describes the route.
-        needs: Requirement that is checked before.
+        handler: Answers a ``Call``, or an ``AdmittedCall`` if the route needs a body.
+            The handler's docstring describes the route in the API's documentation.
+        needs: Requirement that is checked before the handler is called.
         tag: Part of the API.
         operation: Further fields of the route's OpenAPI description.
         is_shown: Whether the OpenAPI document has the route.
@@ -129,7 +129,7 @@ async def respond(
         response = await _respond_counted(gateway, route, request, path, record)
     else:
         response = await _respond(gateway, route, request, path)
-    # ``headers`` would first search for a header of this name; there is none.
+    # Faster than ``headers``, which would first search for a header of this name.
     response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     return response
 
@@ -157,8 +157,8 @@ async def _respond_counted(
     record: AnswerRecord,
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome."""
-    # An ``EventStream`` is counted when it ends; a cancelled request as
-    # ``CLIENT_CLOSED``.
+    # An ``EventStream`` is counted when the stream ends. A cancelled request is counted
+    # with the status ``CLIENT_CLOSED``.
     trace = _traced(gateway, route, request, record)
     try:
         admitted = gateway.authenticator.admit(
@@ -223,7 +223,7 @@ async def _respond_counted(
 
 
 def _continued(response: Response, record: AnswerRecord) -> Response:
-    """Return an answer that fits after the head that another gateway has sent."""
+    """Return an answer that can follow the head that another gateway has sent."""
     if not record.has_begun or isinstance(response, EventStream):
         return response
     return failed_stream(bytes(response.body))
@@ -259,7 +259,7 @@ def _traced(
 
 
 def _describe(trace: RequestTrace, route: Route, admitted: AdmittedRequest) -> None:
-    """Add attributes by OpenTelemetry's semantic conventions for generative AI."""
+    """Add attributes of OpenTelemetry's semantic conventions for generative AI."""
     attributes = trace.attributes
     attributes |= {
         "http.request.method": route.method,

@@ -1,7 +1,7 @@
 """TLS handshakes that have a time limit and count as connections.
 
-asyncio's own server reports a connection only after its handshake, which may take a
-minute. Until then, a silent client would hold a file descriptor that no limit counts.
+asyncio's own server reports a connection only after its TLS handshake, which may take a
+minute. Until then, a silent client could hold a file descriptor that no limit counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Certificate:
             self._version = newest
             try:
                 self._context = self._loaded()
-            except OSError as error:  # or ssl.SSLError: only one file is replaced yet
+            except OSError as error:  # or ssl.SSLError: one file is not yet replaced
                 logger.warning("the new certificate is not used: %s", error)
         return self._context
 
@@ -53,10 +53,10 @@ class Certificate:
 
 
 def check_certificate(spec: GatewaySpec) -> None:
-    """Load the certificate once, so that a mistake does not fail every gateway.
+    """Load the certificate before any gateway starts, to report a mistake only once.
 
     Raises:
-        ServeError: It cannot be used.
+        ServeError: The certificate or its key cannot be used.
     """
     if spec.tls_certificate is None or spec.tls_key is None:
         return
@@ -73,8 +73,8 @@ def check_certificate(spec: GatewaySpec) -> None:
 class Handshake(asyncio.Protocol):
     """A connection in its TLS handshake; ``inner`` is its protocol afterwards.
 
-    It is closed if the handshake takes longer than ``limits.head_s``, or if there are
-    more than ``limits.max_connections``, including handshakes (``running``).
+    The connection is closed if its handshake takes longer than ``limits.head_s``, or if
+    there are more than ``limits.max_connections``, including handshakes (``running``).
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class Handshake(asyncio.Protocol):
         self._inner = inner(config, server_state, *args, **kwargs)
         self._certificate, self._limits, self._running = certificate, limits, running
         self._open = server_state.connections
-        self._is_made = self._is_lost = False  # the connection of ``inner``
-        self._early: list[bytes] = []  # received together with the handshake's end
+        # Whether ``inner`` has the connection; whether the connection is lost.
+        self._is_made = self._is_lost = False
+        self._early: list[bytes] = []  # data received with the end of the handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self._running) + len(self._open) > self._limits.max_connections:
@@ -130,7 +131,7 @@ class Handshake(asyncio.Protocol):
         self._early.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_made:  # lost just as the handshake ended
+        if self._is_made:  # false if lost just as the handshake ended
             self._inner.connection_lost(exc)
         self._is_lost = True
 
@@ -140,7 +141,7 @@ def with_tls(
     certificate: Certificate,
     limits: ConnectionLimits,
 ) -> type[asyncio.Protocol]:
-    """Return a protocol factory for ``uvicorn.Config(http=...)`` without its TLS."""
+    """Return a protocol factory for ``uvicorn.Config(http=...)`` that handles TLS."""
     running = set[asyncio.Task[None]]()
     made: Any = partial(Handshake, inner, certificate, limits, running)
     return cast("type[asyncio.Protocol]", made)

@@ -1,7 +1,7 @@
 """Metrics with vLLM's names, for dashboards and schedulers that expect them. Pure.
 
-They are defined as in vLLM (docs/design/metrics.md there, v1 engine), but for a whole
-model in place of one engine. Metrics that cannot be measured here are left out.
+The metrics are defined as in vLLM (docs/design/metrics.md there, v1 engine), but for a
+whole model in place of one engine. Metrics that cannot be measured here are left out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from multiworld.serve.wire.routing_table import RoutingTable
 Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # a model is one engine to its clients
+ENGINE = "0"  # label ``engine``: clients see a model as one engine
 
-# Our kind of counts and the help text, by vLLM's name.
+# Kind of our counts and help text, by vLLM's name of the metric.
 COUNTERS = {
     "prompt_tokens": (
         "prompt_tokens",
@@ -88,7 +88,7 @@ def vllm_families(
     waiting = _gauge(
         "num_requests_waiting", "Requests that wait, at gateways and replicas."
     )
-    text = "Used part of the KV memory, the mean of the replicas of stage 0; 1: all."
+    text = "Used fraction of the KV memory, from 0 to 1; mean over replicas of stage 0."
     usage = _gauge("kv_cache_usage_perc", text)
     for model, reports in first.items():
         label = model, ENGINE

@@ -13,8 +13,8 @@ from multiworld.serve.gateway.http.json_limits import NOT_JSON
 
 # Roles of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Maximum number of values in the arguments of all tool calls of a chat, estimated by
-# commas and opening brackets. This many take about 10 ms to decode.
+# Maximum number of values in the arguments of all tool calls of a chat, estimated from
+# commas and opening brackets. Decoding this many values takes about 10 ms.
 MAX_ARGUMENTS = 50_000
 
 _wrong = functools.partial(wrong_field, "messages")
@@ -35,20 +35,20 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    # Templates expect text in one piece, and no null fields.
+    # Templates expect text as one string, and no null fields.
     message = {name: value for name, value in given.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         known = ", ".join(ROLES)
         raise _wrong(f"has role {reprlib.repr(role)}; use one of {known}")
     is_answer = role == "assistant"
-    # An answer that only calls tools has no content.
+    # An assistant's message that only calls tools has no content.
     message["content"] = _content(message.get("content", "" if is_answer else None))
     thought = message.get("reasoning") or message.get("reasoning_content")
     if thought and is_answer:
         if not isinstance(thought, str):
             raise _wrong("has reasoning that is not a string")
-        # Some templates use one name, some the other.
+        # Some templates use the one name, some the other.
         message["reasoning_content"] = message["reasoning"] = thought
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):
@@ -93,6 +93,6 @@ def _call(given: Any) -> dict[str, Any]:
 def _decoded(arguments: str) -> Any:
     try:
         found = msgspec.json.decode(arguments)
-    except NOT_JSON:  # for example, of a truncated answer
+    except NOT_JSON:  # for example, if the answer was truncated
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -20,8 +20,8 @@ from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 
-# ``Streams.stream`` with all arguments but the prompt, the sampling, and the part of
-# the stream that another gateway has delivered.
+# ``Streams.stream`` with all arguments bound except the prompt, the sampling, and the
+# part of the stream that another gateway has delivered.
 Open = Callable[
     [Sequence[int], Sampling, Delivered],
     AbstractAsyncContextManager[OpenStream],
@@ -42,31 +42,31 @@ class Choice:
     index: int
     prompt: Sequence[int]
     text: GrowingText
-    is_prompt_only: bool = False  # the computed token is left out of the answer
-    keeps_items: bool = True  # for an answer that is not streamed
+    is_prompt_only: bool = False  # the answer leaves out the one computed token
+    keeps_items: bool = True  # False: the answer is streamed
     made: int = 0  # number of output tokens
     items: list[TokenItem] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # of the items, in characters
-    # Logprobs of its prompt: ``TokenItem.prompt``.
+    # Logprobs of the prompt, as in ``TokenItem.prompt``.
     scores: Sequence[tuple[float, Any]] = ()
-    finish: str = ""  # why it ended; empty until then
+    finish: str = ""  # reason why the choice ended; empty until then
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that one token adds to a choice; it may be empty."""
+    """The text that one token adds to a choice; may be empty."""
 
     choice: Choice
     text: str
     item: TokenItem | None  # None: the deadline has passed
     finish: str  # empty except for the last piece
-    offset: int  # of the text, in characters
+    offset: int  # position of the text, in characters
 
 
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
     """Return a digest of prompts and sampling, except for the seed."""
     found = hashlib.blake2b(digest_size=16)
-    # Sorted here, because msgspec sorts only keys that are strings.
+    # Sort here, because msgspec sorts only keys that are strings.
     biases = sorted(sampling.logit_bias.items())
     rest = msgspec.structs.replace(sampling, seed=0, logit_bias={})
     found.update(msgspec.msgpack.encode((rest, biases), order="sorted"))
@@ -85,7 +85,7 @@ async def generate(
 ) -> AsyncGenerator[Piece]:
     """Generate all choices concurrently; if one fails, cancel the others.
 
-    Tokens that another gateway has shown come first; each choice continues after them.
+    Yield tokens that another gateway has sent first; each choice continues after them.
 
     Raises:
         SlowClientError: The pieces that wait for the client exceed ``MAX_UNREAD``.
@@ -102,14 +102,14 @@ async def generate(
         try:
             async with stream(choice.prompt, sampling, delivered) as opened:
                 async for item in opened:
-                    await asyncio.sleep(0)  # let others run
+                    await asyncio.sleep(0)  # let other tasks run
                     if isinstance(item, Cut):
                         if not any(each.made for each in choices):
                             raise item.error
                         arrived.put_nowait(_cut(choice))
                         return
                     if not choice.is_prompt_only:
-                        on_token()  # even if the client does not read it
+                        on_token()  # counts even if the client does not read the token
                     if opened.noise != record.drawn.noise.get(choice.index):
                         assert opened.noise is not None
                         record.drawn.noise[choice.index] = opened.noise
@@ -178,9 +178,9 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
     if choice.keeps_items:
         choice.items.append(item)
         choice.offsets.append(offset)
-    # A token that ends the text is not part of it.
+    # A token that ends the text is not part of the text.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
-    if item.finish:  # add the text that was held back
+    if item.finish:  # add text that was held back
         text += choice.text.end()
     finish = "stop" if choice.text.is_stopped else item.finish
     choice.finish = finish
@@ -211,7 +211,7 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 def text_logprobs(
     tokenizer: Tokenizer,
     items: Sequence[TokenItem],
-    offsets: Sequence[int],  # of the prompt's tokens and the items, in characters
+    offsets: Sequence[int],  # of ``prompt`` and then of the items, in characters
     prompt: Sequence[int] = (),  # tokens before the items, with logprobs ``scores``
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def text_logprobs(
     ]
     tokens = [tokenizer.piece(token) for token in prompt]
     if prompt:
-        # The first token has no logprob.
+        # The first token of a prompt has no logprob.
         known = zip(prompt[1:], scores, strict=False)
         reported = [(token, logprob, top) for token, (logprob, top) in known]
         scored = [(prompt[0], None, None), *reported, *scored]

@@ -1,4 +1,4 @@
-"""Answers to completion requests in OpenAI's format, whole or as events."""
+"""Answers to completion requests in OpenAI's format, whole or streamed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChoiceOutput:
 
     text: list[str]
     thoughts: list[str] = field(default_factory=list)
-    # Name and parts of the arguments of each tool call, by its number.
+    # Name and parts of the arguments of each tool call, by number of the call.
     calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
 
     def add(self, piece: Piece, parser: AnswerParser | None) -> None:
@@ -135,7 +135,7 @@ def _choice(
 
 
 def _is_cut(ready: Ready, choice: Choice) -> bool:
-    """Return whether the last tool call may be incomplete."""
+    """Return whether the last tool call of a choice may be incomplete."""
     calling = ready.wanted.calling
     is_forced = calling is not None and not calling.is_free
     return choice.finish == "length" or (is_forced and choice.text.is_stopped)
@@ -186,8 +186,8 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                 yield b": still generating\n\n"
             else:
                 if not begun:
-                    # All choices, in order: the openai package assumes that the first
-                    # choice that it sees is number 0.
+                    # Start all choices, in order, because the openai package assumes
+                    # that the first choice that it sees is number 0.
                     for choice in ready.choices:
                         if first := _first_event(ready, choice):
                             yield first
@@ -201,7 +201,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                 for event in _parsed_events(ready, held[number], parser):
                     yield event
                     shown_at = clock()
-                if clock() - shown_at >= KEEP_ALIVE_S:  # a long call is held back
+                if clock() - shown_at >= KEEP_ALIVE_S:  # a long call yields no event
                     yield b": still generating\n\n"
                     shown_at = clock()
     if ready.wanted.has_usage:
@@ -235,9 +235,9 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
 
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:
-    """Return the event before the first token of a choice; empty if there is none."""
-    # Sent together with the first token of any choice, because clients measure their
-    # time to first token by it.
+    """Return the event that precedes a choice's first token; empty if not needed."""
+    # It is sent together with the first token of any choice, because clients take its
+    # arrival as the time to first token.
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
         delta = {"role": "assistant", "content": ""}
@@ -250,8 +250,8 @@ def _parsed_events(
     ready: Ready, held: list[Piece], parser: AnswerParser
 ) -> Iterator[bytes]:
     """Yield the events of output that may have reasoning and tool calls."""
-    # ``held``: pieces that no event includes yet, because they have no visible output.
-    piece = held[-1]  # the only one that is not parsed yet
+    # ``held``: pieces not yet included in an event, for lack of visible output.
+    piece = held[-1]  # the only piece that is not yet parsed
     deltas: list[dict[str, Any]] = []
     thought_tokens = parser.thought_tokens
     for each in _parts(parser, piece):
@@ -270,7 +270,7 @@ def _parsed_events(
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
     if parser.thought_tokens > thought_tokens and not ready.wanted.has_reasoning:
-        held.clear()  # the client does not want these tokens either
+        held.clear()  # without the reasoning, omit its tokens, too
     for delta in deltas:
         yield _event(ready, piece.choice, delta, held)
         held.clear()

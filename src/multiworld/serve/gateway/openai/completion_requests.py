@@ -34,18 +34,19 @@ from multiworld.serve.text import grammar as grammars
 from multiworld.serve.wire.generation_messages import Sampling
 
 MAX_PROMPTS = 2048
-MAX_STOP_TOKENS = 1024  # tokens that end a completion
+MAX_STOP_TOKENS = 1024  # maximum number of tokens that may end a completion
 MAX_BIASES = 1024
-GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM: else logits / t overflows
+# Lower temperatures count as 0, as in vLLM, because logits / temperature may overflow.
+GREEDY = 1e-5
 DEFAULT_TOKENS = 16  # ``max_tokens`` of a text completion, as in OpenAI's API
 # Fields whose default is in the model's ``generation_config.json``.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# Makes and returns the grammar of an answer, after passing it to a ``trial``
-# (``grammars.Trial``). It may take a second.
+# Function that returns the grammar of an answer, after passing the grammar to ``trial``
+# (``grammars.Trial``). A call may take a second.
 Structure = Callable[..., str]
 
-# Makers of grammars, by field of ``structured_outputs``.
+# Functions that make a grammar, by field of ``structured_outputs``.
 MAKERS: dict[str, Callable[[Any, str], str]] = {
     "json": grammars.grammar_of_schema,
     "regex": grammars.grammar_of_regex,
@@ -56,7 +57,7 @@ MAKERS: dict[str, Callable[[Any, str], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The parameters of a request, without its prompts."""
+    """The parameters of a request, without the prompts."""
 
     model: str
     sampling: Sampling  # ``max_tokens`` is 0 if the request gives none
@@ -64,22 +65,22 @@ class Wanted:
     stop: tuple[str, ...]
     is_streamed: bool
     has_usage: bool  # a streamed answer ends with its usage
-    has_usage_so_far: bool  # then each chunk has the usage so far, too
+    has_usage_so_far: bool  # with ``has_usage``: each chunk has the usage so far
     skips_special: bool
     echo: bool = False  # the answer begins with the prompt
     is_prompt_only: bool = False  # the answer has no output, but one token is computed
     timeout_s: float | None = None  # until the deadline; None: the model's default
-    # Seconds for which a stream is kept without a client; None: the default.
+    # Seconds for which a stream without a client is kept; None: the default.
     detach_s: float | None = None
     has_ids: bool = False  # the answer includes token ids
     structure: Structure | None = None
-    schema: Any = None  # JSON schema from which the structure is made, if any
+    schema: Any = None  # JSON schema of the structure; None: another structure, or none
     calling: Calling | None = None
     has_reasoning: bool = True  # the answer includes the reasoning
     session: str = ""  # requests of a tenant's session prefer the same replicas
     ignored: tuple[str, ...] = ()  # unknown fields of the request
-    given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
-    has_seed: bool = False  # else one is drawn
+    given: frozenset[str] = frozenset()  # fields of ``DEFAULTED`` that the request sets
+    has_seed: bool = False  # False: the gateway draws a seed
 
 
 def chat_of(
@@ -277,7 +278,7 @@ def schema_of(form: ResponseFormat | None, outputs: StructuredOutputs | None) ->
 
 
 def _check_metadata(given: dict[str, str] | None) -> None:
-    """Refuse metadata beyond OpenAI's limits; it has no other effect."""
+    """Refuse metadata beyond OpenAI's limits; metadata has no other effect."""
     found = given or {}
     is_long = any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in found.items())
     if len(found) > MAX_METADATA or is_long:
@@ -321,7 +322,7 @@ def check_fits(
     room = longest - prompt
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(
-            # Front ends look for OpenAI's wording, which comes first.
+            # The text begins with OpenAI's wording, which some front ends look for.
             f"This model's maximum context length is {longest} tokens. However, the "
             f"prompt has {prompt} and the answer may have {max(1, wanted.max_tokens)}; "
             "shorten the prompt, or lower max_tokens",

@@ -26,7 +26,7 @@ from multiworld.serve.spec.stage import Model, Tensors
 
 MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
 MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
-WINDOW = 32  # maximum texts of one request in flight; more would fill the queue
+WINDOW = 32  # maximum texts of one request in flight, so as not to fill the queue
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -45,7 +45,7 @@ class _Body(msgspec.Struct, frozen=True):
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
-INPUTS_PER_JOB = 32  # inputs to encode in one job, before a job of another tenant
+INPUTS_PER_JOB = 32  # inputs to encode in one job; other tenants' jobs may follow it
 
 _bodies = msgspec.json.Decoder(_Body)
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -57,7 +57,7 @@ _token_lists = msgspec.json.Decoder(list[list[Token]])
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A parsed request; ``is_base64``: vectors as Base64 of 32-bit floats."""
+    """A parsed request; ``is_base64``: return vectors as Base64 of 32-bit floats."""
 
     model: str
     inputs: list[str] | list[list[int]]
@@ -96,7 +96,7 @@ def _small(name: str, part: msgspec.Raw) -> Any:
 
 
 def _inputs(given: bytes) -> list[str] | list[list[int]]:
-    """Decode the inputs, after a check of their number."""
+    """Check the number of inputs, and decode them."""
     try:
         if given.startswith(b'"'):
             return _not_empty([_string.decode(given)])
@@ -142,7 +142,7 @@ def _check_dimensions(dimensions: int | None, model: Model) -> None:
 def _checked(
     frontend: Any, model: Model, inputs: list[str] | list[list[int]]
 ) -> list[Tensors]:
-    """Return the tensors of the inputs; refuse those that the model does not take."""
+    """Return the tensors of the inputs; refuse inputs that the model does not take."""
     is_text = isinstance(inputs[0], str)
     encode = getattr(frontend, "encode" if is_text else "encode_tokens", None)
     if encode is None:
@@ -163,7 +163,7 @@ async def _embed_all(call: AdmittedCall, asked: EmbeddingRequest) -> Response:
         is_refused = False
         try:
             answers = await _embed(call, asked, version, inputs, asked_at)
-        except OutdatedError:  # an update was completed meanwhile
+        except OutdatedError:  # an update has just made another version active
             is_refused = True
             continue
         except (OverloadedError, NoReplicaError):
@@ -194,7 +194,7 @@ async def _prepared(
     served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
     size = sum(map(len, asked.inputs))
-    if 16 * size < request_body.OFFLOAD_BYTES:  # encoding is 16 times as slow
+    if 16 * size < request_body.OFFLOAD_BYTES:  # 16 times as slow as parsing
         return version, model, _checked(frontend, model, asked.inputs)
     inputs: list[Tensors] = []
     for begin in range(0, len(asked.inputs), INPUTS_PER_JOB):  # may take seconds
@@ -223,7 +223,7 @@ async def _embed(
     deadline_at = asked_at + deadline_s
     routes = gateway.dispatcher.table.routes
     served = gateway.route(name, call.tenant)
-    if served not in routes:  # it was removed meanwhile
+    if served not in routes:  # the model has just been removed
         raise OutdatedError(f"{served!r} is no longer served")
     room = routes[served].max_queued_requests
     window = asyncio.Semaphore(max(1, min(WINDOW, room)))

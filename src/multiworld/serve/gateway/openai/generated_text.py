@@ -48,7 +48,7 @@ async def completions(call: AdmittedCall) -> Response:
 
 
 async def _completed(call: AdmittedCall, kind: CompletionKind) -> Response:
-    if call.record.stream:  # another gateway had begun it, and it is kept
+    if call.record.stream:  # a kept stream, which another gateway had begun
         return await events_behind(call, call.record.stream, 0)
     parse = partial(kind.parse, is_strict=call.gateway.is_strict)
     asked, wanted = await call.parsed(parse)
@@ -97,7 +97,7 @@ def _tokenize_request(body: Body) -> TokenizeBody:
 async def _encoded(
     call: AdmittedCall, size: int, encode: Callable[[], dict[str, Any]]
 ) -> Response:
-    """Run the tokenizer in a thread, fairly between tenants; answer with its result."""
+    """Run the tokenizer in a thread, fairly among tenants; answer with its result."""
     work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return json_response(await asyncio.wrap_future(work))
 

@@ -19,8 +19,8 @@ from multiworld.serve.gateway.http.recorder import Unrecorded
 from multiworld.serve.keeper.frames import Place
 
 LAST_EVENT = "last-event-id"  # header: number of the last event that the client has
-AFTER = "starting_after"  # the same as a query parameter, as in OpenAI's API
-BEGIN_S = 10.0  # seconds for a gateway to continue a stream of a lost gateway
+AFTER = "starting_after"  # query parameter of the same meaning, as in OpenAI's API
+BEGIN_S = 10.0  # maximum seconds to wait until a lost gateway's stream continues here
 DIGITS = 12  # maximum digits of an event's number
 
 
@@ -45,7 +45,7 @@ async def events_behind(call: Call, name: str, after: int) -> Response:
     """Answer with the events of a stream after number ``after``."""
     log = await _found(call, name)
     if log is None:
-        return Response()  # discarded, as the gateway that has the stream answers
+        return Response()  # discarded: the gateway that has the stream will answer
     if not log.has_all(after):
         raise UnknownStreamError(
             f"event {after + 1} is no longer kept; the operator can raise "
@@ -77,7 +77,7 @@ async def _found(call: Call, name: str) -> EventLog | None:
         place = await _recorder(call).find(name)
         if place is Place.ELSEWHERE and await _recorder(call).move(name):
             return None
-        if place is Place.HERE:  # the stream has just moved here, after a loss
+        if place is Place.HERE:  # the stream is just moving here, after a loss
             log = await logs.expect(name, tenant, BEGIN_S)
     if log is None:
         raise UnknownStreamError(

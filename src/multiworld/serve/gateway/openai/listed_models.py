@@ -1,4 +1,4 @@
-"""OpenAI's routes that list the models which a client may use."""
+"""OpenAI's routes that list the models that a client may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from multiworld.serve.gateway.http.calls import Call
 from multiworld.serve.gateway.http.http_responses import json_response
 
-BEGAN_AT = int(time.time())  # epoch seconds of the start; ``created`` of all models
+BEGAN_AT = int(time.time())  # start, in epoch seconds; field ``created`` of all models
 
 
 async def listed_models(call: Call) -> Response:

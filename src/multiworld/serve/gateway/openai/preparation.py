@@ -58,12 +58,12 @@ from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.tracing.request_trace import CURRENT
 
 MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline, which then passes at once
-MAX_SCORES = 200_000  # prompt logprobs in one answer, of about 50 bytes each
+MAX_SCORES = 200_000  # maximum prompt logprobs in one answer, of about 50 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    name: str  # of the shared or the dedicated model
+    name: str  # name of the shared or the dedicated model
     generation: Generation
     tokenizer: Tokenizer
     version: str
@@ -71,8 +71,8 @@ class ServedModel:
     limits: TimeLimits
     family: Family | None
     has_controls: bool
-    reasoning_marks: Sequence[str] | None  # in its spec
-    wait_s: float = WAIT_S  # maximum wait for a token, if a request has no deadline
+    reasoning_marks: Sequence[str] | None  # as given in the spec
+    wait_s: float = WAIT_S  # default limit of a wait for a token, without a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class Prompts:
 class CompletionKind:
     """The differences between chats and text completions."""
 
-    prefix: str  # of an answer's id
-    whole: str  # ``object`` of a whole answer
-    chunk: str  # ``object`` of a chunk
+    prefix: str  # prefix of an answer's id
+    whole: str  # field ``object`` of a whole answer
+    chunk: str  # field ``object`` of a chunk
     field: str  # name of the request field with the prompt
     parse: Callable[..., tuple[Any, Wanted]]  # parses a body
     encode: Callable[[AdmittedCall, ServedModel, Any, Wanted], Awaitable[Prompts]]
@@ -106,8 +106,8 @@ class Ready:
     echoes: tuple[str, ...]  # text with which each choice begins
     id: str
     made_at: int
-    reasoning: Reasoning | None  # that the output may begin with
-    parsers: tuple[AnswerParser | None, ...]  # of each choice; None: all is text
+    reasoning: Reasoning | None  # reasoning with which the output may begin
+    parsers: tuple[AnswerParser | None, ...]  # by choice; None: all output is text
     record: AnswerRecord = field(default_factory=unrecorded)
 
     @property
@@ -115,7 +115,7 @@ class Ready:
         return self.kind is CHAT
 
     def call_id(self, choice: int, number: int) -> str:
-        """Return the id of a call; Mistral's templates take 9 letters and digits."""
+        """Return the id of a call; Mistral's templates require 9 letters and digits."""
         return self.record.token(f"call {choice} {number}", 5)[:9]
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Ready:
 async def prepared(
     call: AdmittedCall, kind: CompletionKind, asked: Any, wanted: Wanted
 ) -> Ready:
-    """Prepare a request for the active version; start again if that changes."""
+    """Prepare a request for the active version; start over if the version changes."""
     gateway, name, tenant = call.gateway, wanted.model, call.tenant
     call.admitted.model = name
     began_at = gateway.authenticator.clock()
@@ -157,7 +157,7 @@ async def prepared(
 
 
 def _detach_s(gateway: Gateway, wanted: Wanted) -> float:
-    """Return the seconds for which a stream is kept without a client."""
+    """Return the seconds for which a stream without a client is kept."""
     if wanted.detach_s is None:
         return gateway.detach_s
     if not 0 <= wanted.detach_s <= gateway.max_detach_s:
@@ -185,7 +185,7 @@ async def served_model(call: AdmittedCall, name: str) -> ServedModel:
             param="model",
         )
     name = gateway.route(name, call.tenant)
-    # Read before the ``await``, after which the version may be gone.
+    # Read the spec before the ``await``, after which the version may be gone.
     whole = gateway.specs[name, version]
     spec = whole.generation
     assert spec is not None
@@ -256,7 +256,7 @@ async def _text_prompts(
         else:
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
-            break  # it will be refused
+            break  # the request will be refused
     return Prompts(tokens)
 
 
@@ -281,7 +281,7 @@ TEXT = CompletionKind(
 async def _encoded(
     call: AdmittedCall, size: int, encode: Callable[[], list[int]]
 ) -> list[int]:
-    """Encode a text in a thread (it may take a second), queued fairly among tenants."""
+    """Encode a text in a thread, in fair order among tenants; may take a second."""
     work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
     return await asyncio.wrap_future(work)
 
@@ -359,7 +359,7 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
 def _shown_marks(
     wanted: Wanted, served: ServedModel, reasoning: Reasoning | None
 ) -> frozenset[int]:
-    """Return the tokens that delimit parts of the output, and so are not skipped."""
+    """Return the tokens that delimit parts of the output, and must not be skipped."""
     marks = [] if reasoning is None else [reasoning.begin, reasoning.end]
     is_free = wanted.calling is not None and wanted.calling.is_free
     if is_free and served.family == "hermes":
@@ -375,7 +375,7 @@ async def _compiled(
     structure: Structure,
     reasoning: Reasoning | None,
 ) -> str:
-    """Return a structure's grammar, compiled in a thread; tenants queue fairly."""
+    """Compile a structure to a grammar, in a thread, in fair order among tenants."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = min(WAIT_S, call.gateway.deadline_s(wanted.model, call.tenant))
@@ -413,8 +413,8 @@ def _tried(
         ends=model.end_tokens,
         is_begun=reasoning.is_begun,
     )
-    # Try the answer's grammar on its own, too: a trial of the whole grammar starts with
-    # the reasoning and does not reach the answer.
+    # Also try the answer's grammar on its own, because a trial of the whole grammar
+    # starts with the reasoning and does not reach the answer.
     return whole(structure(trial=lambda g: why_not(g) or why_not(whole(g))))
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from multiworld.serve.gateway.openai.tool_calls import Call, CallParser, overlap
 
-# Marks of model families, in the order in which chat templates are searched for them:
+# Marks of model families, in the order in which chat templates are searched for marks:
 # DeepSeek, GLM, Kimi, Qwen and others; Mistral; Seed.
 KNOWN = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
-LAST = 128  # maximum tokens of the mark at a prompt's end and the space after it
-MAX_SPACE = 64  # maximum characters of space held back, as a mark may follow
+LAST = 128  # number of last prompt tokens in which to look for a mark
+MAX_SPACE = 64  # maximum characters of space held back because a mark may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def marks_of(
 ) -> tuple[str, str] | None:
     """Return the marks around a model's reasoning; None if it has none.
 
-    ``given``: the marks in its spec; None: find them in its chat templates.
+    ``given``: the marks in the model's spec; None: find them in its chat templates.
     """
     if given is not None:
         return (given[0], given[1]) if given else None
@@ -61,7 +61,7 @@ def marks_of(
 def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
     """Return the reasoning with which the output after a prompt may begin.
 
-    None if the prompt ends with the last mark, which templates write there for answers
+    None if the prompt ends with the end mark: a template writes it there for an answer
     without reasoning.
     """
     begin, end = marks
@@ -72,17 +72,17 @@ def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
 
 
 class ReasoningParser:
-    """Splits the output of one choice, as it grows, into reasoning and the rest.
+    """Splits the growing output of one choice into reasoning and the rest.
 
-    Space around the reasoning is dropped. If the last mark is a token, its characters
-    as plain text do not end the reasoning: a model may write about them.
+    Space around the reasoning is dropped. If the end mark is a token, its characters as
+    plain text do not end the reasoning, because a model may write about the mark.
     """
 
     def __init__(self, form: Reasoning) -> None:
         self._form = form
         self._held = ""
         self.is_thinking = form.is_begun
-        self._is_marked = form.end_token is None  # the text may have the last mark
+        self._is_marked = form.end_token is None  # the text may have the end mark
         self._is_over = self._has_thought = self._has_answered = False
 
     def feed(self, text: str, token: int) -> Iterator[str | Thought]:
@@ -136,13 +136,13 @@ class ReasoningParser:
 
 
 class AnswerParser:
-    """Splits the output of one choice, as it grows, into reasoning, text and calls."""
+    """Splits the growing output of one choice into reasoning, text and tool calls."""
 
     def __init__(self, form: Reasoning | None, calls: CallParser | None) -> None:
         self._thinking = None if form is None else ReasoningParser(form)
         self._calls = calls
         self._tokens = 0
-        self.thought_tokens = 0  # including the space before the reasoning
+        self.thought_tokens = 0  # includes the space before the reasoning
 
     @property
     def may_be_text(self) -> bool:
@@ -154,7 +154,7 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, token: int) -> Iterator[str | Call | Thought]:
-        """Parse the text of one more token; yield what can be sent."""
+        """Parse the text of one more token; yield the parts that can be sent."""
         if self._thinking is None:
             yield from self._said(text)
             return

@@ -1,6 +1,6 @@
 """Fields of requests for chat and text completions, as in OpenAI's API and vLLM.
 
-Unsupported fields are refused by name; unknown ones are ignored and reported.
+Unsupported fields are refused by name; most unknown fields are ignored and reported.
 """
 
 from __future__ import annotations
@@ -145,21 +145,22 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     text_input: str
     id: str = ""
-    parameters: dict[str, Any] = {}  # of a text completion
+    parameters: dict[str, Any] = {}  # fields of a text completion
     stream: bool | None = None  # ignored: the route decides
 
 
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 
-MAX_CHOICES = 64  # of one request, over all of its prompts
-MAX_STOPS = 16  # stop strings
-MAX_STOP = 256  # characters of a stop string, which every output token is checked for
-# Pairs of ``metadata``, characters of names and values, as in OpenAI's API.
+MAX_CHOICES = 64  # maximum choices of one request, over all of its prompts
+MAX_STOPS = 16  # maximum number of stop strings
+MAX_STOP = 256  # maximum characters of a stop string; checking each token costs time
+# Maximum pairs of ``metadata``, and maximum characters of their names and values, as in
+# OpenAI's API.
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MAX_SESSION = 256  # characters of ``prompt_cache_key``
-MAX_LOGPROBS = 20  # alternatives reported with each token
+MAX_SESSION = 256  # maximum characters of ``prompt_cache_key``
+MAX_LOGPROBS = 20  # maximum alternatives reported with each token
 
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_CHOICES),
@@ -177,9 +178,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_logprobs": (0, MAX_LOGPROBS),
     "logit_bias": (-100.0, 100.0),  # each bias
 }
-"""Minimum and maximum of each number."""
+"""Minimum and maximum of each number, by field."""
 
-# Fields of OpenAI's API and vLLM's that this server refuses.
+# Fields of OpenAI's API and of vLLM that this server refuses.
 UNSUPPORTED = (
     "chat_template",  # a client's template could run forever
     *("functions", "function_call", "modalities"),
@@ -193,10 +194,10 @@ UNSUPPORTED = (
 
 NOT_IN_CHATS = "echo", "add_special_tokens"
 
-# Values of some unsupported fields that request nothing, in place of ``DEFAULTS``.
+# For some unsupported fields, the values that have no effect, instead of ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
     "function_call": "none",
-    "web_search_options": None,  # {} asks for a search
+    "web_search_options": None,  # {} requests a search
     "service_tier": ("auto", "default"),
     "modalities": ["text"],
     "verbosity": "medium",
@@ -208,7 +209,7 @@ NOTHING: dict[str, Any] = {
     "add_special_tokens": False,
 }
 
-# Values of all other unsupported fields that request nothing.
+# For all other unsupported fields, the values that have no effect.
 DEFAULTS: tuple[Any, ...] = (*(None, False, [], {}, ""),)
 
 
@@ -226,13 +227,13 @@ MEANINGFUL = frozenset(
         *("prompt_logprobs", "input", "instructions", "lora", "adapter"),
     )
 )
-# Unknown fields that resemble a known one, but are fields of other servers.
+# Unknown fields that resemble a known field, but are fields of other servers.
 OTHERS = frozenset({"models"})
 
 # Fields within which an unknown field may change the answer.
 NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
 
-MAX_IGNORED = 16  # unknown fields of a request
+MAX_IGNORED = 16  # maximum number of ignored fields of a request
 
 _FIELD = re.compile(r"unknown field `([\w.-]{1,64})`(?: - at `\$\.?(.*)`)?")
 _STEP = re.compile(r"([\w-]+)|\[(\d+)\]")
@@ -244,11 +245,12 @@ def decoded_with_ignored(
     *,
     is_strict: bool,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return a request without its unknown fields, and the names of these.
+    """Return a request without its unknown fields, and their names.
 
     Raises:
         InvalidRequestError: The body is invalid, or an unknown field would change the
-            answer or is a misspelt known one. With ``is_strict``: any unknown field.
+            answer or is a misspelt known field. With ``is_strict``, any unknown field
+            is an error.
     """
     check_values(body)
     ignored: list[str] = []
@@ -315,7 +317,7 @@ def _named(text: str) -> str:
 
 
 def check_supported(asked: ChatBody | CompletionBody) -> None:
-    """Refuse fields that are not supported, unless their values request nothing."""
+    """Refuse fields that are not supported, unless their values have no effect."""
     is_chat = isinstance(asked, ChatBody)
     for name in UNSUPPORTED + (NOT_IN_CHATS if is_chat else ()):
         value = getattr(asked, name, None)

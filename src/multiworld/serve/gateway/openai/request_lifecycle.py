@@ -1,4 +1,4 @@
-"""Generation of a prepared request's output and its answer, for all APIs."""
+"""Generation of a prepared request's output and answer, for all APIs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Form:
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
     event_stream: type[EventStream] = EventStream
-    stream_path: str = ""  # path to kept streams, before the id; empty: none are kept
+    stream_path: str = ""  # path of kept streams, up to the id; empty: none are kept
 
 
 def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
-    """Reserve queue places for all choices, charge the prompt, and return the output.
+    """Reserve places in the queue, charge the prompts, and return the output.
 
     No replica is chosen before the first piece is read.
 
     Raises:
-        OverloadedError: The queue has no room; the request is not charged.
+        OverloadedError: The queue has no room for all choices; nothing is charged.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
-    call.reservation.release()  # of the body; a stream may take long
+    call.reservation.release()  # frees the body's memory: a stream may take long
     limits, record = ready.served.limits, call.record
     deadline_s = wanted.timeout_s
     if deadline_s is None:
@@ -56,7 +56,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
     reserve = gateway.streams.resume if record.is_resumed else gateway.streams.reserve
     places = reserve(ready.served.name, share, len(ready.choices))
     call.held.enter_context(places)
-    if record.drawn.deadline_at is None:  # no gateway has prepared it before
+    if record.drawn.deadline_at is None:  # no other gateway has begun this request
         prompts = ready.choices[::n]
         size = sum(len(choice.prompt) for choice in prompts)
         gateway.authenticator.count_prompt(admitted, size)
@@ -88,7 +88,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
 async def answered(
     call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece], form: Form
 ) -> Response:
-    """Answer with the output, whole or as a stream of events."""
+    """Answer with the output, as a whole or as a stream of events."""
     response: Response
     if ready.wanted.is_streamed:
         response = streamed = form.event_stream(form.events(ready, pieces))
@@ -109,7 +109,7 @@ async def answered(
 async def _watched(
     call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece]
 ) -> AsyncGenerator[Piece]:
-    """Yield pieces; record the request if it is found to be poison."""
+    """Yield pieces; record the request if it turns out to be a poison request."""
     try:
         async with aclosing(pieces):
             async for piece in pieces:

@@ -63,7 +63,7 @@ MESSAGE: Schema = {
     },
 }
 
-# Schemas that are more exact than the fields' types, by field.
+# Schemas that are more exact than those from the fields' types, by field.
 EXACT: dict[str, Schema] = {
     "model": {"type": "string", "minLength": 1},
     "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
@@ -219,7 +219,8 @@ def described(
 ) -> dict[str, Any]:
     """Describe a route's body and answer.
 
-    ``body`` is a name in ``schemas``; ``answer`` is None if all answers are streamed.
+    ``body`` names a schema of ``schemas``; ``answer`` is None if all answers are
+    streamed.
     """
     content: dict[str, Any] = {}
     if answer is not None:

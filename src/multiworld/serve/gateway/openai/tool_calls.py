@@ -1,8 +1,8 @@
 """Tools that a model may call, as in OpenAI's API. Pure.
 
-With ``tool_choice: auto``, the model writes its calls in the format of its template
-family, and the parser finds them. With a named tool or ``required``, the output is
-constrained to the arguments of the call, or to a list of calls, which works with any
+With ``tool_choice: auto``, the model writes tool calls in the format of its template
+family, and ``CallParser`` finds them. With a named tool, the output is constrained to
+the arguments of the call; with ``required``, to a list of calls. Both work with any
 model.
 """
 
@@ -19,16 +19,16 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 
-# Not strict, because models write unescaped line breaks into strings.
+# Not strict, because models write unescaped line breaks in strings.
 DECODER = json.JSONDecoder(strict=False)
 
-MAX_TOOLS = 128  # of a request, as in OpenAI's API
-BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
-NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # of a tool, as in OpenAI's API
+MAX_TOOLS = 128  # maximum tools of a request, as in OpenAI's API
+BEGIN, END = "<tool_call>", "</tool_call>"  # marks around a call of Hermes and Qwen
+NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # name of a tool, as in OpenAI's API
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-MAX_MARKS = 8  # end marks that are tried for a call; each try parses the call
-# The start of text that may be a call in Llama 3's format, and the separator before
-# each further call.
+MAX_MARKS = 8  # maximum end marks to try for a call; each try parses the call
+# Start of a text that may be a call in Llama 3's format, and the separator before each
+# further call.
 CALL_BEGUN = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|$)')
 NEXT_CALL = re.compile(r"[\s;]*(?=[{\[])")
 # Families of chat templates, named like vLLM's tool parsers.
@@ -61,9 +61,9 @@ class Calling:
     """The tool calls that a model may make in one answer."""
 
     tools: tuple[Tool, ...]
-    named: str = ""  # the tool that the model must call; empty: its own choice
-    is_required: bool = False  # it must call at least one
-    is_single: bool = False  # it may call at most one
+    named: str = ""  # the tool that the model must call; empty: the model chooses
+    is_required: bool = False  # the model must make at least one call
+    is_single: bool = False  # the model may make at most one call
 
     @property
     def is_free(self) -> bool:
@@ -72,7 +72,7 @@ class Calling:
 
     @property
     def is_strict(self) -> bool:
-        """True if the model may answer with text, and calls must fit their schema."""
+        """True if the model may answer with text, but calls must fit their schemas."""
         return self.is_free and any(tool.function.strict for tool in self.tools)
 
     @property
@@ -81,7 +81,7 @@ class Calling:
         return _parameters(tool)
 
     def forms(self, *, is_strict: bool = False) -> list[tuple[str, Any]]:
-        """Return the name and the JSON schema of the parameters of each tool."""
+        """Return the name of each tool, and the JSON schema of its parameters."""
         return [
             (
                 tool.function.name,
@@ -96,7 +96,7 @@ class Calling:
 def calling_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None
 ) -> Calling | None:
-    """Return the tool calls that a request allows; None if it allows none."""
+    """Return the tool calls that a request allows; None if it allows no calls."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError('"tool_choice" needs tools', param="tool_choice")
@@ -134,7 +134,7 @@ def _parameters(tool: Tool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, or a part of its JSON arguments; only the first part has a name."""
+    """A tool call, or a part of its JSON arguments; only the first part has a name."""
 
     number: int
     name: str
@@ -142,12 +142,12 @@ class Call:
 
 
 class CallParser:
-    """Finds the tool calls in the output of one choice, as it grows."""
+    """Finds the tool calls in the growing output of one choice."""
 
     def __init__(self, calling: Calling, family: Family | None) -> None:
         self.calling, self._family = calling, family
         self._held = ""
-        # Further text of an incomplete call; joined once the call may be complete.
+        # Further text of an incomplete call, to join once the call may be complete.
         self._later: list[str] = []
         self._tail = ""
         self._is_open = self._is_free = False
@@ -155,7 +155,7 @@ class CallParser:
         self.calls = 0
 
     def feed(self, text: str) -> Iterator[str | Call]:
-        """Parse more output; yield text to send, or calls."""
+        """Parse more output; yield text and calls to send."""
         self._later.append(text)
         if self._is_open:
             self._tail = self._tail[1 - len(END) :] + text
@@ -196,13 +196,13 @@ class CallParser:
         yield from self._rest()
 
     def _required(self) -> Iterator[Call]:
-        """Yield the calls of a list, each once it is complete."""
+        """Yield each call of a list once the call is complete."""
         text, self._held = self._held, ""
         for call in self._listed.feed(text):
             yield from self._calls(self._parsed(call) or [])
 
     def _named(self) -> Iterator[Call]:
-        """Yield the arguments of the one call as they arrive."""
+        """Yield the arguments of the only call as they arrive."""
         if self._held or not self.calls:
             name = "" if self.calls else self.calling.named
             yield Call(0, name, self._held)
@@ -235,8 +235,8 @@ class CallParser:
     def _closed(self, text: str) -> tuple[list[tuple[str, str]] | None, int]:
         """Return the calls before the end mark, and the position of that mark.
 
-        No calls (None): the text is not a valid call. Position -1: it is not complete
-        yet. A mark within a JSON string is skipped.
+        None instead of calls: the text is not a valid call. Position -1: the call is
+        not yet complete. A mark within a JSON string is skipped.
         """
         end = -1
         for _ in range(MAX_MARKS):
@@ -308,7 +308,7 @@ class CallParser:
 
 
 class ListedCalls:
-    """Finds the objects of a JSON list in a text, as it grows."""
+    """Finds the objects of a JSON list in a growing text."""
 
     def __init__(self) -> None:
         self._object: list[str] = []
@@ -342,7 +342,7 @@ def _ends_in_string(text: str) -> bool:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of ``text`` that starts ``mark``."""
+    """Return the length of the longest suffix of ``text`` that may begin ``mark``."""
     for count in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-count:]):
             return count

@@ -36,7 +36,7 @@ from multiworld.serve.gateway.openai.request_lifecycle import (
     begin_generation,
 )
 
-# Parameter that leaves out the prompt, as in Triton's vLLM backend.
+# Parameter that removes the prompt from the answer, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"
 
 
@@ -46,7 +46,7 @@ _bodies = msgspec.json.Decoder(GenerateBody)
 FIXED = (
     *("model", "prompt", "n", "best_of", "echo", "stream", "stream_options"),
     *("logprobs", "return_token_ids"),  # the answer has no field for them
-    "detach_s",  # its events have no id
+    "detach_s",  # the stream's events have no id
 )
 
 

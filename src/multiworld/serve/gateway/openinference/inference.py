@@ -113,7 +113,7 @@ async def _computed(
                     call.admitted, name, version, asked.tensors, timeout_s, session
                 )
                 return version, answer
-            except OutdatedError:  # an update was completed meanwhile
+            except OutdatedError:  # an update has just made another version active
                 version, model = _model(call)
                 tensor_format.check(asked.tensors, model)
                 timeout_s = max(0.001, ends_at - clock())
@@ -143,11 +143,11 @@ async def _rendered(
 
 
 def _tokens(tensors: Tensors) -> int:
-    """Return the number of tokens in ``input_ids``, as transformers names them."""
+    """Return the number of tokens in ``input_ids``, the name that transformers uses."""
     ids = tensors.get("input_ids")
     return 0 if ids is None else ids.numel()
 
 
 def _session(given: int | str | None) -> str | None:
-    """Return the session; requests of one session prefer the same replicas."""
+    """Return the session, whose requests prefer the same replicas; None: no session."""
     return None if given in (None, 0, "") else str(given)

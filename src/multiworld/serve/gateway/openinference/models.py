@@ -18,7 +18,7 @@ from multiworld.serve.spec.stage import Model, TensorSpec
 PLATFORM = "multiworld_pytorch"  # field of each model's metadata
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
-TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]  # of ``generate``
+TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]  # outputs of ``generate``
 
 
 async def server(call: Call) -> Response:

@@ -30,12 +30,12 @@ from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.wire.collation import rows_of
 
-MAX_DIMENSIONS = 16  # of a tensor
-MAX_DIGITS = 18  # of a length; ``int`` is slow for millions of digits
-MAX_ELEMENTS = 2**40  # in a tensor, and in each dimension
+MAX_DIMENSIONS = 16  # maximum dimensions of a tensor
+MAX_DIGITS = 18  # maximum digits of a length: ``int`` is slow for millions of digits
+MAX_ELEMENTS = 2**40  # maximum elements of a tensor, and maximum size of a dimension
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
-FEW = 16  # up to this many values, Python checks them faster than torch
-SHOWN = 80  # characters of an invalid value in an error text
+FEW = 16  # up to this many values, Python checks faster than torch
+SHOWN = 80  # maximum characters of an invalid value in an error text
 
 
 class InferenceParameters(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class InferenceParameters(msgspec.Struct, frozen=True):
 
     binary_data_output: Any = False
     timeout_s: Any = None
-    timeout: Any = None  # microseconds, as Triton's clients send it
+    timeout: Any = None  # microseconds, as sent by Triton's clients
     sequence_id: int | str | None = None  # 0 and "" mean none
 
 
@@ -97,7 +97,7 @@ class NotFiniteError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A parsed request; ``outputs`` maps requested names to whether each is binary."""
+    """A parsed request; ``outputs``: whether each requested output is binary."""
 
     tensors: Tensors
     id: str | None
@@ -106,7 +106,7 @@ class InferenceRequest:
 
     @property
     def is_binary(self) -> bool:
-        """True if outputs that the request does not name are binary."""
+        """True if outputs that the request does not name are sent as binary data."""
         return self.parameters.binary_data_output is True
 
 
@@ -156,7 +156,7 @@ def json_length(header: str | None, total: int) -> int:
 
 
 def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
-    """Return the tensor, and the number of bytes that it has in ``rest``."""
+    """Return the tensor of an input, and the number of bytes it takes from ``rest``."""
     name = f"input {item.name[:SHOWN]!r}"
     dtype = TORCH_OF.get(item.datatype)
     if dtype is None:
@@ -166,7 +166,7 @@ def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
         )
     shape = _shape(name, item.shape)
     count = math.prod(shape)
-    # Even without elements, the strides of a tensor are products of its sizes.
+    # The strides of a tensor are products of its sizes, even if it has no elements.
     if math.prod(max(1, size) for size in shape) >= MAX_ELEMENTS:
         raise InvalidRequestError(
             f"{name}: shape {shape} is too large; split the request"
@@ -224,7 +224,7 @@ def _from_bytes(
 
 
 def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor:
-    """Decode a JSON list in pieces, so that none holds the GIL for long."""
+    """Decode a JSON list in pieces, so as not to hold the GIL for long."""
     if not data.startswith(b"["):
         raise InvalidRequestError(
             f'{name}: "data" must be a list, or give binary_data_size'
@@ -358,7 +358,7 @@ def _outputs(
 def render(
     name: str, version: str, request: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the length of its JSON part (None: all)."""
+    """Return an answer's body, and the length of its JSON part (None: all is JSON)."""
     missing = request.outputs.keys() - tensors.keys()
     if missing:
         raise InvalidRequestError(
@@ -378,7 +378,7 @@ def render(
             "shape": list(tensor.shape),
         }
         if request.outputs.get(label, request.is_binary):
-            whole = plain(tensor)  # keeps the memory alive for ``memory_of``
+            whole = plain(tensor)  # keeps the memory that ``memory_of`` refers to alive
             blob = bytes(memory_of(whole))
             item["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)

@@ -23,7 +23,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Delivery to its client of the answer in the current event."""
+    """Delivery of the answer in the current event to the client."""
 
     number: int
 
@@ -36,7 +36,10 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A request that is queued again after ``replica`` had it; to log and count."""
+    """A request that is queued for another attempt; the dispatcher logs and counts it.
+
+    ``replica`` had the previous attempt.
+    """
 
     number: int
     replica: str

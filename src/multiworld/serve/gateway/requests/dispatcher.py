@@ -79,14 +79,14 @@ class Dispatcher:
         *,
         deadline_s: float | None = None,
         session: str | None = None,
-        # For a probe: the replicas that it must pass, by stage.
+        # For a probe: replicas through which it must pass, by stage.
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
         version: str = "",
         origin: Origin = NOWHERE,
     ) -> Tensors:
-        """Answer a request; cancelling withdraws it, and cancels its attempts."""
+        """Answer a request; cancelling withdraws it and cancels its attempts."""
         route = self.table.routes.get(model)
         if route is None:
             raise refusals.unknown_model(model, sorted(self.table.routes))
@@ -296,13 +296,14 @@ class Dispatcher:
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
-            # A lone request need not wait for others to share its frame.
+            # With only one request in flight, there is no need to wait for others to
+            # share the frame.
             put = outbox.put_now if len(self._calls) == 1 else outbox.put
             put(header, [tensors for _, tensors in pieces])
 
     def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)
-        if call is None or call.answered.done():  # withdrawn just before
+        if call is None or call.answered.done():  # the request was just withdrawn
             return
         if isinstance(what, ServeError):
             call.answered.set_exception(what)

@@ -15,17 +15,17 @@ class Submitted:
     model: str
     deadline_at: float  # on the router's clock
     session: str | None = None
-    # For a probe: the replicas that it must pass, by stage. Its other replicas need not
-    # be ready either, and a full queue does not refuse it.
+    # For a probe: replicas through which it must pass, by stage. A probe may also pass
+    # other replicas that are not ready, and a full queue does not refuse it.
     via: dict[int, str] | None = None
     share: Share = DEFAULT_SHARE
-    rows: int = 1  # its cost in fair queueing
-    version: str = ""  # of the model that it was checked against; empty: any
+    rows: int = 1  # cost in fair queueing
+    version: str = ""  # model version that checked the request; empty: any version
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A replica's report about requests."""
+    """A replica's note about requests."""
 
     replica: str
     note: Note
@@ -60,7 +60,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The end of the edge to a replica; ``is_polite``: it left and was not lost."""
+    """The end of the edge to a replica; ``is_polite``: the replica left, not lost."""
 
     replica: str
     is_polite: bool = False

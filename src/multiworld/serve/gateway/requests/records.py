@@ -12,7 +12,7 @@ from multiworld.serve.routing.poison_rules import REQUEST_RULE, LossLedger
 
 @dataclass(slots=True)
 class AttemptState:
-    """One attempt; ``is_done``: its replica has begun another batch since."""
+    """One attempt; ``is_done``: its replica has since begun another batch."""
 
     replica: str
     is_begun: bool = False
@@ -26,7 +26,7 @@ class AttemptState:
 
 @dataclass(slots=True)
 class Request:
-    """A request that is not answered yet."""
+    """A request that has not been answered."""
 
     job: Submitted
     # Attempts in flight, by number.

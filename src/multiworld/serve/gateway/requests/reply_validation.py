@@ -14,7 +14,8 @@ from multiworld.serve.wire.inference_messages import Attempt
 from multiworld.serve.wire.protocol import MessageError
 from multiworld.serve.wire.routing_table import Replica, RoutingTable
 
-# Returns a request in flight and its number of attempts; None if it has ended.
+# Function that returns a request in flight and its number of attempts; None if it has
+# ended.
 Sent = Callable[[int], tuple[Submitted, int] | None]
 
 
@@ -28,7 +29,7 @@ def check(
     """Raise MessageError if a replica may not send this message about requests."""
     replica = table.replicas.get(peer)
     if replica is None:
-        return  # no longer in the table: harmless
+        return  # harmless: the replica is no longer in the table
     match message:
         case inference_messages.Answers(items):
             route = table.routes.get(replica.model)

@@ -1,16 +1,17 @@
 """Router: dispatch, replay, hedging and isolation of poison requests. Pure.
 
 A router keeps each request until it is answered, and knows which replica holds each of
-its attempts: the router chose the replica of stage 0, and every replica reports the
-batches that it *begins*. When a replica is lost, its requests are treated as follows:
+the request's attempts: the router chose the replica of stage 0, and every replica
+reports the batches that it *begins*. When a replica is lost, the router treats its
+requests as follows:
 
 * A request that was only queued there is replayed at once. After two such losses it
   becomes a *suspect*.
-* A request that was being computed becomes a suspect at once, or after a second loss if
-  it was one of many in its batch: it may be a *poison request*, which kills replicas.
+* A request that was being computed may be a *poison request*, which kills replicas. It
+  becomes a suspect at once or, if it was one of many in its batch, after a second loss.
   Suspects are replayed in *isolation*: one at a time, each alone in its batch, so that
-  no other request is lost with a poison request. A request is poison, and is refused,
-  after two replicas died while they computed it in isolation.
+  no other request is lost together with a poison request. A request is poison, and is
+  refused, after two replicas died while they computed it in isolation.
 
 A replica that has been silent for a fraction of a second receives no new work. The
 requests that it holds are *hedged*: a second attempt goes to another replica, and the
@@ -46,7 +47,7 @@ from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 # isolation, after other suspects.
 ISOLATION_S = 60.0
 
-COMPACT = 1000  # ended requests' deadlines to keep before all are removed together
+COMPACT = 1000  # number of ended requests' deadlines above which these are removed
 
 
 class Router:
@@ -161,13 +162,13 @@ class Router:
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
-        """Reject requests that wait for another version, but none that is in flight."""
+        """Reject requests for another version that wait, but none that is in flight."""
         outdated = [
             r
             for r in self._requests.values()
             if r.job.model == model and self._is_outdated(r.job)
         ]
-        for request in outdated:  # first, because ``_reject`` sends waiting requests
+        for request in outdated:  # before ``_reject``, which sends waiting requests
             if request.is_waiting:
                 self._dequeue(request)
         return [
@@ -264,7 +265,7 @@ class Router:
             models[request.job.model] = None
         self._note_done(replica, batch.attempts)
         if replica not in self._view.connected:
-            # The replica was lost before its message arrived.
+            # The replica was lost before this message arrived.
             return self._lost(events.Lost(replica))
         return [action for model in models for action in self._pump(model)]
 
@@ -299,8 +300,8 @@ class Router:
     # Failures.
 
     def _lost(self, event: events.Lost) -> list[Action]:
-        # The service shuts down a replica that drains for too long, so its requests are
-        # not to blame.
+        # Requests are not to blame for the loss of a draining replica: if it drains for
+        # too long, the service shuts it down.
         is_harmless = event.is_polite or self._view.is_leaving(event.replica)
         self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
@@ -324,10 +325,10 @@ class Router:
         return actions + self._pump_all()
 
     def _isolate_tenant(self, job: events.Submitted) -> None:
-        """Isolate a tenant's requests for ``ISOLATION_S``, after other suspects."""
+        """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
         tenant = job.share.tenant
         if not tenant:
-            return  # shared by all clients without a key, which are not isolated
+            return  # clients without a key share this name, and are not isolated
         self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
         for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
@@ -367,13 +368,13 @@ class Router:
     def _dropped(
         self, attempts: tuple[Attempt, ...], stage: int, *, is_returned: bool = False
     ) -> list[Action]:
-        """Replay attempts that did not reach ``stage``, or may not have."""
-        # ``is_returned``: no replica of the stage took them, which is not a loss.
+        """Replay attempts that did not reach ``stage``, or may not have reached it."""
+        # ``is_returned``: no replica of the stage accepted them, which is not a loss.
         actions: list[Action] = []
         models: dict[str, None] = {}
         for attempt, request, state in self._in_flight(attempts):
             if self._stage_of(state.replica) >= stage:
-                continue  # it did arrive: if that replica is lost, ``_lost`` replays it
+                continue  # it did arrive: ``_lost`` replays it if that replica is lost
             del request.attempts[attempt[1]]
             self._held[state.replica].pop(attempt, None)
             if not is_returned:
@@ -391,7 +392,7 @@ class Router:
         if queue.isolated == number:
             queue.isolated = None
         if request.is_waiting and request.is_suspect and not request.attempts:
-            self._enqueue(request)  # move it to the suspects
+            self._enqueue(request)  # moves the request to the suspects
         if request.attempts:
             return []
         if self._is_outdated(request.job):
@@ -411,7 +412,7 @@ class Router:
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
     def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
-        """Hedge requests held by or sent to a silent replica, oldest first."""
+        """Hedge requests that a silent replica holds or was sent, oldest first."""
         actions: list[Action] = []
         models: dict[str, None] = {}
         for (number, _), request, state in self._in_flight(sorted(attempts)):
@@ -433,7 +434,7 @@ class Router:
         if job.via is not None:
             queue.probes.append(number)
         else:
-            queue.regular.drop(number)  # it may have become a suspect
+            queue.regular.drop(number)  # the request may have become a suspect
             waiting = queue.suspects if request.is_suspect else queue.regular
             waiting.put(number, job.share, job.rows, number)
         if request.attempted == 0 and not was_waiting:
@@ -475,7 +476,7 @@ class Router:
         return actions
 
     def _next_suspect(self, queue: Queue) -> int | None:
-        """Return the next suspect; those of isolated tenants come last."""
+        """Return the next suspect; suspects of isolated tenants come last."""
         first = queue.suspects.next()
         if first is None or not queue.isolated_until:
             return first
@@ -497,7 +498,7 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # Only the replica of this request's session is full; others need not wait.
+        # The next request waits only for its session's home; others need not wait.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             if not self._is_any_free(request.job.model, route):

@@ -24,9 +24,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The end of a stream at its deadline, with the tokens that it has."""
+    """The end of a stream at its deadline, with the tokens generated so far."""
 
-    error: ServeError  # to raise if the request has no token at all
+    error: ServeError  # to raise if the whole request has no token
 
 
 Item = TokenItem | Cut | ServeError
@@ -40,7 +40,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RequestReplicas:
-    model: str  # a stream waits for it, and it may have scaled to zero
+    model: str  # model that a stream waits for, and that may have scaled to zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class Log:
     number: int = 0  # of the stream
     request: str = ""  # its id
     is_warning: bool = False
-    is_loss: bool = False  # the stream's attempt has ended, and another one follows
+    is_loss: bool = False  # the stream's attempt has failed, and another one follows
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    error: MessageError  # about a message that its sender may not send
+    error: MessageError  # about a message that its sender was not authorised to send
 
 
 Action = Send | Deliver | RequestReplicas | Log | Refuse
 
 
-# Messages about several sequences, and the maximum number of sequences in one message,
-# because frames have a limit.
+# Messages about several sequences, and the maximum number of sequences in one message.
+# It is limited because frames are limited.
 Several = BeginSequences | EndSequences | PauseSequences
 MAX_MERGED = 64
 

@@ -13,31 +13,31 @@ from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
 # Tokens per block of a prefix, and maximum tokens of a prefix used for routing.
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-# Seconds for which a replica counts as new, so that streams move to it from busier
-# replicas. Later it gets only new streams.
+# Seconds for which a replica counts as new. Running streams move from busier replicas
+# to a new replica; later, the replica gets only new streams.
 NEW_S = 60.0
-# A session's preferred replica gets the session's next stream unless it has more than
-# this many streams more than another replica.
+# A session's preferred replica gets the session's next stream unless the load of that
+# replica exceeds another replica's load by more than this many streams.
 HOME = 2
-# A replica that computes the steps of one stage-0 replica gets those of a second one
-# only if other replicas have at least this many streams more. Each stage-0 replica
-# sends a step of its own for every token, and a step costs about as much as nine
-# tokens.
+# A replica that computes the steps of one stage-0 replica gets streams of a second
+# stage-0 replica only if other replicas have at least this many streams more. Each
+# stage-0 replica sends its own step for every token, and a step costs about as much as
+# nine tokens.
 SPLIT = 4
-# Streams added to the load of a replica that lacks a connection, and seconds for which
-# they are added.
+# Number of streams to add to the load of a replica that lacked a connection, and
+# seconds for which they are added.
 AVOIDED_LOAD, AVOIDED_S = 8, 10.0
-# Maximum number of replicas of a stage, chosen at random, to compare for a new stream.
+# Maximum number of random replicas of a stage to compare for a new stream.
 COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A new replica, and the busiest one of its stage."""
+    """A new replica, and the busiest replica of its stage."""
 
     busiest: str
     new: str
-    surplus: int  # streams that the new one should take over
+    surplus: int  # number of streams that the new replica should take over
 
 
 def surplus_of(highest: int, lowest: int) -> int:
@@ -46,7 +46,7 @@ def surplus_of(highest: int, lowest: int) -> int:
 
 
 class StepSources:
-    """The stage-0 replicas whose steps each replica computes."""
+    """The stage-0 replicas that send steps to each replica of a later stage."""
 
     def __init__(self) -> None:
         self._of: dict[str, Counter[str]] = {}
@@ -65,7 +65,7 @@ class StepSources:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Return whether a replica computes others' steps, but none of ``first``."""
+        """Return whether a replica computes steps of others, but none of ``first``."""
         return name in self._of and first not in self._of[name]
 
 
@@ -79,20 +79,20 @@ class ChainSelection:
         self._new: dict[str, float] = {}
         self.draining: tuple[str, ...] = ()
         self.sources = StepSources()
-        # Number of streams at each replica, including those being moved to it.
+        # Number of streams at each replica, including streams being moved to it.
         self.load: Counter[str] = Counter()
-        # When to stop avoiding a replica that lacked a connection to another one, by
-        # name.
+        # Time until which a replica that lacked a connection to another replica is
+        # avoided, by name.
         self._avoided_until: dict[str, float] = {}
 
     def avoid(self, replicas: Sequence[str], now: float) -> bool:
-        """Avoid replicas that lack a connection; False if all were avoided already."""
+        """Avoid replicas that lack a connection; False if all were already avoided."""
         is_known = all(name in self._avoided_until for name in replicas)
         self._avoided_until.update(dict.fromkeys(replicas, now + AVOIDED_S))
         return not is_known
 
     def tick(self, now: float) -> None:
-        """Stop avoiding replicas after ``AVOIDED_S``."""
+        """Stop avoiding replicas that have been avoided for ``AVOIDED_S``."""
         over = [name for name, until in self._avoided_until.items() if until <= now]
         for name in over:
             del self._avoided_until[name]
@@ -122,9 +122,9 @@ class ChainSelection:
 
     def choose(self, stream: Stream, avoided: Collection[str] = ()) -> Chain | None:
         """Return a chain for a waiting stream; None if a stage has no replica."""
-        # ``avoided``: replicas that are chosen only if a stage has no others. Replicas
-        # that keep the KV of an earlier attempt are reused; the rest are those with the
-        # least load.
+        # ``avoided``: replicas to choose only if a stage has no others. Replicas that
+        # keep the KV of an earlier attempt are reused; for other stages, the replica
+        # with the least load is chosen.
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return None
@@ -141,7 +141,7 @@ class ChainSelection:
         return None
 
     def without_draining(self, stream: Stream) -> Chain | None:
-        """Return a usable chain that replaces draining replicas, or None."""
+        """Return a usable chain without the stream's draining replicas, or None."""
         if not self.is_leaving(stream):
             return None
         staying = tuple(
@@ -173,7 +173,7 @@ class ChainSelection:
         )
 
     def uneven(self, now: float) -> Iterator[Uneven]:
-        """Yield the new replicas that are less loaded than others of their stage."""
+        """Yield the new replicas with much less load than others of their stage."""
         busiest: dict[tuple[str, str, int], str] = {}
         for name, since in list(self._new.items()):
             if now - since > NEW_S:
@@ -211,7 +211,7 @@ class ChainSelection:
         self,
         stream: Stream,
         version: str,
-        kept: Sequence[str],  # by stage; an empty name: choose one
+        kept: Sequence[str],  # by stage; an empty name: choose a replica
         *,
         is_ready: bool = False,  # all replicas must be usable now
         without: Collection[str] = (),
@@ -243,7 +243,7 @@ class ChainSelection:
     def _with_same_noise(
         self, stream: Stream, found: Sequence[Replica]
     ) -> Sequence[Replica]:
-        """Return the replicas that sample with the noise of the stream's tokens."""
+        """Return the replicas whose noise source sampled the stream's tokens."""
         if stream.noise is None:
             return found
         return [r for r in found if r.noise == stream.noise]
@@ -265,7 +265,7 @@ class ChainSelection:
         if stream.via:  # a probe may also pass replicas that are starting
             ready = ready or found
         elif stream.made and not ready:
-            # A draining replica is better than one of another version.
+            # A draining replica is better than a replica of another version.
             ready = [r for r in found if r.state is ReplicaState.DRAINING]
         return [r for r in ready if r.name not in self.view.silent] or ready
 
@@ -300,7 +300,7 @@ class ChainSelection:
         return min(usable, key=cost).name if usable else None
 
     def _some(self, found: Sequence[Replica], names: Iterable[str]) -> list[Replica]:
-        """Return random replicas of a stage, and the usable ones of ``names``."""
+        """Return random replicas of a stage, and usable replicas among ``names``."""
         drawn = [found[int(self._chance() * len(found))] for _ in range(COMPARED)]
         replicas, one = self.view.table.replicas, found[0]
         named = [replicas[name] for name in names if self.view.is_usable(name)]

@@ -12,13 +12,13 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    stream: Stream  # its client waits for tokens
+    stream: Stream  # a client waits for its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    number: int  # of a stream that its client no longer reads, for whatever reason
-    error: BaseException | None = None  # why it ended early; None: it is complete
+    number: int  # number of a stream that its client no longer reads
+    error: BaseException | None = None  # why the stream ended early; None: complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Connected:
 @dataclass(frozen=True, slots=True)
 class Disconnected:
     replica: str
-    is_polite: bool  # the replica left; otherwise it was lost
+    is_polite: bool  # True: the replica left; False: it was lost
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     replica: str
-    messages: Sequence[EdgeMessage]  # of one frame, in order
+    messages: Sequence[EdgeMessage]  # messages of one frame, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class TenantQuarantined:
-    tenant: str  # its requests to the model are refused from now on
+    tenant: str  # tenant whose requests to the model are refused from now on
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    request: str  # id of the request whose streams end
+    request: str  # id of the request whose streams an operator ends
 
 
 Event = (

@@ -12,10 +12,10 @@ SHOWN = 100  # maximum number of streams, and of chains, that a gateway shows
 
 
 def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
-    """Return streams for display: first those in trouble, then the oldest.
+    """Return streams for display: first those in trouble, then others, by age.
 
     Args:
-        streams: Streams of this gateway; probes are left out.
+        streams: Streams of this gateway; probes are not returned.
         now: Monotonic time, as in ``Stream.began_at``.
     """
     theirs = [stream for stream in streams if not stream.via]
@@ -42,7 +42,7 @@ def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
 def chains_of(
     streams: Collection[Stream],
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Return the chains with most streams, and each chain's number of streams."""
+    """Return the chains with the most streams, and the number of streams of each."""
     counts = Counter(stream.chain for stream in streams if stream.chain)
     return tuple(counts.most_common(SHOWN))
 

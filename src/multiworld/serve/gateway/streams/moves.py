@@ -1,9 +1,9 @@
 """Moves of streams to other replicas without a pause. Pure.
 
-When a replica drains, or a new one has less load, a stream moves to another replica.
-That replica is prepared while the stream continues: the previous stage replays its
-activation log to it. Once it lacks only a few tokens, the stream continues there as
-another attempt.
+When a replica drains, or a new replica has less load, a stream moves to another
+replica. This target is prepared while the stream continues: the previous stage replays
+its activation log to the target. Once the target lacks only a few tokens, the stream
+continues there as another attempt.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key
 
-# Maximum number of streams that move off draining replicas at once, and maximum total
-# of their tokens if there are several, because other streams wait for these tokens.
+# Maximum number of streams that move off draining replicas at once, and (if more than
+# one moves) the maximum total of their tokens, because other streams must wait while
+# these tokens are computed.
 MAX_MOVES = 4
 TOKENS_AT_ONCE = 128
-# Maximum number of tokens that the new replicas may lack when a stream moves. One step
-# computes this many in hardly more time than one.
+# Maximum number of tokens that the new replicas may lack when a stream moves. A step
+# with this many tokens takes hardly longer than a step with one.
 LAG = 8
 WORTH = 32  # minimum remaining tokens for a move to a less loaded replica
-RETRY_S = 1.0  # seconds until the next try; doubles with each try, up to 32 s
+RETRY_S = 1.0  # seconds until a move is retried; doubles with each retry, up to 32 s
 
 
 class Moves:
@@ -48,14 +49,14 @@ class Moves:
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
         log: Callable[[Stream, str], None],
-        counts: Counter[str],  # ``given_up``: abandoned moves
+        counts: Counter[str],  # counts abandoned moves as ``given_up``
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
         self._send, self._end_at, self._log = send, end_at, log
         self._index, self._moving = index, dict[int, Stream]()
 
     def tick(self, silent: frozenset[str], now: float) -> None:
-        """Start moves; abandon those that take too long or go to silent replicas."""
+        """Start moves; abandon moves that take too long or go to silent replicas."""
         for _, stream in sorted(self._moving.items()):
             assert stream.move is not None
             is_late = now - stream.move.began_at > PREPARE_S
@@ -99,7 +100,7 @@ class Moves:
                 self.give_up(stream, now)
 
     def to_restart(self, now: float) -> list[tuple[Stream, Chain]]:
-        """Return streams without a token to restart on new replicas, with chains."""
+        """Return streams without tokens to restart on new replicas, with new chains."""
         found: list[tuple[Stream, Chain]] = []
         for uneven in self._chains.uneven(now):
             there = [
@@ -107,7 +108,7 @@ class Moves:
                 for s in self._index.at(uneven.busiest)
                 if s.first_at is None and is_free(s, now) and uneven.new not in s.left
             ]
-            # The latest ones first: hardly anything was computed for them.
+            # Start with the latest streams, for which hardly anything was computed.
             there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
                 chain = self._chains.chain_with_new(stream, uneven)
@@ -160,7 +161,7 @@ class Moves:
         return True
 
     def finish(self, stream: Stream) -> Move:
-        """End the preparation of a stream that now continues on the new replicas."""
+        """End the move of a stream, which now continues on the new replicas."""
         assert stream.move is not None
         self._chains.load.subtract(incoming(stream))  # ``enter`` counts the new chain
         del self._moving[stream.number]
@@ -182,8 +183,8 @@ class Moves:
         assert stream.move is not None
         before, chain = stream.move.chain, None
         if replica in before.replicas and self._chains.is_leaving(stream):
-            # The stage before it replays to a substitute, which then replays to the
-            # next stage.
+            # The previous stage replays its log to a substitute for the replica; the
+            # substitute then replays to the next stage.
             chain = self._chains.around(stream, before, replica)
         if chain is None:
             self.give_up(stream, now)
@@ -192,7 +193,7 @@ class Moves:
         self._begin(stream, chain, now)
 
     def give_up(self, stream: Stream, now: float) -> None:
-        """Abandon a move, and retry it later."""
+        """Abandon a move, to retry it later."""
         self._log(stream, "is not moved yet; the move is retried later")
         self._counts["given_up"] += 1
         self.drop(stream)
@@ -202,7 +203,7 @@ class Moves:
 
 
 def incoming(stream: Stream) -> list[str]:
-    """Return the replicas that a stream moves to."""
+    """Return the new replicas of a move, which are not in the current chain."""
     chain = () if stream.move is None else stream.move.chain.replicas
     return [name for name in chain if name not in stream.chain]
 

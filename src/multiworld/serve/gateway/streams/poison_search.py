@@ -3,13 +3,13 @@
 Adaptive group testing (Dorfman, "The Detection of Defective Members of Large
 Populations", 1943; Hwang's generalized binary splitting, 1972). After the second loss,
 up to ``ALONE`` suspects are computed one by one. A larger crowd of suspects continues
-as before, because most losses have another cause. If the crowd loses a replica once
-more, it is split into ``FAN`` groups. One group at a time is computed, with no other
+as before, because most losses have another cause. If the crowd loses another replica,
+it is split into ``FAN`` groups. The groups are computed one at a time, with no other
 step in flight. A stream that makes progress is cleared; a group that loses another
 replica is split again, and the other groups are released.
 
-For ``n`` suspects, the search takes about log8(n) more losses than for one.
-Meanwhile, a token of every stream takes ``FAN`` steps, instead of ``n``.
+For ``n`` suspects, the search takes about log8(n) more losses than for one suspect.
+During the search, one token for every stream takes ``FAN`` steps instead of ``n``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from multiworld.serve.gateway.streams.stream import Stream, SuspectGroup
 
-# Groups into which a crowd is split. With eight, finding one poison stream among 64
-# takes six losses that count: of 64, 64, 64, 8, 1 and 1 streams. With four groups it
-# takes seven, with two ten.
+# Number of groups into which a crowd is split. With eight groups, finding one poison
+# stream among 64 takes six losses that count, with 64, 64, 64, 8, 1 and 1 streams. With
+# four groups, it takes seven losses; with two groups, ten.
 FAN = 8
-ALONE = 4  # maximum number of suspects in a crowd that is computed one by one
+ALONE = 4  # maximum number of suspects to compute one by one, without groups
 
 
 class Suspects:
@@ -33,7 +33,7 @@ class Suspects:
         self._all: dict[int, Stream] = {}
 
     def accuse(self, streams: Sequence[Stream]) -> None:
-        """Group suspects, each of which may have caused the latest loss."""
+        """Group the suspects of the latest loss; each of them may have caused it."""
         streams = [stream for stream in streams if not stream.is_single]
         if len(streams) <= ALONE:
             self._regroup([[stream] for stream in streams], is_isolated=True)
@@ -60,7 +60,7 @@ class Suspects:
             self._all.update(members)
 
     def _release_others(self, accused: Stream) -> None:
-        """Stop isolating the other groups: the cause is in the accused one's group."""
+        """Release the other groups of the split: the accused group has the cause."""
         if accused.group is not None and accused.group.is_isolated:
             for other in accused.group.split:
                 if other is not accused.group:

@@ -38,19 +38,20 @@ def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:
 
 
 class Phase(StrEnum):
-    WAITING = "waiting"  # no chain, and no replica has its KV
-    COMPUTING = "computing"  # a chain computes its current attempt
-    MOVING = "moving"  # the same, while other replicas are prepared to take over
+    WAITING = "waiting"  # no chain, and no replica keeps the stream's KV
+    COMPUTING = "computing"  # a chain computes the current attempt
+    MOVING = "moving"  # like COMPUTING, while other replicas are prepared to take over
     # No chain; replicas keep the KV of an earlier attempt for the next one.
     PAUSED = "paused"
-    ENDED = "ended"  # its last token or its error was delivered, or its client is gone
+    ENDED = "ended"  # the last token or an error was delivered, or the client is gone
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Computing: every stage has a replica for it.
+    # Computing: every stage has a replica for the stream.
     Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
-    # Moving: a replica drains, or a new one has less load. Paused: part of the chain
-    # failed; the other replicas keep KV. Waiting: it starts over, from its tokens.
+    # Moving: a replica drains, or a new replica has less load. Paused: a part of the
+    # chain failed; the other replicas keep KV. Waiting: the stream starts over, from
+    # its tokens.
     Phase.COMPUTING: frozenset(
         {Phase.MOVING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
@@ -59,7 +60,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
         {Phase.COMPUTING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
     # Computing: the lost replicas are replaced. Waiting: a loss that was noticed late
-    # has made the stream a suspect, which starts over.
+    # has made the stream a suspect, so it starts over.
     Phase.PAUSED: frozenset({Phase.COMPUTING, Phase.WAITING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
@@ -69,19 +70,19 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 class Chain:
     """One replica of each stage."""
 
-    version: str  # of the model
+    version: str  # version of the model
     replicas: tuple[str, ...]  # by stage
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A move of a stream to other replicas, which are prepared while it continues."""
+    """A move of a stream: other replicas are prepared while the stream continues."""
 
     chain: Chain  # after the move
-    attempt: int = -1  # attempt to prepare the new replicas for; -1: none yet
-    tokens: int = 0  # of the stream, at the last ``PrepareSequence``
+    attempt: int = -1  # attempt for which the new replicas are prepared; -1: none yet
+    tokens: int = 0  # number of the stream's tokens at the last ``PrepareSequence``
     began_at: float = 0.0  # monotonic time
-    waits_for: int = 0  # number of ``SequencePrepared`` that have not arrived yet
+    waits_for: int = 0  # number of ``SequencePrepared`` that have not yet arrived
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,7 @@ class SuspectGroup:
     number: int  # at this gateway, from 1
     members: dict[int, Stream]
     is_isolated: bool  # no step of other streams is in flight together with theirs
-    # The groups that a crowd was split into, this one included.
+    # The groups into which a crowd was split, including this group.
     split: list[SuspectGroup] = field(default_factory=list)
 
 
@@ -108,9 +109,9 @@ class Returned:
 class Hit:
     """A stream's part in the loss of a replica."""
 
-    source: str  # the replica of stage 0 that sent the stream's steps there
-    is_alone: bool  # nothing else was computed there
-    has_left: bool  # a neighbour had returned the stream before
+    source: str  # the replica of stage 0 that sent the stream's steps
+    is_alone: bool  # ``source`` had only steps of the stream's group in flight
+    has_left: bool  # a neighbour had returned the stream before the loss was noticed
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +122,10 @@ class Stream:
     model: str
     version: str
     tokens: list[int]  # the prompt, and the delivered tokens
-    prompt: int  # number of tokens of the prompt
+    prompt: int  # number of prompt tokens
     sampling: Sampling
     deadline_at: float  # monotonic time
-    via: dict[int, str]  # for a probe: the replicas that it must pass, by stage
+    via: dict[int, str]  # for a probe: replicas through which it must pass, by stage
     limits: TimeLimits
     began_at: float
     share: Share = DEFAULT_SHARE
@@ -133,27 +134,27 @@ class Stream:
     session: str = ""  # streams of one session prefer the same replicas; empty: none
     origin: Origin = NOWHERE
     attempt: int = 0
-    last_attempt: int = 0  # highest number so far
+    last_attempt: int = 0  # highest attempt number so far
     chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt
     kept: tuple[str, ...] = ()  # replicas by stage that keep an earlier attempt's KV
-    kept_attempt: int = -1  # number of that attempt
+    kept_attempt: int = -1  # number of the attempt whose KV is kept
     move: Move | None = None
-    stays_until: float = 0.0  # monotonic time before which it is not moved
+    stays_until: float = 0.0  # monotonic time before which the stream is not moved
     given_up: int = 0  # number of abandoned moves
-    # Hardware fingerprint by stage, of the replicas that computed it.
+    # Hardware fingerprint of the replicas that computed the stream, by stage.
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: LossLedger = field(
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
-    returns: int = 0  # attempts in a row that ended without a token
+    returns: int = 0  # consecutive attempts that ended without a token
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
     failing_since: float = 0.0  # monotonic time at which the first of ``returns`` ended
     group: SuspectGroup | None = None  # None: not a suspect
-    is_alone: bool = False  # only its group is computed
+    is_alone: bool = False  # its stage-0 replica computes only the stream's group
     noise: str | None = None  # noise source that sampled its tokens; None: any
-    returned: Returned | None = None  # None: its previous chain did not return it
-    # An attempt of a single suspect that ended by a loss before it was known whether
-    # the suspect ran alone (-1: none), and whether others may have caused the loss.
+    returned: Returned | None = None  # None: the previous chain did not return it
+    # Attempt of a single suspect that was lost before it was known whether the suspect
+    # ran alone (-1: none); and whether other streams may have caused the loss.
     unclear: tuple[int, bool] = (-1, False)
     not_before: float = 0.0  # monotonic time before which no attempt starts
     first_at: float | None = None
@@ -183,8 +184,8 @@ class Stream:
     def hit_by(self, lost: str, now: float) -> Hit | None:
         """Return the stream's part in the loss of a replica; None if it has none.
 
-        The stream may have left the replica already: a neighbour that noticed the loss
-        first has returned the stream, which may run elsewhere by now.
+        The stream may have already left the replica: if a neighbour noticed the loss
+        first, it has returned the stream, which may run elsewhere by now.
         """
         returned, is_there = self.returned, lost in self.chain
         if not is_there and (
@@ -199,7 +200,7 @@ class Stream:
 
     @property
     def is_isolated(self) -> bool:
-        """True for a suspect whose steps run alone, or with those of its group."""
+        """True for a suspect whose steps run alone, or only with its group's steps."""
         return self.group is not None and self.group.is_isolated
 
     @property
@@ -218,11 +219,11 @@ class Stream:
         return self.last_attempt
 
     def late(self, now: float, resumed_at: float = -math.inf) -> str:
-        """Return which time limit has passed; empty if none has."""
+        """Describe the time limit that has passed; empty if none has."""
         if now > self.deadline_at:
             limit = self.sampling.max_tokens
             return f"deadline passed after {self.made} of at most {limit} tokens"
-        # A wait counts from the end of the gateway's last pause at the earliest.
+        # If this gateway was paused, a wait counts only from the end of the pause.
         since, limit_s = self._wait(resumed_at)
         if limit_s is None or now - since <= limit_s:
             return ""
@@ -230,13 +231,13 @@ class Stream:
         return f"no {what} within {limit_s:g} s"
 
     def late_at(self, resumed_at: float = -math.inf) -> float:
-        """Return the time until which the stream is not late, if no token arrives."""
+        """Return the time at which the stream will be late if no token arrives."""
         since, limit_s = self._wait(resumed_at)
         wait_ends = math.inf if limit_s is None else since + limit_s
         return min(self.deadline_at, wait_ends)
 
     def _wait(self, resumed_at: float) -> tuple[float, float | None]:
-        """Return when the current wait for a token began, and its limit in seconds."""
+        """Return when the current wait for a token began, and the limit in seconds."""
         if self.first_at is None:
             return max(self.began_at, resumed_at), self.limits.first_token_s
         return max(self.last_at, resumed_at), self.limits.between_tokens_s
@@ -265,7 +266,7 @@ class StreamIndex:
 
 
 class StreamTimers:
-    """Streams by ``late_at``, which is recomputed when that time has come."""
+    """Streams by ``late_at``; the caller checks them again when that time has come."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
@@ -285,8 +286,8 @@ class StreamTimers:
         return [streams[number] for number in sorted(found) if number in streams]
 
 
-# Model, version and kept replicas of a waiting stream, whether it has a token, and its
-# number if it is a probe (else -1).
+# Model, version and kept replicas of a waiting stream, whether the stream has a token,
+# and its number if it is a probe (else -1).
 Kind = tuple[str, str, tuple[str, ...], bool, int]
 
 
@@ -295,7 +296,8 @@ class WaitingStreams:
 
     def __init__(self) -> None:
         self._all: dict[int, tuple[Stream, Kind]] = {}
-        # Number of streams of each kind; all or none of a kind can get a chain.
+        # Number of streams of each kind. Either all streams of a kind can get a chain,
+        # or none can.
         self.kinds: Counter[Kind] = Counter()
 
     def __contains__(self, number: int) -> bool:

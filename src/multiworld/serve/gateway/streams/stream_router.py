@@ -1,14 +1,15 @@
 """Stream router: the recovery of streams at one gateway. Pure.
 
 The gateway is the authority on a stream: delivered tokens never change. When a part of
-its chain fails, the stream continues as another *attempt*, and tokens of earlier
+a stream's chain fails, the stream continues as another *attempt*, and tokens of earlier
 attempts are ignored. Other replicas replace the lost ones, and rebuild their KV from
-the activation logs of the remaining ones. If that fails repeatedly, or if the stream
-may be the cause, it starts over on any replicas, from its prompt and delivered tokens.
+the activation logs of the remaining replicas. If that fails repeatedly, or if the
+stream may be the cause, the stream starts over on any replicas, from its prompt and
+delivered tokens.
 
-A failure shows as a lost edge (``Disconnected``), a stream that a neighbour returns
-(``SequenceFailed``), silence (``Ticked.silent``), or a gap in the tokens. All lead to
-``_retry``; only a lost edge counts as a loss.
+The router learns of a failure from a lost edge (``Disconnected``), a stream that a
+neighbour returns (``SequenceFailed``), silence (``Ticked.silent``), or a gap in the
+tokens. All lead to ``_retry``; only a lost edge counts as a loss.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from multiworld.serve.wire.generation_messages import SequenceStart, TokenItem
 from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
-MANY = 64  # above this many actions of one event, messages to a replica are merged
-# Seconds between a failed attempt and the next one; doubles until one produces a token.
+MANY = 64  # number of an event's actions above which messages to a replica are merged
+# Seconds between a failed attempt and the next one; doubles until one yields a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
 
@@ -124,7 +125,7 @@ class StreamRouter:
         return route
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
-        """Raise OverloadedError if ``count`` more streams do not fit into the queue."""
+        """Raise OverloadedError if ``count`` more streams do not fit in the queue."""
         waiting = self.without_token[model]
         limit = self.route(model).max_queued_requests + 1
         if count > limit:
@@ -177,7 +178,7 @@ class StreamRouter:
             self._actions.append(act.Deliver(stream.number, error))
 
     def _clear(self, stream: Stream) -> None:
-        """Clear a stream of suspicion, so that other suspects may be computed."""
+        """Clear a stream of suspicion, so that other suspects can be computed."""
         self._has_room_for_suspects |= stream.group is not None
         self._suspects.leave(stream)
         stream.is_alone = False
@@ -196,7 +197,7 @@ class StreamRouter:
         return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
 
     def _quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams of a model that wait for a chain, without a token."""
+        """End a tenant's streams of a model that have no token and wait for a chain."""
         names = {model, f"{model}@{tenant}"}
         for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names
@@ -234,12 +235,12 @@ class StreamRouter:
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Charge a loss to its likely causes; return suspects elsewhere to restart."""
+        """Charge a loss to its likely causes; return suspects that must restart."""
         found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
         hits = {stream: hit for stream, hit in found if hit is not None}
         alone = [s for s, hit in hits.items() if hit.is_alone]
-        # Each ran alone at its stage-0 replica, but the lost replica may have computed
-        # steps of other stage-0 replicas, too.
+        # Each of these ran alone at its stage-0 replica, but the lost replica may also
+        # have computed steps of other stage-0 replicas.
         sources = {hits[s].source for s in alone}
         others = [
             s
@@ -270,7 +271,7 @@ class StreamRouter:
     # Messages.
 
     def _received(self, replica: str, messages: Iterable[EdgeMessage]) -> None:
-        """Handle a frame's messages, up to the first unauthorised one."""
+        """Handle the messages of a frame, up to the first unauthorised message."""
         try:
             for message in messages:
                 self._message(replica, message)
@@ -305,7 +306,7 @@ class StreamRouter:
             _require(replica in current.chain[:1], key, replica)
             current.is_alone, current.losses.has_begun = not is_over, True
         elif stream is not None and stream.unclear[0] == key[2] and not is_over:
-            # ``RunsAlone`` arrived after the loss, but was sent before the fatal step.
+            # ``RunsAlone`` arrived after the loss, but was sent before the last step.
             _, is_shared = stream.unclear
             stream.unclear = -1, False
             if stream.is_single:
@@ -384,14 +385,14 @@ class StreamRouter:
             self._end(stream, error.error())
             return
         if self._now - stream.attempt_at > KEPT_S:
-            stream.returns = 0  # that attempt worked for a while
+            stream.returns = 0  # the attempt ran for a while before it failed
         failing_s = self._now - stream.failing_since if stream.returns else 0.0
         is_elsewhere = False
         is_there = lacks in stream.chain and lacks in self.view.connected
         if is_there and not stream.via and failing_s > DOUBTED_S:
             both = replica, lacks
-            # Only replicas that were not avoided yet make the stream go elsewhere at
-            # once, so that attempts stay rare.
+            # Go elsewhere at once only if a replica was not yet avoided; otherwise
+            # pause, so that attempts stay rare.
             is_elsewhere = self._chains.avoid(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
@@ -430,7 +431,7 @@ class StreamRouter:
         if not stream.returns:
             stream.failing_since = self._now
         is_kept = (
-            not stream.is_single  # its KV may be the cause
+            not stream.is_single  # otherwise, its KV may be the cause
             and self._now - stream.failing_since < KEPT_S
             and not stream.via
             and not is_elsewhere
@@ -474,7 +475,7 @@ class StreamRouter:
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
-            # A disconnected replica has ended all sequences of this gateway already.
+            # A disconnected replica has already ended all sequences of this gateway.
             self._send(replica, generation_messages.EndSequences((key,)))
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
@@ -489,7 +490,7 @@ class StreamRouter:
             if stream.not_before > self._now or kind in hopeless:
                 continue
             if not self._place(stream):
-                hopeless.add(kind)  # a stage has no replica for any of this kind
+                hopeless.add(kind)  # a stage has no replica for streams of this kind
 
     def _place(self, stream: Stream) -> bool:
         """Begin an attempt on a chain; return False if a stage has no replica."""
@@ -509,7 +510,7 @@ class StreamRouter:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
         if avoided.intersection(chain.replicas):
-            return True  # wait for the other group, so that a loss has one cause
+            return True  # wait for the other group, so that a loss has a single cause
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
@@ -522,13 +523,13 @@ class StreamRouter:
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
     ) -> None:
         """Begin the current attempt of a stream on a chain."""
-        # ``previous``: the attempt whose KV some replicas keep. ``prepared``: the
-        # attempt that the other replicas were prepared for. -1: none.
+        # ``previous``: the attempt whose KV some replicas keep; -1: none. ``prepared``:
+        # the attempt for which the other replicas were prepared; -1: none.
         if stream.made and chain.version != stream.version:
             self._log(stream, f"continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.attempt_at = self._now
-        if stream.returns <= 1:  # the first attempt after one that had a token
+        if stream.returns <= 1:  # the first attempt after an attempt with a token
             stream.failing_since = self._now
         stream.become(Phase.COMPUTING)
         start = SequenceStart(
@@ -542,7 +543,7 @@ class StreamRouter:
             bool(stream.via),
             stream.is_isolated,
             prepared,
-            # A loss may be noticed only after a neighbour returned the stream.
+            # Also after a return, because a loss may be noticed only later.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
             adapter=stream.adapter,
             group=stream.group.number if stream.group and stream.is_isolated else 0,
@@ -572,7 +573,7 @@ class StreamRouter:
                 stream.fingerprints[stage] = found
                 self.counts["other_kind"] += 1
                 text = (
-                    f"continues on other hardware in stage {stage}, and its tokens may "
+                    f"continues on other hardware in stage {stage}, so its tokens may "
                     f"differ: {found} in place of {before}"
                 )
                 self._log(stream, text, is_warning=True)
@@ -590,7 +591,7 @@ class StreamRouter:
                 self._end(stream, act.Cut(error) if is_cut else error)
             else:
                 self._timers.watch(stream, resumed_at)
-        self.view.set_silent(silent)  # all of them, before any stream is placed again
+        self.view.set_silent(silent)  # before any stream is placed again
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):

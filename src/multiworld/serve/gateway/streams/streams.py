@@ -48,7 +48,7 @@ TICK_S = 0.05  # seconds between checks of deadlines and silent replicas, while 
 class Places:
     """Places in the queue that are reserved for the streams of a request.
 
-    A context manager, which releases the remaining places when its block exits.
+    A context manager that releases the remaining places when its block exits.
     """
 
     def __init__(self, waiting: WaitingTenants, share: Share, count: int) -> None:
@@ -57,7 +57,7 @@ class Places:
             waiting.add(share)
 
     def take(self) -> None:
-        """Release one place, for a stream that is opened next."""
+        """Release one place; the stream that takes it is opened next."""
         if self._left:
             self._left -= 1
             self._waiting.remove(self._share.tenant)
@@ -76,7 +76,7 @@ class Delivered:
 
     Attributes:
         tokens: Delivered tokens.
-        noise: Noise source that sampled them (``WholeEngine.noise``); None: any.
+        noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any.
     """
 
     tokens: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ class OpenStream:
 
     @property
     def noise(self) -> str | None:
-        """Noise source of its tokens, known from the first token on; None: any."""
+        """Noise source of the tokens, known from the first token on; None: any."""
         return self._stream.noise
 
 
@@ -118,7 +118,7 @@ class Streams:
         self.counts, self.timed = self.router.counts, self.router.timed
         self.attainment = self.router.attainment
         self.asked_at = self._clock()  # monotonic time of the latest stream
-        # Called repeatedly with a model that may scale to zero, while a stream waits.
+        # Called repeatedly while a stream waits for a model that may scale to zero.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._clients: dict[int, asyncio.Queue[actions.Item]] = {}
         self._traces: dict[int, WorkTrace] = {}
@@ -144,10 +144,10 @@ class Streams:
         session: str = "",  # streams of a tenant's session prefer the same replicas
         origin: Origin = NOWHERE,
         via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
-        version: str | None = None,  # None: the active one
+        version: str | None = None,  # None: the active version
         has_place: bool = False,  # whether a place was reserved
     ) -> AsyncIterator[OpenStream]:
-        """Generate tokens; the stream ends with the block; replicas are notified.
+        """Generate tokens; when the block exits, the stream ends at all replicas.
 
         At its deadline, the stream yields a ``Cut`` and ends.
         """
@@ -157,8 +157,8 @@ class Streams:
             self.asked_at = self._clock()
         route = self.router.route(model)
         now = self._clock()
-        # Follows the clock, because a replica that lacks memory preempts the latest
-        # sequence, by number, of all gateways.
+        # Numbers follow the clock, so that they order the streams of all gateways by
+        # age: a replica that lacks memory preempts the latest sequence.
         self._number = max(self._number + 1, int(1000 * self._wall_clock()))
         stream = Stream(
             self._number,
@@ -230,7 +230,7 @@ class Streams:
         return Places(self.router.without_token[model], share, count)
 
     def resume(self, model: str, share: Share, count: int) -> Places:
-        """Return places for streams of another gateway, even if the queue is full."""
+        """Return places for another gateway's streams, even if the queue is full."""
         return Places(self.router.without_token[model], share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:
@@ -282,7 +282,7 @@ class Streams:
     def tick(self) -> None:
         """Pass the time and the silent replicas to the router."""
         now = self._clock()
-        # After a pause of this process, messages that arrived meanwhile are read first.
+        # After a pause of this process, first read the messages that arrived during it.
         if not self._pauses.look(now):
             edges = self._edges.items()
             silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
@@ -312,7 +312,7 @@ class Streams:
                 case actions.Refuse(error):
                     refused = error
         if refused is not None:
-            raise refused  # closes the edge of its sender
+            raise refused  # closes the sender's edge
 
     def _trace(self, action: actions.Action, now: float) -> None:
         match action:
