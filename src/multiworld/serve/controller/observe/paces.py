@@ -173,9 +173,10 @@ def _words(
     text = ", ".join(parts)
     usual = median(p.cpu for p in peers) if peers else 1.0
     if pace.cpu < STARVED * usual:
+        beside = f", its peers {usual:.2f} s" if peers else ""
         return (
             f"{text}; it is starved: it gets {pace.cpu:.2f} s of processor time for a "
-            f"second of computing, its peers {usual:.2f} s: something else runs on its "
-            "cores, or it is throttled"
+            f"second of computing{beside}: something else runs on its cores, or it is "
+            "throttled"
         )
     return f"{text}; it gets enough processor time: its computation is slower"
