@@ -121,6 +121,17 @@ def test_statuses_of_errors_are_documented() -> None:
             assert f"| {status} | `{name}` |" in page, name
 
 
+def test_functions_on_the_path_of_a_chat_exist() -> None:
+    page = (ROOT / "docs" / "serve" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)`: `(\w+)`", page)
+    assert len(named) > 20
+    for path, function in named:
+        module = ast.parse((ROOT / "src/multiworld/serve" / path).read_text())
+        defined = (ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {each.name for each in ast.walk(module) if isinstance(each, defined)}
+        assert function in names, f"{path}: {function}"
+
+
 def test_every_benchmark_is_listed() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
     shown = CliRunner().invoke(bench, ["--help"]).output
