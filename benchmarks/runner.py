@@ -101,6 +101,11 @@ SUITES = {
         "without",
         run=_optional("keeper"),
     ),
+    "traces": Suite(
+        "what OpenTelemetry costs: requests, streams of SmolLM2",
+        "without",
+        run=_optional("traces"),
+    ),
     "scale": Suite(
         "what a token, a loss and a stream cost as a service grows",
         "",

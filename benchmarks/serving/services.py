@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,13 @@ def spec_of(only: str | None = None, replicas: int = 1) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Serve a spec; yield its URL. Its state is in ``folder / "state"``."""
+def running(
+    spec: dict[str, Any], folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Serve a spec; yield its URL. Its state is in ``folder / "state"``.
+
+    ``environment``: variables besides those of this process.
+    """
     path = folder / "app.yaml"
     path.write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "multiworld.cli.main", "serve", str(path)]
@@ -81,6 +86,7 @@ def running(spec: dict[str, Any], folder: Path) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
     assert process.stdout is not None
