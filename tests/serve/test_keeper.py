@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from multiworld.serve.controller.answers import Drained
+from multiworld.serve.keeper.keeper import MAX_LOSSES
 from tests.serve.harness import WAIT_S, Served, served
 from tests.serve.texts import Stream, asked, client, spec_of
 from tests.tiny_decoder import save_decoder
@@ -257,6 +258,24 @@ async def test_two_gateways_are_lost_at_once(service: Served) -> None:
         await streams.have(3)
         for pid in pids.values():
             kill(pid)
+
+
+@pytest.mark.heavy
+async def test_gateways_that_are_killed_as_they_start_cut_no_stream(
+    service: Served,
+) -> None:
+    """More of them than may be lost with a request that may be the cause."""
+    lost: set[int] = set()
+    async with Streams(service, count=3) as streams:
+        await streams.have(3)
+        async with asyncio.timeout(WAIT_S):
+            while len(lost) < 2 * MAX_LOSSES:
+                found = await asyncio.to_thread(service.status)
+                pids = {p.pid for p in found.processes if p.pid and not p.model}
+                for pid in pids - lost:
+                    kill(pid)
+                lost |= pids
+                await asyncio.sleep(0.02)
 
 
 async def test_keeper_is_lost_and_then_a_gateway(service: Served) -> None:

@@ -81,7 +81,7 @@ class ConnectionRecord:
         items: Encoded tokens of the current answer, in order.
         events: Number of the current answer's events in the recorded output.
         losses: Gateways lost with the current request since a part of its answer was
-            last recorded.
+            last recorded, except those that had not begun to read the request.
         has_interim: Whether the current answer's interim response is recorded.
         has_begun: Whether bytes of the current answer are recorded.
         output: Last bytes for the client, of all answers.
@@ -118,6 +118,7 @@ class ConnectionRecord:
     noted_bytes: int = 0
     item_bytes: int = 0
     state: State = State.IDLE
+    is_taken: bool = True
 
     @property
     def size(self) -> int:
@@ -210,6 +211,9 @@ class ConnectionRecord:
         self.answered += 1
         self.began_ns = began_ns
         self._end_answer()
+
+    def _taken(self, _: int, __: bytes) -> None:
+        self.is_taken = True
 
     def _closing(self, _: int, __: bytes) -> None:
         self.is_closing = True
@@ -329,6 +333,7 @@ _APPLY: dict[Kind, Callable[[ConnectionRecord, int, bytes], None]] = {
     Kind.INTERIM: ConnectionRecord._interim,
     Kind.WRITTEN: ConnectionRecord._written,
     Kind.ANSWERED: ConnectionRecord._answered,
+    Kind.TAKEN: ConnectionRecord._taken,
     Kind.CLOSING: ConnectionRecord._closing,
     Kind.IDLE: ConnectionRecord._idle,
     Kind.CLOSED: ConnectionRecord._closed,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-PROTOCOL = 2  # version, which the gateway sends in ``HELLO``
+PROTOCOL = 3  # version, which the gateway sends in ``HELLO``
 
 _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
@@ -51,6 +51,9 @@ class Kind(IntEnum):
     SKIPPED = 28  # bytes were read, but are not recorded; value: number of bytes
     KEPT = 29  # clients may read the current answer again; payload: id of its stream
     WRITTEN = 30  # bytes of the answer that are not recorded; value: number of bytes
+    # The gateway begins to read a request that another one had. From now on, the
+    # request may be the cause of the gateway's death.
+    TAKEN = 31
     # About the gateway of a connection.
     # The gateway releases the connection. payload: id of a stream, so that the
     # connection goes to the gateway of that stream; empty: any gateway.

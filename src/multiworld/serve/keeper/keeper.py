@@ -169,7 +169,9 @@ class Keeper:
         # ``given`` makes equally loaded gateways alternate.
         chosen = min(able, key=lambda g: (g.busy, len(g.connections), g.given))
         chosen.given += 1
-        self._own(chosen, self.records[number])
+        record = self.records[number]
+        record.is_taken = not record.is_busy
+        self._own(chosen, record)
         return [Give(number, chosen.number)]
 
     def _able(self) -> list[Gateway]:
@@ -374,7 +376,7 @@ class Keeper:
         records.sort(key=lambda each: (not each.is_detached, each.number))
         for record in records:
             connection = record.number
-            record.losses += record.is_busy
+            record.losses += record.is_busy and record.is_taken
             actions += self._orphaned(connection, counters[connection], now)
         return actions
 

@@ -342,12 +342,23 @@ def test_request_that_is_at_hand_when_gateways_die_is_refused() -> None:
     keeper.accepted(8, NOTHING, 0.0)
     said(keeper, 1, *REQUEST)
     for number in range(1, MAX_LOSSES + 1):
+        said(keeper, number, Entry(Kind.TAKEN, 7))
         said(keeper, number, Entry(Kind.INPUT, 8), Entry(Kind.OUTPUT, 8, 1, b"x"))
         ready(number + 1, keeper)
         counters = {7: Counters(0, READ), 8: Counters(number, 0)}
         found = keeper.lost(number, counters, 0.0)
         assert Give(8, number + 1) in found
         assert (Refuse(7) in found) == (number == MAX_LOSSES)
+
+
+def test_gateways_that_die_before_they_read_a_request_are_not_counted() -> None:
+    keeper = ready(1)
+    keeper.accepted(7, NOTHING, 0.0)
+    said(keeper, 1, *REQUEST)
+    for number in range(1, 4 * MAX_LOSSES):
+        ready(number + 1, keeper)
+        found = keeper.lost(number, {7: Counters(0, READ)}, 0.0)
+        assert found == [Give(7, number + 1)]
 
 
 def test_stream_beyond_the_memory_is_not_protected_and_not_refused() -> None:
@@ -447,6 +458,7 @@ class Server:
     shown: int  # events of the current answer
     unread: bytearray  # bytes that wait for the client
     is_reading: bool
+    is_taken: bool = True  # the keeper knows that the gateway reads the request
 
 
 EVENTS = 3
@@ -487,10 +499,16 @@ class Host(RuleBasedStateMachine):
             server.is_reading = True
             server.answered = record.answered
             server.shown = record.events
+            server.is_taken = False
         client.read = record.input_at + len(record.input)  # it takes what is recorded
         self.servers[connection] = server
+        if gateway % 2:  # others are slow
+            self._say(server)
 
     def _say(self, server: Server, *entries: Entry) -> None:
+        if not server.is_taken:
+            server.is_taken = True
+            entries = (Entry(Kind.TAKEN, server.client.number), *entries)
         self._do(self.keeper.said(server.gateway, entries, self.now))
 
     @rule()
@@ -587,7 +605,7 @@ class Host(RuleBasedStateMachine):
         gone = [n for n, s in self.servers.items() if s.gateway == gateway]
         for number in gone:
             server = self.servers.pop(number)
-            server.client.losses += server.is_reading
+            server.client.losses += server.is_reading and server.is_taken
         counters = {number: self.clients[number].counters for number in gone}
         self._do(self.keeper.lost(gateway, counters, self.now))
 

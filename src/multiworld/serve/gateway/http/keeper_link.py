@@ -311,6 +311,8 @@ class KeeperLink:
                     sock = None
                     if not record.is_detached:
                         sock = socket.socket(fileno=descriptors.popleft())
+                    if record.is_busy and self._channel is not None:
+                        self._channel.send(frame([entry(Kind.TAKEN, record.number)]))
                     self._serve(sock, record)
                 case Kind.FIND:
                     found = self._finding.get(each.connection)
