@@ -119,13 +119,17 @@ class Authenticator:
             )
         return AdmittedRequest(tenant, now)
 
-    def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
-        """Count a finished request, and release its share of the limits."""
+    def finish(self, admitted: AdmittedRequest, model: str, status: int | None) -> None:
+        """Count a finished request, and release its share of the limits.
+
+        ``status``: None if another gateway continues the request, and will count it.
+        """
         self.limiter.release(admitted.tenant)
         sums = self.meter.at(admitted.tenant.name, model, time.time())
-        sums.requests += 1
-        sums.answered += status == 200
-        sums.failed += status >= 400
+        if status is not None:
+            sums.requests += 1
+            sums.answered += status == 200
+            sums.failed += status >= 400
         sums.rows += admitted.rows if status == 200 else 0
         sums.bytes_in += admitted.bytes_in
         sums.bytes_out += admitted.bytes_out

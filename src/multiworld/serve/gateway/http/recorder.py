@@ -28,6 +28,7 @@ class Unrecorded:
     """The recorder of connections without a keeper."""
 
     taken_over: ConnectionRecord | None = None
+    is_abandoned = False  # True: another gateway continues the connection
 
     def begin(self, transport: Any, protocol: asyncio.Protocol) -> Any:
         """Return the transport that the protocol uses."""
@@ -84,7 +85,6 @@ class Recorder(Unrecorded):
         self._answer: AnswerRecord | None = None
         self._transport: RecordedTransport | None = None
         self._protocol: asyncio.Protocol | None = None
-        self.is_abandoned = False
 
     def begin(self, transport: Any, protocol: asyncio.Protocol) -> Any:
         self._transport = RecordedTransport(transport, self)
@@ -258,6 +258,6 @@ class DetachedRecorder(Unrecorded):
         self.record.settle()
 
     def abandon(self) -> None:
-        self._is_ended = True
+        self._is_ended = self.is_abandoned = True
         if self._answer is not None and self._answer.log is not None:
             self._answer.log.end()

@@ -126,7 +126,9 @@ async def respond(
     number = request_id_of(request, record)
     REQUEST.set(number)
     if route.needs is Needs.BODY:
-        response = await _respond_counted(gateway, route, request, path, record)
+        response = await _respond_counted(
+            gateway, route, request, path, recorder, record
+        )
     else:
         response = await _respond(gateway, route, request, path)
     # Faster than ``headers``, which would first search for a header of this name.
@@ -154,6 +156,7 @@ async def _respond_counted(
     route: Route,
     request: AnyRequest,
     path: Mapping[str, str],
+    recorder: Unrecorded,
     record: AnswerRecord,
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome."""
@@ -186,12 +189,14 @@ async def _respond_counted(
         model = call.name or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
-        gateway.authenticator.finish(admitted, label, status)
+        is_ended = not recorder.is_abandoned  # otherwise, another gateway continues it
+        gateway.authenticator.finish(admitted, label, status if is_ended else None)
         began_at, now = admitted.started_at, gateway.authenticator.clock()
         phases = admitted.timing.phases(began_at, now)
         tenant = admitted.tenant.name
-        gateway.counts.add(label, tenant, status, now - began_at, phases)
-        if gateway.logs_access:
+        if is_ended:
+            gateway.counts.add(label, tenant, status, now - began_at, phases)
+        if is_ended and gateway.logs_access:
             log_access(request, tenant or "-", status, now - began_at)
         if trace is not None and gateway.tracer is not None and trace.is_kept(status):
             _describe(trace, route, admitted)

@@ -132,6 +132,27 @@ async def test_resumed_request_is_charged_once_and_never_refused(
     assert (row.prompt_tokens, row.generated_tokens) == (5, 6 + 2)
 
 
+@pytest.mark.parametrize("is_abandoned", [True, False])
+async def test_request_that_another_gateway_continues_is_counted_there(
+    tokenizer: Tokenizer, is_abandoned: bool
+) -> None:
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode("abcdef", has_special=False)
+    recorder = Recording()
+    recorder.is_abandoned = is_abandoned
+    await events_of(played, "/v1/completions", {"prompt": "hello"}, recorder)
+    gateway = played.fake.gateway
+    ((_, rows),) = gateway.authenticator.meter.take_due(1e12)
+    (row,) = [row for row in rows if row.model == "g"]
+    wanted = 0 if is_abandoned else 1
+    assert (row.requests, row.answered) == (wanted, wanted)
+    assert row.prompt_tokens == 5
+    counted = [
+        count for kind, _, count in gateway.counts.counted() if kind == "requests"
+    ]
+    assert sum(counted) == wanted
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_resumed_answer_whose_version_is_gone(
     tokenizer: Tokenizer, is_same: bool
