@@ -77,7 +77,8 @@ def load_profile(path: Path) -> ModelProfile:
         raise SpecError(f"cannot read profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise SpecError(
-            f"{path} is not a profile; write one with `multiworld profile --out {path}`"
+            f"{path} is not a profile: {error}; write one with `multiworld profile "
+            f"--out {path}`"
         ) from error
 
 

@@ -55,7 +55,11 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return requests for models; the solver scales those that declare a demand."""
+    """Return a ``ReplicaRequest`` for each model.
+
+    If a model declares a demand, the solver chooses how many replicas its stages with a
+    range have; other stages have their initial number.
+    """
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]

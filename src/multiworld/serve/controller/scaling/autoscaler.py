@@ -92,7 +92,7 @@ class _Model:
     async def decide(self, snapshot: Snapshot) -> Decision:
         """Run the policy in a thread, because it may compute or block for long."""
         if self._deciding is not None and not self._deciding.done():
-            raise ServeError("its last call has not returned")
+            raise ServeError("the policy's previous call has not returned")
         self._deciding = asyncio.ensure_future(
             in_thread(functools.partial(self._policy, snapshot))
         )

@@ -1,4 +1,4 @@
-"""Dialects of servers that continue sequences of tokens and sample themselves.
+"""Dialects of servers that continue a text, and choose its tokens on their side.
 
 A dialect writes the body of a request for a piece, sends it, and reads the tokens of
 the answers.

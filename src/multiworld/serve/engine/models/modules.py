@@ -69,7 +69,8 @@ def check_cut(cut: Sequence[int] | None, stages: int) -> None:
         stages: Number of stages.
 
     Raises:
-        SpecError: The cut has another length, is not ascending, or is less than 1.
+        SpecError: The cut has not one number less than stages, does not strictly
+            ascend, or has a number below 1.
     """
     if cut is None:
         return

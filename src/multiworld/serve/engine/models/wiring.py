@@ -219,9 +219,9 @@ def _check_rows(placeholder: Node, rows: str) -> None:
     shape = placeholder.meta["val"].shape
     if not shape or str(shape[0]) != rows:
         raise SpecError(
-            f"{placeholder.name}, of shape {tuple(map(str, shape))}, would go between "
-            "stages, but has no row for each row that came in; give another cut, or "
-            "write a factory that returns its stages"
+            f"{placeholder.name}, of shape {tuple(map(str, shape))}, would be passed "
+            "between stages, but its first dimension is not the number of input rows; "
+            "give another cut, or write a factory that returns the stages"
         )
 
 
