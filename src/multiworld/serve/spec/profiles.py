@@ -70,16 +70,18 @@ def load_profile(path: Path) -> ModelProfile:
         found = ModelProfile.model_validate(
             json.loads(path.read_text(encoding="utf-8"))
         )
-        if not all(stage.seconds for stage in found.stages):
-            raise ValueError("a stage was not measured")
-        return found
     except OSError as error:
         raise SpecError(f"cannot read profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise SpecError(
-            f"{path} is not a profile: {error}; write one with `multiworld profile "
-            f"--out {path}`"
+            f"{path} is not a profile; write one with `multiworld profile --out {path}`"
         ) from error
+    if not all(stage.seconds for stage in found.stages):
+        raise SpecError(
+            f"profile {path} lacks measurements of a stage; write it again with "
+            f"`multiworld profile --out {path}`"
+        )
+    return found
 
 
 def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
