@@ -144,7 +144,8 @@ class Watch:
             await asyncio.sleep(max(LOOK_S - took_s, LOOK_S / 2))
 
     def _tell(self, found: dict[str, Any]) -> None:
-        # A patch replaces a list as a whole, but can add single keys to an object.
+        # Send events as an object: a patch would replace a list as a whole, but can add
+        # single keys to an object.
         if isinstance(found.get("events"), list):
             found["events"] = {str(each["number"]): each for each in found["events"]}
         before, self.facts = self.facts, found

@@ -65,11 +65,16 @@ LOADING_S = 10.0  # maximum seconds to load tokenizers before the gateway serves
 HOLD_S = 60.0  # maximum seconds that a table waits for models that it makes active
 POISON = 256  # maximum poison requests that wait to be reported to a controller
 USAGE_S = 1.0  # seconds between usage reports
-FLEET_S = 2.0  # seconds to wait for the fleet's state; then the last one is shown
-LEAVE_S = 1.0  # seconds for the keeper to answer whether another gateway takes over
-LAST_S = 0.5  # seconds for the controller to receive the last report
-ASK_S = 0.2  # seconds between two requests for replicas of a model without any
-OTHER_FILES = 256  # descriptors that are not clients' connections
+# Maximum seconds to wait for the fleet's state; then metrics show the last known one.
+FLEET_S = 2.0
+# Maximum seconds for the keeper to answer whether another gateway takes over.
+LEAVE_S = 1.0
+# Maximum seconds to send the last report to the controller, and to the keeper the last
+# entries.
+LAST_S = 0.5
+# Minimum seconds between two messages that ask the controller for replicas of a model.
+ASK_S = 0.2
+OTHER_FILES = 256  # descriptors reserved for other files than client sockets
 MIN_CONNECTIONS = 64  # minimum number of connections with which a gateway may run
 BACKLOG = 2048  # maximum connections that wait to be accepted
 LOOK_S = 1.0  # seconds between checks whether the gateway is orphaned
@@ -82,8 +87,8 @@ ORPHAN_FACTOR = 60
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
     """Return a socket that shares its port with the other gateways."""
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    # With the protocol given as TCP, asyncio disables Nagle's algorithm, because of
-    # which an answer in two parts would wait 40 ms for an acknowledgement.
+    # Name the protocol: asyncio disables Nagle's algorithm only for IPPROTO_TCP, and
+    # the algorithm would delay the second part of an answer by 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,8 +203,8 @@ class GatewayProcess:
         self._edges = Edges(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        # Orders do not wait for factories, except a routing table: it waits for the
-        # versions that it makes active.
+        # Orders are obeyed while models are built, except a routing table: it waits for
+        # the builds of the versions that it makes active.
         self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
         self._held_until = 0.0
@@ -424,14 +429,14 @@ class GatewayProcess:
     def _table_changed(self, table: RoutingTable) -> None:
         active = ((name, route.version) for name, route in table.routes.items())
         if self._clock() < self._held_until and any(v in self._builds for v in active):
-            self._held_table = table  # makes a version active that is still being built
+            self._held_table = table  # it activates a version that is still being built
             return
         self._held_table = None
         self._dispatcher.table_changed(table)
         self._streams.table_changed(table)
         self._edges.apply(edges_of(table, self._args.name))
         self._gateway.table_changed()
-        # Limits are divided only between gateways that have connections.
+        # Spare gateways have no connections, so only the others share the limits.
         count = len(table.gateways) - self._args.spare_gateways
         self._authenticator.gateways = max(1, count)
         self._agent.fact(messages.TableApplied(table.number))

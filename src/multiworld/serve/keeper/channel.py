@@ -158,7 +158,8 @@ class Channel:
             numbers = array("i")
             numbers.frombytes(found[: len(found) - len(found) % numbers.itemsize])
             self._descriptors.extend(numbers)
-        if not size or flags & socket.MSG_CTRUNC:  # closed, or descriptors lost
+        # The peer has closed the socket, or the kernel has dropped descriptors.
+        if not size or flags & socket.MSG_CTRUNC:
             self.lose()
             return False
         if self._rest_s and size < READ_BYTES // 4 and not self._is_resting:
@@ -177,8 +178,8 @@ class Channel:
         self._is_resting = False
         if not self._is_open:
             return
-        # If this read is small too, it pauses again: under steady traffic only the
-        # timer reads, and the selector is not involved.
+        # If this read is small, too, it starts the next pause. So under steady traffic,
+        # the timer alone reads, without adding and removing a reader each time.
         self._readable()
         if self._is_open and not self._is_resting:
             self._loop.add_reader(self._sock, self._readable)

@@ -21,7 +21,7 @@ from multiworld.serve.keeper.frames import (
     frame,
 )
 
-# The numbers and flags of a record, in the order of ``COUNTED``.
+# Format of a record's numbers and flags, in the order of ``COUNTED``.
 COUNTERS = struct.Struct("<QQQQQQQQ??????")
 COUNTED = (
     *("written_before", "read_before", "output_at", "input_at", "began_ns"),
@@ -30,8 +30,8 @@ COUNTED = (
     *("is_closing", "is_protected", "is_detached"),
 )
 
-# If a record has more bytes of output than this, the record drops the output that the
-# kernel already has: limits during an answer, and on an idle connection.
+# During an answer (``TRIM_BYTES``), and on an idle connection (``IDLE_BYTES``), a
+# record with more bytes of output than this drops the output that the kernel has.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
 
 # Maximum number of noted entries, and their maximum bytes, before they are applied.
@@ -53,12 +53,13 @@ class State(StrEnum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.IDLE: frozenset({State.READING, State.CLOSED}),
-    # Idle: the input was an empty line. Answering: a request without random choices.
+    # To idle: the input was an empty line. To answering: the answer needs no recorded
+    # ``Drawn``, because nothing in it is random.
     State.READING: frozenset(
         {State.RECORDED, State.ANSWERING, State.IDLE, State.CLOSED}
     ),
     State.RECORDED: frozenset({State.ANSWERING, State.CLOSED}),
-    # Reading: one of several pipelined requests is answered.
+    # To reading: one of several pipelined requests is answered.
     State.ANSWERING: frozenset({State.READING, State.IDLE, State.CLOSED}),
     State.CLOSED: frozenset(),
 }

@@ -58,13 +58,15 @@ class Kind(IntEnum):
     # The gateway releases the connection. payload: id of a stream, so that the
     # connection goes to the gateway of that stream; empty: any gateway.
     RELEASED = 64
-    # The current request moves to a connection without a client; value: its number.
+    # The current request moves to a connection without a client; value: number of that
+    # connection.
     SPLIT = 65
     # payload: id of a stream. The keeper answers with a ``Place`` as value.
     FIND = 66
     # About the service.
-    # The listening sockets; keeper → supervisor and gateway, and back to a new keeper.
-    LISTENER = 7  # with a descriptor
+    # A listening socket, sent with its descriptor: keeper → supervisor and gateways,
+    # which send it to the next keeper.
+    LISTENER = 7
     # Supervisor → keeper: the service shuts down, and the next service takes over the
     # connections. value: maximum time for which the connections wait, in ms.
     AWAIT = 8
@@ -155,7 +157,7 @@ def _entries(body: bytes) -> Iterator[Entry]:
             number, connection, value, size = _ENTRY.unpack_from(body, at)
             kind = _KINDS[number]
         except (struct.error, KeyError) as error:
-            raise FrameError(f"invalid entry: {error}") from error
+            raise FrameError(f"frame has an invalid entry: {error}") from error
         at += _ENTRY.size + size
         if at > end:
             raise FrameError("frame ends within an entry")

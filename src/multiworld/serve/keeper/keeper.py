@@ -24,7 +24,8 @@ WAIT_S = 60.0  # seconds that a connection waits for a gateway before it gets 50
 MAX_LOSSES = 4  # lost gateways after which a request is refused as their likely cause
 TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
 SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
-PAUSE_S = 0.5  # ticks more than this many seconds apart: the keeper itself was paused
+# If two ticks are more than this many seconds apart, the keeper itself was paused.
+PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,8 @@ class Gateway:
     is_leaving: bool = False
     is_killed: bool = False
     connections: set[int] = field(default_factory=set)
-    busy: int = 0  # connections with a request
-    given: int = 0  # connections given to it so far
+    busy: int = 0  # number of connections with a request in flight
+    given: int = 0  # number of connections given to it so far
 
     @property
     def takes_connections(self) -> bool:
@@ -133,7 +134,7 @@ class Keeper:
         self.gateways: dict[int, Gateway] = {}
         self.records: dict[int, ConnectionRecord] = {}
         self.size = 0  # bytes of all records
-        # Time until which connections wait for the next service.
+        # Time until which connections wait for the next service; None: they do not.
         self.awaited_until: float | None = None
         # Connections without a gateway, and the time when they began to wait.
         self.waiting: dict[int, float] = {}
@@ -371,7 +372,8 @@ class Keeper:
         """
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
-        # Kept streams come first, because other connections may read them.
+        # Place kept streams first, so that the connections that read them can go to the
+        # same gateways.
         records = [self.records[number] for number in gateway.connections]
         records.sort(key=lambda each: (not each.is_detached, each.number))
         for record in records:
@@ -433,7 +435,8 @@ class Keeper:
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > PAUSE_S:
             for gateway in self.gateways.values():
-                gateway.heard_at = now  # its messages may still be unread
+                # The keeper was paused, so it may not have read the messages yet.
+                gateway.heard_at = now
         actions: list[Action] = []
         if now - self._looked_at > SLOW_S:
             self._looked_at = now

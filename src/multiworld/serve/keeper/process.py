@@ -51,7 +51,7 @@ from multiworld.serve.machines.open_files import raise_limit
 MIB = 2**20
 BACKLOG = 2048  # maximum connections that wait to be accepted
 ACCEPTS = 64  # maximum connections accepted in one iteration of the event loop
-OTHER_FILES = 256  # descriptors that are not clients' connections
+OTHER_FILES = 256  # descriptors reserved for other files than client sockets
 FULL_S = 0.1  # seconds until the next accept when no descriptors are left
 END_S = 1.0  # seconds to wait for the exit of a killed gateway
 REST_S = 0.03  # seconds to pause between reads from gateways; see ``Channel``
@@ -256,7 +256,7 @@ class KeeperProcess:
             self._close(each.connection)
         gateway = self.keeper.gateways.get(number)
         if gateway is not None and gateway.connections and not gateway.is_leaving:
-            # The gateway may still run, and only one may write to a connection.
+            # The gateway may still run, but only one gateway may write to a connection.
             _kill(process)
             _await_end(process)
         os.close(process)
@@ -318,8 +318,8 @@ class KeeperProcess:
         with contextlib.suppress(OSError):
             sock.send(REFUSED)
             sock.shutdown(socket.SHUT_WR)
-        # Closing a socket with unread bytes resets the connection, possibly before the
-        # client has read the refusal.
+        # Read what the client still sends: closing a socket with unread bytes resets
+        # the connection, possibly before the client has read the refusal.
         self._loop.add_reader(sock, self._discard, sock)
         self._loop.call_later(LINGER_S, self._end_refused, sock)
 

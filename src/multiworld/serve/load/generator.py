@@ -91,7 +91,7 @@ class Load:
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
-        raise_limit()  # limit of open files, because each request has a connection
+        raise_limit()  # raises the limit of open files: each request has a connection
         connector = aiohttp.TCPConnector(limit=0, ssl=self._target.tls)
         tasks: set[asyncio.Task[None]] = set()
         async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:

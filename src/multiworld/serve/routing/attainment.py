@@ -14,14 +14,14 @@ class Attainment:
     """Counts of requests, by model."""
 
     def __init__(self) -> None:
-        self.arrived: Counter[str] = Counter()  # refused ones included
+        self.arrived: Counter[str] = Counter()  # all requests, with the refused ones
         # Requests answered within the model's objective; if it has none, all answered.
         self.attained: Counter[str] = Counter()
-        # Requests that more replicas would have helped: answered late, given up after
-        # the objective, or refused by a full queue. Invalid requests and failures of
-        # the model are neither attained nor missed.
+        # Requests that more replicas might have answered in time: answered late, given
+        # up after the objective, or refused by a full queue. Invalid requests and
+        # failures of the model are neither attained nor missed.
         self.missed: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()  # by a full queue
+        self.refused: Counter[str] = Counter()  # requests refused by a full queue
 
     def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
         """Count a finished request; if abandoned, ``error`` is not a ``ServeError``."""

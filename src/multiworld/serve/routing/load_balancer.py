@@ -17,7 +17,9 @@ from typing import TypeVar
 Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
-PROBES = 21  # per session; the most loaded replica then gets 1.05 times its fair share
+# Probes per session. With this many, the most loaded replica gets 1.05 times its fair
+# share.
+PROBES = 21
 BYTES = 8  # size of a point on the ring
 CIRCLE = 256**BYTES
 

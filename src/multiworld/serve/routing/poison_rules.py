@@ -60,7 +60,7 @@ class LossLedger:
     last_at: float = -math.inf  # monotonic time of the last counted loss
     unbegun: int = 0  # consecutive uncounted losses before any computation
     was_crowded: bool = False  # the first loss of a crowd was not counted
-    progress: int = 0  # since the last loss
+    progress: int = 0  # pieces of progress since the last loss
     # Whether some computation may have started since the last loss.
     has_begun: bool = False
     # Monotonic time before which no attempt starts. A suspect waits until its next loss

@@ -108,7 +108,7 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
         for k, stage in enumerate(spec.stages)
     ]
     if generation is not None and generation.dtype is None and found.dtype == WIDE:
-        # bfloat16 was slow on the profiled machine: its memory was measured in float32.
+        # bfloat16 was slow on the profiled machine, so memory was measured in float32.
         generation = generation.model_copy(update={"dtype": WIDE})
     return spec.model_copy(update={"stages": stages, "generation": generation})
 

@@ -513,7 +513,8 @@ class ModelSpec(_Strict):
     @field_validator("options", "engine_args")
     @classmethod
     def _sent_as_given(cls, value: dict[str, Any]) -> dict[str, Any]:
-        # Replicas get these values as JSON, which would silently change others.
+        # Replicas get these values as JSON, which would silently change values of other
+        # types.
         if (found := _unlike_json(value, "")) is not None:
             raise ValueError(found)
         return value

@@ -38,7 +38,8 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MAX_UNCONFIRMED  # batch numbers to keep per gateway, which resends fewer
+# Batch numbers to remember per gateway; a gateway resends fewer batches than this.
+KEPT = 4 * MAX_UNCONFIRMED
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -60,7 +61,8 @@ class TenantDatabase:
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA busy_timeout = 5000")
-            if self._check_format() < FORMAT:  # else write nothing: a disk may be full
+            # Write nothing if the format is current, because the disk may be full.
+            if self._check_format() < FORMAT:
                 self._db.executescript(SCHEMA)
                 self._add_totals()
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")

@@ -24,7 +24,8 @@ class Controls(NamedTuple):
     """The control tokens of a chat."""
 
     tokens: ControlTokens
-    # For the assistant's messages: without tokens that the template searches for there.
+    # The same for the assistant's messages, without the tokens that the template
+    # searches for there.
     in_answers: ControlTokens
     ids: frozenset[int]
 

@@ -140,7 +140,7 @@ class Marks:
         text: str,
         encode: Callable[[list[str]], list[list[int]]],
         controls: Any,
-        check: Callable[[str, int], None] | None,  # of unmarked parts; None: no check
+        check: Callable[[str, int], None] | None,  # checks the unmarked parts
     ) -> list[int]:
         """Return the tokens of a rendered text; marked parts become ordinary tokens."""
         pieces: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GROWTH = 1.25  # ratio of two successive sizes of a growing sequence's memory
+GROWTH = 1.25  # factor by which the memory of a growing sequence is enlarged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

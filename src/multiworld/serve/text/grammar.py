@@ -369,7 +369,7 @@ def _schemas(draft: str) -> Any:
     }
     place = next(n for n, known in schema_drafts.DRAFTS.items() if known == draft)
     is_old = draft in schema_drafts.BEFORE_2019
-    # Pinned to a metaschema that the library contains, so that it fetches none.
+    # Name a metaschema that the library contains, so that the library fetches none.
     uri = f"http://{place}#" if is_old else f"https://{place}"
     return kinds[draft]({"$ref": uri})
 

@@ -10,7 +10,7 @@ from multiworld.serve.text.tokenizer import Tokenizer
 
 CONTEXT = 8  # number of last prompt tokens to decode together with the text
 PENDING = 16  # number of tokens without text above which ``_split`` is tried
-CONTINUED = re.compile(rb"[\x80-\xbf]")  # UTF-8 bytes within a character
+CONTINUED = re.compile(rb"[\x80-\xbf]")  # a UTF-8 byte that continues a character
 PARTIAL = "\ufffd"  # shown for the bytes of an incomplete character
 
 
@@ -185,7 +185,8 @@ class _Window:
         if not self._decoded(settled).endswith(PARTIAL):
             return False
         raw = b"".join(self._tokenizer.raw(token) for token in settled)
-        return not raw.endswith(PARTIAL.encode())  # unless the prompt itself has U+FFFD
+        # A U+FFFD that the prompt itself has is a whole character.
+        return not raw.endswith(PARTIAL.encode())
 
     def _advance(self) -> None:
         """Mark all text as returned; keep the latest tokens as context."""

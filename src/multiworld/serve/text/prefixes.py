@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-Digest = bytes  # name of a prefix
+Digest = bytes  # hash that identifies a prefix
 KNOWN = 65536  # maximum pairs of a prefix and a stage that a gateway remembers
 # This many cached tokens at a replica are worth as much as one stream less in its load.
 TOKENS_PER_STREAM = 128

@@ -257,7 +257,7 @@ def _check_data(node: dict[str, Any]) -> None:
                 raise SchemaError(
                     "has a string with a control character that cannot be enforced"
                 )
-        elif isinstance(part, int | float) and not abs(part) <= EXACT:  # or NaN
+        elif isinstance(part, int | float) and not abs(part) <= EXACT:  # true for NaN
             raise SchemaError(
                 f"has the number {part}, which cannot be enforced: numbers beyond 2^53 "
                 "are rounded; use a string"

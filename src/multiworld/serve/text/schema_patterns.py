@@ -21,7 +21,7 @@ RUST_ONLY = ("&&", "--", "~~", "[")  # special only in Rust's character classes
 RUST_ESCAPES = "AzZ"
 CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 SETS = "dDwWsSpPbB"  # escapes that do not stand for one character
-LENGTHS = {"x": 2, "u": 4}  # hexadecimal digits of an escape
+LENGTHS = {"x": 2, "u": 4}  # number of hexadecimal digits, by escape
 
 
 class PatternError(ValueError):

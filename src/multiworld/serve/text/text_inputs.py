@@ -30,7 +30,7 @@ def loaded(folder: Path) -> Any:
         found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # several libraries may raise their own
+    except Exception as error:  # several libraries may raise their own errors
         raise SpecError(
             f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: "
             f"{error}; save it with transformers"

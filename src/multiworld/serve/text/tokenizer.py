@@ -161,7 +161,7 @@ class Tokenizer:
             raw = b"" if skips_special and token in self.special else self.raw(token)
             found.append(at - (raw[:1] >= b"\x80" and raw[:1] < b"\xc0"))
             at += sum(byte & 0xC0 != 0x80 for byte in raw)
-        # Some decoders drop the space at the start of a text.
+        # Some decoders drop the space at the start of a text, which shifts all indices.
         dropped = max(0, at - len(text))
         return [max(0, place - dropped) for place in found]
 
@@ -190,7 +190,7 @@ class Tokenizer:
             effort=effort,
             marks=None if has_controls else (marks, answers),
         )
-        self.check_length(bytes_of(text), longest, "messages")  # includes tools
+        self.check_length(bytes_of(text), longest, "messages")  # ``text`` has the tools
         # A normalizer may turn other characters into the characters of a control token.
         is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used or answers.is_used:

@@ -45,7 +45,7 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
         folder / "config.json": config,
         folder / "config.json (text_config)": text_config or {},
     }
-    found: dict[int, None] = {}  # in order
+    found: dict[int, None] = {}  # a set that keeps the order
     for place, content in files.items():
         ends = content.get("eos_token_id")
         for end in ends if isinstance(ends, list) else [ends]:
@@ -97,7 +97,7 @@ def _end_of_tokenizer(folder: Path) -> int | None:
             return int(number)
     added = read_if_there(folder / "added_tokens.json").get(name)
     number = added if isinstance(added, int) else _number_of(name, folder)
-    if number is None:  # transformers appends the token to the vocabulary
+    if number is None:  # transformers adds the token to the vocabulary
         found = loaded(folder).eos_token_id
         return None if found is None else int(found)
     return number

@@ -98,10 +98,11 @@ class WorkTrace:
         self, trace: RequestTrace, opened_at: float, first: str = "prefill"
     ) -> None:
         self._trace, self._since = trace, opened_at
-        self._number = -1  # of the current attempt
+        self._number = -1  # number of the current attempt
         self._about: dict[str, Value] = {}
         self._phase, self._first = "queue", first
-        # Start and attributes of hedged attempts; the first attempt is silent.
+        # Start and attributes of the hedged attempts, which began because the replica
+        # of the first attempt was silent.
         self._hedges: list[tuple[float, dict[str, Value]]] = []
 
     def attempt(self, number: int, replicas: Sequence[str], now: float) -> None:

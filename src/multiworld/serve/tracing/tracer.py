@@ -191,7 +191,7 @@ def tracer_of(
     try:
         check(environment)
     except ConfigError as error:
-        logger.warning("nothing is traced: %s", error)
+        logger.warning("this process exports no traces: %s", error)
         return None
     sdk = importlib.import_module(SDK)
     export = importlib.import_module(f"{SDK}.export")

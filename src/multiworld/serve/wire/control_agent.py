@@ -118,7 +118,7 @@ class ControlAgent:
             except (WorldBrokenError, WorldClosedError):
                 raise
             except MultiWorldError:
-                logger.exception("a %s failed", type(order).__name__)
+                logger.exception("the order %s failed", type(order).__name__)
 
     async def _send(self, world: World) -> None:
         while True:

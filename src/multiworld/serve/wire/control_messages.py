@@ -134,8 +134,11 @@ class StreamShown(msgspec.Struct, frozen=True, array_like=True):
     age_s: float
     phase: str
     chain: tuple[str, ...]  # replicas by stage; empty: none
-    attempt: int  # 0: the first one, or the first replicas prepared for a move
-    losses: int  # number of replicas lost while they computed the stream
+    # Number of the current attempt, from 0; preparing replicas for a move also takes a
+    # number.
+    attempt: int
+    # Number of losses that count against the stream; see ``LossLedger.counted``.
+    losses: int
     longest_s: float = 0.0  # longest time between two tokens
 
 
@@ -151,9 +154,10 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int] = {}
     arrived: dict[str, int] = {}
     attained: dict[str, int] = {}  # requests answered within the objective
-    missed: dict[str, int] = {}  # requests late, or unanswered for lack of replicas
+    missed: dict[str, int] = {}  # late or given up; see ``Attainment.missed``
     refused: dict[str, int] = {}  # requests rejected because the queue was full
-    completions: dict[str, int] = {}  # that ended; the next two fields: their tokens
+    # Number of ended completions; the next two fields count their tokens.
+    completions: dict[str, int] = {}
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0

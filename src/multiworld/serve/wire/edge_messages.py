@@ -15,7 +15,8 @@ from multiworld.serve.wire.inference_messages import (
     Work,
 )
 
-EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage  # on an edge
+# Messages on an edge.
+EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage
 
 
 def contents_of(message: EdgeMessage) -> int:

@@ -30,8 +30,8 @@ Body = Callable[[], Awaitable[None]]  # runs while an edge is up
 BUG = "edge %s: closed after an unexpected error"
 
 RETRY_S = 1.0  # seconds until an edge is reopened after an unexpected error
-SEND_S = 1.0  # seconds to send queued messages when an edge closes
-FRAME_BYTES = 4 * 1024 * 1024  # bytes of tensors from which on a frame is full
+SEND_S = 1.0  # maximum seconds to send queued messages when an edge closes
+FRAME_BYTES = 4 * 1024 * 1024  # a frame with this many bytes of tensors is full
 FRAME_MESSAGES = 512  # maximum number of messages in a frame
 # Maximum number of queued messages. Flow control (windows, credits) keeps the queue
 # shorter; only a bug can fill it.
@@ -248,7 +248,7 @@ class Edges:
             has_left = bool(world.left) and not world.is_broken
             try:
                 await _drain(tasks, is_polite=has_left)
-            finally:  # a table without the peer may cancel the drain at any moment
+            finally:  # a routing table without the peer may cancel the drain
                 # A peer that the table dropped before the peer left counts as lost,
                 # because the work that it was computing may have killed it.
                 has_left = bool(world.left) and not world.is_broken
@@ -280,7 +280,7 @@ async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
     except (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError):
-        pass  # ``Edges`` handles this
+        pass  # ``Edges`` handles the end of the incarnation
     except Exception:
         logger.exception(BUG, world.name)
         await world.close()

@@ -21,7 +21,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # number of most likely tokens to sample from; 0: all
     min_p: float = 0.0  # relative to the probability of the most likely token
     seed: int = 0  # with ``choice`` and the token's index, determines random numbers
     choice: int = 0
@@ -97,14 +97,16 @@ class KvHeld(Message, frozen=True, tag="kv_held"):
     """Stage k → stage k-1, beginning at the last stage: tokens with KV entries."""
 
     key: Key
-    count: Count  # the receiver replays the rest; stage 0 then starts the sequence
+    # Number of tokens with KV entries. The receiver replays the tokens after them;
+    # stage 0 then starts the sequence.
+    count: Count
 
 
 class ActivationRows(Message, frozen=True, tag="activation_rows"):
     """Replica → next stage: replay from the activation log, from ``begin`` on."""
 
     key: Key
-    # The frame has ``hidden`` [tokens, hidden].
+    # The frame has ``hidden`` [tokens, hidden], for the tokens from ``begin`` on.
     begin: Count
     is_end: bool = False  # the last stage then sends ``KvRebuilt``
 

@@ -25,7 +25,8 @@ class ProcessArgs(BaseModel):
     model: str = ""
     stage: int = 0
     gpus: tuple[int, ...] = ()  # indexes of its GPUs; empty: the device of the spec
-    rank: int | None = None  # in its replica; None unless ranks are started separately
+    # Rank of the process in its replica; None: ranks are not started separately.
+    rank: int | None = None
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0

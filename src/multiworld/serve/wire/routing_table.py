@@ -39,20 +39,19 @@ class Replica:
 class Route:
     """Routing settings of a model."""
 
-    version: str  # for new requests
+    version: str  # version that serves new requests
     stages: dict[str, int]  # number of stages, by running version
-    max_queued_requests: int = 512  # waiting at one gateway
-    max_ongoing_requests: int = 32  # from one gateway, at a replica of stage 0
-    deadline_s: float = 30.0  # for requests that set none
+    max_queued_requests: int = 512  # maximum requests that wait at one gateway
+    max_ongoing_requests: int = 32  # maximum, from one gateway to a stage-0 replica
+    deadline_s: float = 30.0  # deadline of requests that set none
     objective_s: float | None = None  # for SLO attainment
     # Stages that may scale to zero; requests then wait until a replica starts.
     on_demand: tuple[int, ...] = ()
-    generates: bool = False  # generates text
+    generates: bool = False  # the model generates text
     ttft_s: float | None = None
     tpot_s: float | None = None
-    has_deadline: bool = (
-        True  # ``deadline_s`` applies; otherwise only waits have limits
-    )
+    # ``deadline_s`` applies; False: only the waits for tokens have limits.
+    has_deadline: bool = True
     is_refused: bool = False  # no replica can start: files of the version have changed
 
 

@@ -47,7 +47,7 @@ class AdmittedRequest:
 
     tenant: Tenant
     started_at: float  # monotonic time of its admission
-    bytes_in: int = 0  # received bytes of its body, not decompressed
+    bytes_in: int = 0  # bytes of its body as received, before decompression
     bytes_out: int = 0
     rows: int = 0
     is_refused: bool = False
@@ -140,7 +140,7 @@ class Authenticator:
     ) -> None:
         """Count received bytes of a body, whatever the request's outcome."""
         admitted.bytes_in += size
-        if not is_resumed:  # otherwise, another gateway has charged these bytes
+        if not is_resumed:  # else its first gateway has charged these bytes
             self.limiter.spend(admitted.tenant, size)
 
     def count_sent(self, admitted: AdmittedRequest, size: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 POISON_S = 3600.0  # seconds for which a poison request is refused
 MAX_POISON = 1024  # poison requests remembered per tenant and model
-# Poison requests that quarantine a tenant, and seconds within which they must occur.
+# ``POISON_LIMIT`` poison requests within ``WINDOW_S`` seconds quarantine a tenant.
 POISON_LIMIT, WINDOW_S = 3, 300.0
 
 # Seconds of a tenant's first quarantine, and of its longest one. Each quarantine is

@@ -16,7 +16,8 @@ from typing import Protocol
 from multiworld.serve.tenants.directory import Tenant
 
 MINUTE_S = 60  # seconds of the window of ``rpm_limit`` and the bucket of ``tpm_limit``
-BURST_S = 2.0  # seconds of ``bytes_per_s`` that may be used at once after a pause
+# After a pause, a tenant may use its ``bytes_per_s`` of this many seconds at once.
+BURST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,15 @@ class RateLimited:
 class RecentUse:
     """Recent usage of a tenant at one gateway."""
 
-    # Pairs of a whole second and the requests admitted in it.
+    # Pairs of a whole second and the number of requests admitted in it.
     minute: deque[list[int]] = field(default_factory=deque)
     in_flight: int = 0
-    bytes_left: float | None = None  # negative in debt; None without a limit
+    # Bytes that the tenant may still use now; negative: it has used more than its limit
+    # allows; None: it has no limit.
+    bytes_left: float | None = None
     at: float = 0.0  # time of the last update of ``bytes_left``
-    tokens_left: float | None = None  # negative in debt; None without a limit
+    # Like ``bytes_left``, for prompt and output tokens.
+    tokens_left: float | None = None
     tokens_at: float = 0.0  # time of the last update of ``tokens_left``
 
 
@@ -135,7 +139,8 @@ class RateLimiter:
         used.in_flight -= 1
         if self.shared is not None:
             self.shared.set_in_flight(tenant.name, used.in_flight)
-        # The limits of ``tenant`` may differ from those at admission.
+        # Decide by the counts: since the admission, the limits of ``tenant`` may have
+        # changed.
         is_unlimited = not used.minute and (used.bytes_left, used.tokens_left) == (
             None,
             None,

@@ -24,15 +24,17 @@ from pathlib import Path
 logger = logging.getLogger("multiworld.serve")
 
 HEADER, SLOTS, SLOT = 4096, 1024, 1024  # header bytes, number of slots, bytes of a slot
-# Bytes of the hash of a tenant's name; seconds and gateways that have counts in a slot.
+# Bytes of the hash of a tenant's name; number of seconds, and of gateways, that have
+# a counter in a slot.
 NAME, RING, GATEWAYS = 16, 64, 64
-WINDOW = 61  # seconds that count: a whole minute, and the current second
-TRIES = 500  # attempts to take a lock; each takes about a microsecond
-START_TRIES, TRY_S = 200, 0.01  # rounds of ``TRIES`` at start-up; seconds between them
+WINDOW = 61  # seconds whose requests count: a whole minute, and the current second
+TRIES = 500  # maximum attempts to take a lock; each takes about a microsecond
+# At start-up: maximum rounds of ``TRIES`` attempts, and seconds between two rounds.
+START_TRIES, TRY_S = 200, 0.01
 
-_SECONDS = struct.Struct(f"{RING}Q")  # second << 32 | requests in it
+_SECONDS = struct.Struct(f"{RING}Q")  # second << 32 | number of requests in it
 _SECOND = struct.Struct("Q")
-_COLUMNS = struct.Struct(f"{GATEWAYS}I")  # requests in flight
+_COLUMNS = struct.Struct(f"{GATEWAYS}I")  # number of requests in flight, by gateway
 _COLUMN = struct.Struct("I")
 AT_SECONDS, AT_COLUMNS = NAME, NAME + _SECONDS.size
 
@@ -84,11 +86,13 @@ class SharedLimits:
             os.posix_fallocate(self._file, 0, size)
             self.memory = mmap.mmap(self._file, size)
             known = hashlib.blake2b(boot, digest_size=NAME).digest()
-            if self.memory[:NAME] != known:  # another boot: the clock restarted
+            # Clear the counts of an earlier boot, because a boot restarts their clock.
+            if self.memory[:NAME] != known:
                 self.memory[NAME:] = bytes(size - NAME)
                 self.memory[:NAME] = known
             self.number = self._live()
-            for slot in range(SLOTS):  # clear counts of the number's previous gateway
+            # Clear the counts of the gateway that had this number before.
+            for slot in range(SLOTS):
                 at = self._place(slot) + AT_COLUMNS + 4 * self.number
                 _COLUMN.pack_into(self.memory, at, 0)
             self._unlock(LOCKED_HEADER)

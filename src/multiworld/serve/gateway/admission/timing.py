@@ -9,10 +9,10 @@ from typing import NamedTuple
 class Phases(NamedTuple):
     """Seconds of one request, by phase."""
 
-    parse: float  # from the head of the request to parsed and checked inputs
-    queue: float  # at the gateway and at replicas
-    hop: float  # between processes, and any time outside the other phases
-    compute: float  # in the stages' functions
+    parse: float  # from the head of the request until its inputs are checked
+    queue: float  # waiting at the gateway and at replicas
+    hop: float  # sending between processes, and all other time
+    compute: float  # running the stages' functions
     render: float  # from the output tensors to the response
 
     @property

@@ -23,10 +23,10 @@ class Drawn(msgspec.Struct, array_like=True):
     """Random and other choices for a request, which another gateway must repeat."""
 
     key: bytes  # seed of all random numbers of the request
-    made_at: float  # wall clock
+    made_at: float  # epoch seconds at which this was drawn
     # Monotonic time, which all processes of a host share; None: not yet known.
     deadline_at: float | None = None
-    version: str = ""  # of the model
+    version: str = ""  # version of the model that answers
     identity: str = ""  # name of the version's identity; empty: unknown
     noise: dict[int, str] = {}  # noise source of tokens, by index of the choice
 
@@ -63,9 +63,9 @@ class AnswerRecord:
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         self.has_begun = record.has_begun
         self.is_detached = record.is_detached
-        # Id of the kept stream that the answer reads (empty: none), and the log of that
-        # stream at this gateway.
+        # Id of the kept stream that the answer reads; empty: none.
         self.stream = "" if record.is_detached else record.stream.decode()
+        # Event log of the answer, which clients may read again; None: there is none.
         self.log: EventLog | None = None
         self._on_log, self._on_log_end = on_log, _nothing
         self._events = 0  # number of the answer's events so far

@@ -115,6 +115,7 @@ def _allowed(routes: Sequence[Route], path: str) -> str:
         for route in routes
         if any(pattern_of(each).fullmatch(path) for each in route.paths)
     }
-    if "GET" in methods or not methods:  # FastAPI's own pages have no route
+    # A path that no route has is one of FastAPI's own pages.
+    if "GET" in methods or not methods:
         methods |= {"GET", "HEAD"}
     return ", ".join(sorted(methods))

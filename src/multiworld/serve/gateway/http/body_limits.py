@@ -31,8 +31,8 @@ class TooSlowError(InvalidRequestError):
 class BodyLimits:
     """Maximum bytes of a body, as sent and as decompressed."""
 
-    json_bytes: int  # for JSON: a whole body, or the part before binary tensors
-    body_bytes: int  # for a body with binary tensors
+    json_bytes: int  # of a JSON body, or of the JSON before binary tensors
+    body_bytes: int  # of a whole body with binary tensors
 
     def check(self, size: int, *, is_binary: bool) -> None:
         if size <= (self.body_bytes if is_binary else self.json_bytes):

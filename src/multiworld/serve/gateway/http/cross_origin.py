@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-# Response headers that pages may read.
+# Response headers that pages of other origins may read.
 EXPOSED = (
     "X-Request-Id",
     "X-Ignored-Fields",

@@ -307,7 +307,8 @@ class Gateway:
                 origin=admitted.origin,
             )
         except UnknownModelError:
-            # Meanwhile the model, or the tenant's dedicated replicas, were removed.
+            # While the request waited, the model was removed, or the dedicated replicas
+            # of the tenant.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
             raise refusals.OutdatedError(f"{served!r} is no longer served") from None
@@ -367,7 +368,7 @@ class Gateway:
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
             self._loading[key] = loading
         text = await asyncio.shield(loading)
-        if version in self.models.get(name, {}):  # otherwise, it was just removed
+        if version in self.models.get(name, {}):  # else it was removed meanwhile
             self.text_frontends[key] = text
         return text
 

@@ -74,9 +74,10 @@ UPGRADE = (b"upgrade", b"http2-settings")
 # Seconds for which the rest of a refused request is read and discarded. If bytes were
 # left unread at the close, the client might see a reset connection, not the refusal.
 LINGER_S = 2.0
-LINGERING = 64  # maximum connections that linger; they do not count as open
+# Maximum connections that linger; they do not count towards ``max_connections``.
+LINGERING = 64
 
-# A refusal, to format with the status, the body's length, and the body.
+# Format of a refusal; its arguments are the status, the body's length, and the body.
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
@@ -192,10 +193,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self._recorder = Unrecorded() if recorder is None else recorder
         self._is_in_message = False
-        self._answered_before = 0  # answered requests still to be parsed from a record
-        # The next head is parsed a second time, without its upgrade.
+        # Requests of the record that are answered, but not parsed again yet.
+        self._answered_before = 0
+        # The next head was already parsed; ``_feed`` repeats it, without its upgrade.
         self._is_read_again = False
-        self._is_answered_before = False  # the current request is already answered
+        self._is_answered_before = False  # another gateway has answered it
         self._limits, self._lingering = limits, lingering
         # Timers by name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -211,14 +213,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport = self._recorder.begin(transport, self)
         super().connection_made(transport)
-        # With this limit, any unsent byte starts the stall timer. Not with TLS, which
-        # would always count as paused, and has its own time limit for closing.
+        # With this limit, any unsent byte pauses writing, which starts the stall timer.
+        # A TLS transport gets no such limit: its writing would always be paused, and it
+        # has its own time limit for closing.
         if transport.get_extra_info("sslcontext") is None:
             transport.set_write_buffer_limits(high=0)
         self._heads = HeadBuffer(transport)
         most = self._limits.max_connections
         if (record := self._recorder.taken_over) is not None:
-            self._take_over(record)  # even above the limit
+            self._take_over(record)  # the limit of connections does not apply
         elif len(self.connections) - len(self._lingering) > most:
             text = f"gateway has reached its limit of {most} connections; retry later"
             self._refuse("503 Service Unavailable", text)
@@ -335,7 +338,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return ""
 
     def on_response_complete(self) -> None:
-        self._heads.flush()  # a HEAD request has no body
+        # Send a head that no body follows, as in the answer to a HEAD request.
+        self._heads.flush()
         # Drop complete cycles, because they keep headers and unread bodies in memory.
         self._cycles = [c for c in self._cycles if not c.response_complete]
         if not self._record_idle():
@@ -443,7 +447,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
         if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
             return
-        if "head" not in self._timers:  # in a body, whose answer may have started
+        if "head" not in self._timers:
+            # The bytes belong to a body, and the answer may have started, so that it is
+            # too late for a refusal.
             self.transport.close()
             return
         self._refuse(*TOO_LONG)

@@ -31,7 +31,8 @@ from multiworld.serve.gateway.http.kept_events import COMMENT, EventLog
 
 logger = logging.getLogger("multiworld.serve")
 
-REQUEST_ID = "X-Request-Id"  # header with a request's id: accepted, returned, logged
+# Header with a request's id: clients may set it, and every response has it.
+REQUEST_ID = "X-Request-Id"
 
 # Request ids that are accepted from clients, because they are safe in logs and headers.
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
@@ -126,7 +127,7 @@ class EventStream(StreamingResponse):
         self.on_bytes: Callable[[int], object] = lambda count: None
         # Record of the answer, which counts the events that the client already has.
         self.record = unrecorded()
-        # Begins the log of a stream that clients may read again.
+        # Begins the log of a stream that clients may read again; None: there is no log.
         self.begin_log: Callable[[Callable[[], None]], EventLog] | None = None
         self._is_logged = False
         super().__init__(
@@ -171,7 +172,7 @@ class EventStream(StreamingResponse):
             yield event_of({"error": self.error_of(error)})
         except Exception:
             status = 500
-            logger.exception("a stream failed")
+            logger.exception("the events of a streamed answer failed")
             yield event_of({"error": self.error_of(ServeError(BUG))})
         finally:
             self._status = status
@@ -184,7 +185,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if not self._is_logged:  # otherwise, the log calls ``on_end``
+            if not self._is_logged:  # else the log calls ``on_end``
                 self.on_end(self._status)
 
 

@@ -33,7 +33,8 @@ _LIMITS = {
 # Errors of msgspec for invalid JSON, and for JSON of the wrong type.
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
-CHECKED_BYTES = 256 * 1024  # bytes to check at once; a refusal skips the rest
+# Bytes to check in one step; the step that exceeds a limit is the last one.
+CHECKED_BYTES = 256 * 1024
 PIECE_BYTES = 64 * 1024  # bytes of numbers to decode at once
 _NOTHING_ELSE = b"[] \t\r\n"  # characters to remove from a list of numbers
 

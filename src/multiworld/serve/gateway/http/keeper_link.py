@@ -34,7 +34,8 @@ logger = logging.getLogger("multiworld.serve")
 
 BEATS = 8  # minimum number of heartbeats to the keeper within ``silence_s``
 MAX_BEAT_S = 0.25  # maximum seconds between two heartbeats
-# Maximum bytes of a connection's input that this gateway keeps, for the next keeper.
+# Maximum bytes of a connection's input that this gateway keeps, to send them to the
+# next keeper if this one is lost.
 MIRROR_BYTES = 1024 * 1024
 FIND_S = 2.0  # maximum seconds for the keeper to answer where a stream is
 AGAIN_S = 0.02  # seconds between attempts to reach a keeper
@@ -97,7 +98,8 @@ class KeeperLink:
         self._connections: dict[int, Recorded] = {}
         self._given: dict[int, list[Entry]] = {}
         self._listeners: list[socket.socket] = []
-        # Of this loop iteration: entries, and writes to do once the keeper has them.
+        # Entries of this loop iteration, and the writes to make once the keeper has
+        # these entries.
         self._entries: list[bytes] = []
         self._writes: list[Write] = []
         self._sent: deque[list[Write]] = deque()
@@ -106,10 +108,11 @@ class KeeperLink:
         self._held: set[Recorded] = set()
         self._unread: set[Recorded] = set()
         self._reading: set[Recorded] = set()  # connections read from in this iteration
-        # Result: numbers of the connections that another gateway cannot take; None:
-        # there is no other gateway.
+        # Answer to ``LEAVING``: numbers of the connections that another gateway cannot
+        # take; None: there is no other gateway.
         self._may_hand_over: asyncio.Future[frozenset[int] | None] | None = None
-        self._finding: dict[int, asyncio.Future[Place]] = {}  # by connection
+        # Answers to ``FIND``, by number of the connection that asks.
+        self._finding: dict[int, asyncio.Future[Place]] = {}
 
     @property
     def is_protected(self) -> bool:
@@ -364,7 +367,8 @@ class KeeperLink:
             return False
         if not await self._is_flushed():
             return False
-        # Kept streams come first, because other connections may read them.
+        # Release kept streams first (they have descriptor -1), so that the keeper can
+        # give the connections that read them to the same gateways.
         found = sorted(self._connections.items(), key=lambda each: each[1].fileno())
         for number, connection in found:
             if number not in kept:
@@ -404,5 +408,5 @@ def _write_all(writes: list[Write]) -> None:
         try:
             write()
         except Exception as error:
-            logger.warning("cannot write to a connection: %s", error)
+            logger.warning("cannot write to a client's connection: %s", error)
             connection.fail()

@@ -35,7 +35,8 @@ class EventLog:
         self._is_waiting = False
         self.size = 0
         self.is_complete = False
-        self._positions: list[list[int]] = []  # of the readers
+        # For each reader, a list with the number of the last event that it has.
+        self._positions: list[list[int]] = []
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -158,7 +159,7 @@ class EventLogs:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._logs: dict[str, EventLog] = {}  # oldest first
-        self._sizes = Counter[str]()  # by tenant
+        self._sizes = Counter[str]()  # bytes of the events, by tenant
         self._begun = asyncio.Event()
 
     @property

@@ -29,7 +29,7 @@ from multiworld.serve.gateway.streams.stream_counts import ENDS as STREAM_ENDS
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
 
-Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
+Sums = Mapping[tuple[str, tuple[str, ...]], float]  # counts, by kind and labels
 
 OF_STAGE = ("model", "version", "stage")
 
@@ -150,7 +150,7 @@ def _families(
     table: RoutingTable,
 ) -> Iterator[Metric]:
     yield _build_info()
-    yield from ProcessCollector(registry=None).collect()  # of this gateway
+    yield from ProcessCollector(registry=None).collect()  # metrics of this process
     counters = {
         kind: CounterMetricFamily(f"multiworld_{kind}", text, labels=labels)
         for kind, (text, labels) in COUNTERS.items()

@@ -35,7 +35,7 @@ class PeekedSocket(socket.socket):
     So if the gateway is lost, the keeper or the kernel still has every byte it read.
     """
 
-    _taken = memoryview(bytearray(256 * 1024))  # never read
+    _taken = memoryview(bytearray(256 * 1024))  # target of ``recv_into``; never read
     is_abandoned = False
 
     def recv(self, size: int, flags: int = 0) -> bytes:

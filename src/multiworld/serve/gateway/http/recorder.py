@@ -135,7 +135,7 @@ class Recorder(Unrecorded):
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
-        self.record.give_up()  # frees memory: the protocol may live longer
+        self.record.give_up()  # frees memory, as the protocol may live longer
         self.record.output.clear()
 
     async def find(self, stream: str) -> Place:
@@ -170,7 +170,7 @@ class Recorder(Unrecorded):
             record.output_at += done
             del record.output[:done]
 
-    # For the link.
+    # Methods that ``KeeperLink`` calls.
 
     def fileno(self) -> int:
         sock = self._transport and self._transport.get_extra_info("socket")
@@ -244,7 +244,7 @@ class DetachedRecorder(Unrecorded):
     def closed(self) -> None:
         self.idle()
 
-    # For the link.
+    # Methods that ``KeeperLink`` calls.
 
     def fileno(self) -> int:
         return -1

@@ -13,7 +13,7 @@ from multiworld.serve.wire.control_messages import Counted
 SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 LATENCY_S = (*SHORT_S, 60, 120, 300, 600)  # streams may take minutes
 
-ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")  # as Prometheus names them
+ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")  # bounds, as in Prometheus
 
 
 class RequestCounts:

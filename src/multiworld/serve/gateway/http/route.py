@@ -131,7 +131,7 @@ async def respond(
         )
     else:
         response = await _respond(gateway, route, request, path)
-    # Faster than ``headers``, which would first search for a header of this name.
+    # Append directly: ``headers`` would first search for a header of this name.
     response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     return response
 
@@ -189,7 +189,7 @@ async def _respond_counted(
         model = call.name or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
-        is_ended = not recorder.is_abandoned  # otherwise, another gateway continues it
+        is_ended = not recorder.is_abandoned  # else another gateway continues it
         gateway.authenticator.finish(admitted, label, status if is_ended else None)
         began_at, now = admitted.started_at, gateway.authenticator.clock()
         phases = admitted.timing.phases(began_at, now)

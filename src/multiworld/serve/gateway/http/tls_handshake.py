@@ -39,7 +39,8 @@ class Certificate:
             self._version = newest
             try:
                 self._context = self._loaded()
-            except OSError as error:  # or ssl.SSLError: one file is not yet replaced
+            # ``ssl.SSLError`` is an OSError; it occurs while only one file is replaced.
+            except OSError as error:
                 logger.warning("the new certificate is not used: %s", error)
         return self._context
 
@@ -62,7 +63,7 @@ def check_certificate(spec: GatewaySpec) -> None:
         return
     try:
         Certificate(spec.tls_certificate, spec.tls_key)
-    except OSError as error:  # or ssl.SSLError
+    except OSError as error:  # also an ``ssl.SSLError``
         raise ServeError(
             f"gateway.tls_certificate {spec.tls_certificate!r} with gateway.tls_key "
             f"{spec.tls_key!r} cannot be used: {error}; give PEM files, with paths "
@@ -93,7 +94,7 @@ class Handshake(asyncio.Protocol):
         self._open = server_state.connections
         # Whether ``inner`` has the connection; whether the connection is lost.
         self._is_made = self._is_lost = False
-        self._early: list[bytes] = []  # data received with the end of the handshake
+        self._early: list[bytes] = []  # data that arrived with the end of the handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self._running) + len(self._open) > self._limits.max_connections:
@@ -114,7 +115,8 @@ class Handshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=self._limits.head_s,
             )
-        except OSError:  # or ssl.SSLError: the client does not speak TLS, or is slow
+        # The client does not speak TLS (``ssl.SSLError``, an OSError), or is too slow.
+        except OSError:
             raw.abort()
             return
         if transport is None or self._is_lost:
@@ -131,7 +133,7 @@ class Handshake(asyncio.Protocol):
         self._early.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_made:  # false if lost just as the handshake ended
+        if self._is_made:  # else ``inner`` never had the connection
             self._inner.connection_lost(exc)
         self._is_lost = True
 

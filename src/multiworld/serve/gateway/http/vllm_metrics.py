@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 from multiworld.serve.wire.routing_table import RoutingTable
 
-Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
+Sums = Mapping[tuple[str, tuple[str, ...]], float]  # counts, by kind and labels
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # label ``engine``: clients see a model as one engine

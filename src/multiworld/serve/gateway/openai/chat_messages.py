@@ -48,7 +48,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     if thought and is_answer:
         if not isinstance(thought, str):
             raise _wrong("has reasoning that is not a string")
-        # Some templates use the one name, some the other.
+        # Some templates read ``reasoning_content``, others ``reasoning``.
         message["reasoning_content"] = message["reasoning"] = thought
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):
@@ -93,6 +93,6 @@ def _call(given: Any) -> dict[str, Any]:
 def _decoded(arguments: str) -> Any:
     try:
         found = msgspec.json.decode(arguments)
-    except NOT_JSON:  # for example, if the answer was truncated
+    except NOT_JSON:  # not JSON, for example because the answer was truncated
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -28,7 +28,8 @@ Open = Callable[
 ]
 
 MAX_UNREAD = 400_000  # maximum ``_cost`` of a request's pieces that wait for its client
-MIN_LOGPROB = -9999.0  # for probability zero, as in vLLM: JSON has no infinity
+# Logprob of probability zero, as in vLLM, because JSON has no infinity.
+MIN_LOGPROB = -9999.0
 
 
 class SlowClientError(ServeError):
@@ -46,7 +47,7 @@ class Choice:
     keeps_items: bool = True  # False: the answer is streamed
     made: int = 0  # number of output tokens
     items: list[TokenItem] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # of the items, in characters
+    offsets: list[int] = field(default_factory=list)  # start of each, in characters
     # Logprobs of the prompt, as in ``TokenItem.prompt``.
     scores: Sequence[tuple[float, Any]] = ()
     finish: str = ""  # reason why the choice ended; empty until then
@@ -109,7 +110,7 @@ async def generate(
                         arrived.put_nowait(_cut(choice))
                         return
                     if not choice.is_prompt_only:
-                        on_token()  # counts even if the client does not read the token
+                        on_token()  # charges it, even if the client does not read it
                     if opened.noise != record.drawn.noise.get(choice.index):
                         assert opened.noise is not None
                         record.drawn.noise[choice.index] = opened.noise

@@ -44,7 +44,7 @@ async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
             )
         index = piece.choice.index
         outputs[index].add(piece, ready.parsers[index])
-    if ready.wanted.sampling.logprobs is not None:  # takes long to render
+    if ready.wanted.sampling.logprobs is not None:  # logprobs take long to render
         return await asyncio.to_thread(_rendered, ready, outputs)
     return _rendered(ready, outputs)
 
@@ -201,7 +201,8 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                 for event in _parsed_events(ready, held[number], parser):
                     yield event
                     shown_at = clock()
-                if clock() - shown_at >= KEEP_ALIVE_S:  # a long call yields no event
+                # The tokens of a long tool call may yield no event for a while.
+                if clock() - shown_at >= KEEP_ALIVE_S:
                     yield b": still generating\n\n"
                     shown_at = clock()
     if ready.wanted.has_usage:
@@ -250,7 +251,7 @@ def _parsed_events(
     ready: Ready, held: list[Piece], parser: AnswerParser
 ) -> Iterator[bytes]:
     """Yield the events of output that may have reasoning and tool calls."""
-    # ``held``: pieces not yet included in an event, for lack of visible output.
+    # ``held``: pieces that no event includes yet, because they had no visible output.
     piece = held[-1]  # the only piece that is not yet parsed
     deltas: list[dict[str, Any]] = []
     thought_tokens = parser.thought_tokens
@@ -270,7 +271,7 @@ def _parsed_events(
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
     if parser.thought_tokens > thought_tokens and not ready.wanted.has_reasoning:
-        held.clear()  # without the reasoning, omit its tokens, too
+        held.clear()  # omits the tokens of the reasoning, too
     for delta in deltas:
         yield _event(ready, piece.choice, delta, held)
         held.clear()

@@ -69,12 +69,14 @@ class Wanted:
     skips_special: bool
     echo: bool = False  # the answer begins with the prompt
     is_prompt_only: bool = False  # the answer has no output, but one token is computed
-    timeout_s: float | None = None  # until the deadline; None: the model's default
+    timeout_s: float | None = None  # to the deadline; None: the model's default
     # Seconds for which a stream without a client is kept; None: the default.
     detach_s: float | None = None
     has_ids: bool = False  # the answer includes token ids
     structure: Structure | None = None
-    schema: Any = None  # JSON schema of the structure; None: another structure, or none
+    # JSON schema that the structure follows; None: it follows none, or there is no
+    # structure.
+    schema: Any = None
     calling: Calling | None = None
     has_reasoning: bool = True  # the answer includes the reasoning
     session: str = ""  # requests of a tenant's session prefer the same replicas

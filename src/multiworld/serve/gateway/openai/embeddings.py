@@ -26,7 +26,7 @@ from multiworld.serve.spec.stage import Model, Tensors
 
 MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
 MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
-WINDOW = 32  # maximum texts of one request in flight, so as not to fill the queue
+WINDOW = 32  # maximum texts of one request in flight; more could fill the queue
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -45,7 +45,8 @@ class _Body(msgspec.Struct, frozen=True):
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
-INPUTS_PER_JOB = 32  # inputs to encode in one job; other tenants' jobs may follow it
+# Inputs to encode in one job; other tenants' jobs may run between two jobs.
+INPUTS_PER_JOB = 32
 
 _bodies = msgspec.json.Decoder(_Body)
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -194,10 +195,12 @@ async def _prepared(
     served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
     size = sum(map(len, asked.inputs))
-    if 16 * size < request_body.OFFLOAD_BYTES:  # 16 times as slow as parsing
+    # Encoding is 16 times as slow as parsing.
+    if 16 * size < request_body.OFFLOAD_BYTES:
         return version, model, _checked(frontend, model, asked.inputs)
     inputs: list[Tensors] = []
-    for begin in range(0, len(asked.inputs), INPUTS_PER_JOB):  # may take seconds
+    # Encoding all inputs may take seconds.
+    for begin in range(0, len(asked.inputs), INPUTS_PER_JOB):
         some = asked.inputs[begin : begin + INPUTS_PER_JOB]
         encode = partial(_checked, frontend, model, some)
         cost = 1.0 + sum(map(len, some))

@@ -48,7 +48,8 @@ async def completions(call: AdmittedCall) -> Response:
 
 
 async def _completed(call: AdmittedCall, kind: CompletionKind) -> Response:
-    if call.record.stream:  # a kept stream, which another gateway had begun
+    # Another gateway began this stream, which is kept: answer with its events.
+    if call.record.stream:
         return await events_behind(call, call.record.stream, 0)
     parse = partial(kind.parse, is_strict=call.gateway.is_strict)
     asked, wanted = await call.parsed(parse)

@@ -25,7 +25,7 @@ DIGITS = 12  # maximum digits of an event's number
 
 
 class _Continued(EventStream):
-    last = b""  # the log includes the last event
+    last = b""  # the log itself ends with the event ``[DONE]``
 
 
 async def read_stream(call: Call) -> Response:
@@ -45,7 +45,9 @@ async def events_behind(call: Call, name: str, after: int) -> Response:
     """Answer with the events of a stream after number ``after``."""
     log = await _found(call, name)
     if log is None:
-        return Response()  # discarded: the gateway that has the stream will answer
+        # Nobody reads this response: the connection moves to the gateway that has
+        # the stream.
+        return Response()
     if not log.has_all(after):
         raise UnknownStreamError(
             f"event {after + 1} is no longer kept; the operator can raise "
@@ -77,7 +79,7 @@ async def _found(call: Call, name: str) -> EventLog | None:
         place = await _recorder(call).find(name)
         if place is Place.ELSEWHERE and await _recorder(call).move(name):
             return None
-        if place is Place.HERE:  # the stream is just moving here, after a loss
+        if place is Place.HERE:  # the stream of a lost gateway is moving here
             log = await logs.expect(name, tenant, BEGIN_S)
     if log is None:
         raise UnknownStreamError(

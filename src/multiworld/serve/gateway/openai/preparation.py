@@ -57,7 +57,8 @@ from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.tracing.request_trace import CURRENT
 
-MIN_DEADLINE_S = 0.001  # minimum seconds until a deadline, which then passes at once
+# Seconds until the deadline of a request whose preparation took its whole time.
+MIN_DEADLINE_S = 0.001
 MAX_SCORES = 200_000  # maximum prompt logprobs in one answer, of about 50 bytes each
 
 
@@ -72,7 +73,8 @@ class ServedModel:
     family: Family | None
     has_controls: bool
     reasoning_marks: Sequence[str] | None  # as given in the spec
-    wait_s: float = WAIT_S  # default limit of a wait for a token, without a deadline
+    # Default maximum seconds to wait for a token, if the request has no deadline.
+    wait_s: float = WAIT_S
 
 
 @dataclass(frozen=True, slots=True)

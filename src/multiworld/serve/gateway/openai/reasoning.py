@@ -24,7 +24,8 @@ class Reasoning:
 
     begin: str
     end: str
-    is_begun: bool = False  # the prompt ends with the first mark
+    # The prompt already ends with ``begin``, so the output starts inside the reasoning.
+    is_begun: bool = False
     # The marks as tokens; None: the mark is plain text for the model.
     begin_token: int | None = None
     end_token: int | None = None
@@ -82,7 +83,8 @@ class ReasoningParser:
         self._form = form
         self._held = ""
         self.is_thinking = form.is_begun
-        self._is_marked = form.end_token is None  # the text may have the end mark
+        # ``_held`` may have the end mark: the mark is text, or its token has arrived.
+        self._is_marked = form.end_token is None
         self._is_over = self._has_thought = self._has_answered = False
 
     def feed(self, text: str, token: int) -> Iterator[str | Thought]:
@@ -142,7 +144,7 @@ class AnswerParser:
         self._thinking = None if form is None else ReasoningParser(form)
         self._calls = calls
         self._tokens = 0
-        self.thought_tokens = 0  # includes the space before the reasoning
+        self.thought_tokens = 0  # number of tokens up to the end of the reasoning
 
     @property
     def may_be_text(self) -> bool:

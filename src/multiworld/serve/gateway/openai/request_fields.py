@@ -176,7 +176,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_completion_tokens": (1, 2**31),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
-    "logit_bias": (-100.0, 100.0),  # each bias
+    "logit_bias": (-100.0, 100.0),  # range of each bias
 }
 """Minimum and maximum of each number, by field."""
 
@@ -194,7 +194,8 @@ UNSUPPORTED = (
 
 NOT_IN_CHATS = "echo", "add_special_tokens"
 
-# For some unsupported fields, the values that have no effect, instead of ``DEFAULTS``.
+# Values that have no effect, and are accepted, by unsupported field. For other fields,
+# ``DEFAULTS`` has these values.
 NOTHING: dict[str, Any] = {
     "function_call": "none",
     "web_search_options": None,  # {} requests a search
@@ -209,11 +210,12 @@ NOTHING: dict[str, Any] = {
     "add_special_tokens": False,
 }
 
-# For all other unsupported fields, the values that have no effect.
+# Values that have no effect, and are accepted, for fields not in ``NOTHING``.
 DEFAULTS: tuple[Any, ...] = (*(None, False, [], {}, ""),)
 
 
-# Unknown fields that would change the answer, with the names that other servers use.
+# Fields of other servers that would change the answer: refused, while most unknown
+# fields are ignored.
 MEANINGFUL = frozenset(
     (
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -227,10 +229,10 @@ MEANINGFUL = frozenset(
         *("prompt_logprobs", "input", "instructions", "lora", "adapter"),
     )
 )
-# Unknown fields that resemble a known field, but are fields of other servers.
+# Fields of other servers that resemble a known field: ignored, not refused as misspelt.
 OTHERS = frozenset({"models"})
 
-# Fields within which an unknown field may change the answer.
+# Fields within which an unknown field is refused, because it may change the answer.
 NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
 
 MAX_IGNORED = 16  # maximum number of ignored fields of a request

@@ -21,7 +21,8 @@ from multiworld.serve.gateway.openai.choices import Piece, digest_of, generate
 from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.gateway.streams.stream import for_no_deadline
 
-IGNORED = "x-ignored-fields"  # header of a response: unknown fields of the request
+# Response header that lists the unknown fields of the request.
+IGNORED = "x-ignored-fields"
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
@@ -45,7 +46,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         OverloadedError: The queue has no room for all choices; nothing is charged.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
-    call.reservation.release()  # frees the body's memory: a stream may take long
+    call.reservation.release()  # frees the body's memory, as a stream may take long
     limits, record = ready.served.limits, call.record
     deadline_s = wanted.timeout_s
     if deadline_s is None:

@@ -42,7 +42,8 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # only functions
+# Functions are the only supported tools.
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: Function
 
@@ -147,7 +148,8 @@ class CallParser:
     def __init__(self, calling: Calling, family: Family | None) -> None:
         self.calling, self._family = calling, family
         self._held = ""
-        # Further text of an incomplete call, to join once the call may be complete.
+        # Further text of an incomplete call; ``_join`` adds it to ``_held`` once the
+        # call may be complete.
         self._later: list[str] = []
         self._tail = ""
         self._is_open = self._is_free = False

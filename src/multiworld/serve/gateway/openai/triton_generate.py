@@ -46,7 +46,7 @@ _bodies = msgspec.json.Decoder(GenerateBody)
 FIXED = (
     *("model", "prompt", "n", "best_of", "echo", "stream", "stream_options"),
     *("logprobs", "return_token_ids"),  # the answer has no field for them
-    "detach_s",  # the stream's events have no id
+    "detach_s",  # the stream's events have no id to resume from
 )
 
 
@@ -69,7 +69,8 @@ async def generate_stream(call: AdmittedCall) -> Response:
 
 
 async def _generated(call: AdmittedCall, *, is_streamed: bool) -> Response:
-    call.gateway.model(call.name, call.version, call.tenant)  # fail before a long body
+    # Refuse an unknown model before the body is read, because the body may be long.
+    call.gateway.model(call.name, call.version, call.tenant)
     given, asked, wanted = await call.parsed(partial(_parsed, call.name, is_streamed))
     ready = await prepared(call, TEXT, asked, wanted)
     ready = replace(ready, id=given.id)

@@ -69,14 +69,15 @@ INFER = {
 
 async def infer(call: AdmittedCall) -> Response:
     """Run inference with a model; a version in the path must be the active one."""
-    call.gateway.model(call.name, call.version, call.tenant)  # fail before a long body
+    # Refuse an unknown model before the body is read, because the body may be long.
+    call.gateway.model(call.name, call.version, call.tenant)
     body = await call.read_body(may_be_binary=True)
     version, model = _model(call)
     length = call.request.headers.get(JSON_LENGTH)
     parse = partial(tensor_format.parse, body, length, model)
     default_s = call.gateway.deadline_s(call.name, call.tenant)
     asked = await off_loop(len(body), parse)
-    del body, parse  # the tensors are copies
+    del body, parse  # frees the body: the tensors are copies
     version, answer = await _computed(call, asked, version, default_s)
     return await _rendered(call, asked, version, answer)
 

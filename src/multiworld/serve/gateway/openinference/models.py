@@ -15,7 +15,7 @@ from multiworld.serve.gateway.http.calls import Call
 from multiworld.serve.gateway.http.http_responses import json_response
 from multiworld.serve.spec.stage import Model, TensorSpec
 
-PLATFORM = "multiworld_pytorch"  # field of each model's metadata
+PLATFORM = "multiworld_pytorch"  # field ``platform`` of each model's metadata
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
 TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]  # outputs of ``generate``

@@ -166,7 +166,8 @@ def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
         )
     shape = _shape(name, item.shape)
     count = math.prod(shape)
-    # The strides of a tensor are products of its sizes, even if it has no elements.
+    # Count sizes of 0 as 1: a tensor without elements also has strides, which are
+    # products of its sizes.
     if math.prod(max(1, size) for size in shape) >= MAX_ELEMENTS:
         raise InvalidRequestError(
             f"{name}: shape {shape} is too large; split the request"

@@ -33,7 +33,8 @@ from multiworld.serve.wire.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-# Seconds between checks of deadlines and of silent replicas, with and without requests.
+# Seconds between checks of deadlines and of silent replicas: while there are requests,
+# and while there are none.
 POLL_S, IDLE_S = 0.05, 0.5
 
 

@@ -20,7 +20,8 @@ class Submitted:
     via: dict[int, str] | None = None
     share: Share = DEFAULT_SHARE
     rows: int = 1  # cost in fair queueing
-    version: str = ""  # model version that checked the request; empty: any version
+    # Model version against which the request was checked; empty: any version.
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

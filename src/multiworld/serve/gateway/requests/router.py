@@ -47,7 +47,9 @@ from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 # isolation, after other suspects.
 ISOLATION_S = 60.0
 
-COMPACT = 1000  # number of ended requests' deadlines above which these are removed
+# Deadlines to keep beyond twice the number of requests; with more, the router drops the
+# deadlines of ended requests.
+COMPACT = 1000
 
 
 class Router:
@@ -168,7 +170,8 @@ class Router:
             for r in self._requests.values()
             if r.job.model == model and self._is_outdated(r.job)
         ]
-        for request in outdated:  # before ``_reject``, which sends waiting requests
+        # Dequeue them all before ``_reject``, which would send those that still wait.
+        for request in outdated:
             if request.is_waiting:
                 self._dequeue(request)
         return [
@@ -498,7 +501,8 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # The next request waits only for its session's home; others need not wait.
+        # The next request waits for the home of its session, which is full. Later ones
+        # may go to other replicas.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             if not self._is_any_free(request.job.model, route):

@@ -47,7 +47,7 @@ class RequestReplicas:
 class Log:
     text: str
     number: int = 0  # of the stream
-    request: str = ""  # its id
+    request: str = ""  # id of the stream's request
     is_warning: bool = False
     is_loss: bool = False  # the stream's attempt has failed, and another one follows
 
@@ -60,8 +60,8 @@ class Refuse:
 Action = Send | Deliver | RequestReplicas | Log | Refuse
 
 
-# Messages about several sequences, and the maximum number of sequences in one message.
-# It is limited because frames are limited.
+# Messages about several sequences, and the maximum number of sequences in one message,
+# because the size of a frame is limited.
 Several = BeginSequences | EndSequences | PauseSequences
 MAX_MERGED = 64
 

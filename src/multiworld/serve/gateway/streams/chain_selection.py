@@ -24,8 +24,8 @@ HOME = 2
 # stage-0 replica sends its own step for every token, and a step costs about as much as
 # nine tokens.
 SPLIT = 4
-# Number of streams to add to the load of a replica that lacked a connection, and
-# seconds for which they are added.
+# If a replica lacked a connection to its neighbour in a chain: number of streams to add
+# to its load, and seconds for which they are added.
 AVOIDED_LOAD, AVOIDED_S = 8, 10.0
 # Maximum number of random replicas of a stage to compare for a new stream.
 COMPARED = 64
@@ -109,7 +109,7 @@ class ChainSelection:
         self.draining = tuple(n for n, s in states if s is ReplicaState.DRAINING)
         for name in self.load.keys() - replicas.keys():
             if not self.load[name]:
-                del self.load[name]  # names are never reused
+                del self.load[name]  # the name is never used again
 
     def enter(self, stream: Stream) -> None:
         self._prefix_routes.record(stream.prefixes, stream.chain)

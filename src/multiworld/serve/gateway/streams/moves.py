@@ -163,7 +163,7 @@ class Moves:
     def finish(self, stream: Stream) -> Move:
         """End the move of a stream, which now continues on the new replicas."""
         assert stream.move is not None
-        self._chains.load.subtract(incoming(stream))  # ``enter`` counts the new chain
+        self._chains.load.subtract(incoming(stream))  # the caller counts the new chain
         del self._moving[stream.number]
         move, stream.move = stream.move, None
         stream.become(Phase.COMPUTING)

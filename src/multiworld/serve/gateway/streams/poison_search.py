@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from multiworld.serve.gateway.streams.stream import Stream, SuspectGroup
 
 # Number of groups into which a crowd is split. With eight groups, finding one poison
-# stream among 64 takes six losses that count, with 64, 64, 64, 8, 1 and 1 streams. With
-# four groups, it takes seven losses; with two groups, ten.
+# stream among 64 takes six losses that count, which hit 64, 64, 64, 8, 1 and 1 streams.
+# With four groups, it takes seven losses; with two groups, ten.
 FAN = 8
 ALONE = 4  # maximum number of suspects to compute one by one, without groups
 

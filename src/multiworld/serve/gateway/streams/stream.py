@@ -47,20 +47,20 @@ class Phase(StrEnum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Computing: every stage has a replica for the stream.
+    # To computing: every stage has a replica for the stream.
     Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
-    # Moving: a replica drains, or a new replica has less load. Paused: a part of the
-    # chain failed; the other replicas keep KV. Waiting: the stream starts over, from
-    # its tokens.
+    # To moving: a replica drains, or a new replica has less load. To paused: a part of
+    # the chain failed; the other replicas keep KV. To waiting: the stream starts over,
+    # from its tokens.
     Phase.COMPUTING: frozenset(
         {Phase.MOVING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
-    # Computing: the move is done or abandoned.
+    # To computing: the move is done or abandoned.
     Phase.MOVING: frozenset(
         {Phase.COMPUTING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
-    # Computing: the lost replicas are replaced. Waiting: a loss that was noticed late
-    # has made the stream a suspect, so it starts over.
+    # To computing: the lost replicas are replaced. To waiting: a loss that was noticed
+    # late has made the stream a suspect, so it starts over.
     Phase.PAUSED: frozenset({Phase.COMPUTING, Phase.WAITING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
@@ -78,7 +78,7 @@ class Chain:
 class Move:
     """A move of a stream: other replicas are prepared while the stream continues."""
 
-    chain: Chain  # after the move
+    chain: Chain  # chain after the move
     attempt: int = -1  # attempt for which the new replicas are prepared; -1: none yet
     tokens: int = 0  # number of the stream's tokens at the last ``PrepareSequence``
     began_at: float = 0.0  # monotonic time
@@ -89,9 +89,12 @@ class Move:
 class SuspectGroup:
     """Streams that are jointly suspected of causing losses."""
 
-    number: int  # at this gateway, from 1
+    # Number of the group at this gateway, from 1.
+    number: int
     members: dict[int, Stream]
-    is_isolated: bool  # no step of other streams is in flight together with theirs
+    # True: a stage-0 replica that has steps of the members in flight has no steps of
+    # other streams in flight.
+    is_isolated: bool
     # The groups into which a crowd was split, including this group.
     split: list[SuspectGroup] = field(default_factory=list)
 
@@ -118,7 +121,7 @@ class Hit:
 class Stream:
     """A stream whose client waits for tokens."""
 
-    number: int  # at this gateway
+    number: int  # unique at this gateway
     model: str
     version: str
     tokens: list[int]  # the prompt, and the delivered tokens
@@ -146,15 +149,20 @@ class Stream:
     losses: LossLedger = field(
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
-    returns: int = 0  # consecutive attempts that ended without a token
+    # Number of attempts that have ended since the latest token. A lost replica, or an
+    # attempt of more than ``KEPT_S``, restarts the count.
+    returns: int = 0
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
-    failing_since: float = 0.0  # monotonic time at which the first of ``returns`` ended
+    # Monotonic time at which the first of ``returns`` attempts ended, or (later) at
+    # which the attempt after it began.
+    failing_since: float = 0.0
     group: SuspectGroup | None = None  # None: not a suspect
     is_alone: bool = False  # its stage-0 replica computes only the stream's group
     noise: str | None = None  # noise source that sampled its tokens; None: any
     returned: Returned | None = None  # None: the previous chain did not return it
-    # Attempt of a single suspect that was lost before it was known whether the suspect
-    # ran alone (-1: none); and whether other streams may have caused the loss.
+    # Attempt in which a single suspect lost a replica before this gateway knew whether
+    # the suspect ran alone (-1: none); and whether other streams may have caused the
+    # loss.
     unclear: tuple[int, bool] = (-1, False)
     not_before: float = 0.0  # monotonic time before which no attempt starts
     first_at: float | None = None

@@ -11,7 +11,7 @@ from multiworld.serve.wire.control_messages import Counted
 # Upper bounds of the histograms' buckets, in seconds; the last bucket has no bound.
 SHORT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 BOUNDS_S = (*SHORT_S, 120.0, 300.0, 600.0)  # streams may take minutes
-ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")  # as Prometheus names them
+ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")  # bounds, as in Prometheus
 
 
 class StreamCounts:

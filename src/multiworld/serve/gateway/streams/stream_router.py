@@ -46,8 +46,10 @@ from multiworld.serve.wire.generation_messages import SequenceStart, TokenItem
 from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Route, RoutingTable
 
-MANY = 64  # number of an event's actions above which messages to a replica are merged
-# Seconds between a failed attempt and the next one; doubles until one yields a token.
+# If an event causes more actions than this, the messages to each replica are merged.
+MANY = 64
+# The pause before the next attempt is ``PAUSE_S`` * 2 ** ``Stream.returns`` seconds, at
+# most ``LONGEST_PAUSE_S``; the first retry has no pause.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
 
@@ -67,7 +69,8 @@ class StreamRouter:
         self.without_token: defaultdict[str, WaitingTenants]
         self.without_token = defaultdict(WaitingTenants)
         self._suspects = Suspects()
-        self._has_room_for_suspects = False  # a suspect has ended or been cleared
+        # A suspect has ended or been cleared, so waiting suspects may now get a chain.
+        self._has_room_for_suspects = False
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
             name,
@@ -239,8 +242,8 @@ class StreamRouter:
         found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
         hits = {stream: hit for stream, hit in found if hit is not None}
         alone = [s for s, hit in hits.items() if hit.is_alone]
-        # Each of these ran alone at its stage-0 replica, but the lost replica may also
-        # have computed steps of other stage-0 replicas.
+        # Each stream of ``alone`` ran alone at its stage-0 replica, but the lost
+        # replica may also have computed steps of other stage-0 replicas.
         sources = {hits[s].source for s in alone}
         others = [
             s
@@ -306,7 +309,8 @@ class StreamRouter:
             _require(replica in current.chain[:1], key, replica)
             current.is_alone, current.losses.has_begun = not is_over, True
         elif stream is not None and stream.unclear[0] == key[2] and not is_over:
-            # ``RunsAlone`` arrived after the loss, but was sent before the last step.
+            # ``RunsAlone`` was sent before the step that the loss interrupted, but it
+            # arrived only after the loss was counted.
             _, is_shared = stream.unclear
             stream.unclear = -1, False
             if stream.is_single:
@@ -385,14 +389,15 @@ class StreamRouter:
             self._end(stream, error.error())
             return
         if self._now - stream.attempt_at > KEPT_S:
-            stream.returns = 0  # the attempt ran for a while before it failed
+            # The attempt ran long enough to count as the first one that failed.
+            stream.returns = 0
         failing_s = self._now - stream.failing_since if stream.returns else 0.0
         is_elsewhere = False
         is_there = lacks in stream.chain and lacks in self.view.connected
         if is_there and not stream.via and failing_s > DOUBTED_S:
             both = replica, lacks
-            # Go elsewhere at once only if a replica was not yet avoided; otherwise
-            # pause, so that attempts stay rare.
+            # Go elsewhere at once only if one of ``both`` was not yet avoided;
+            # otherwise pause first, so that attempts stay rare.
             is_elsewhere = self._chains.avoid(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
@@ -431,11 +436,11 @@ class StreamRouter:
         if not stream.returns:
             stream.failing_since = self._now
         is_kept = (
-            not stream.is_single  # otherwise, its KV may be the cause
+            not stream.is_single  # keep no KV that may be the cause of a loss
             and self._now - stream.failing_since < KEPT_S
             and not stream.via
             and not is_elsewhere
-            and len(stream.chain) > 1  # a single replica keeps nothing for others
+            and len(stream.chain) > 1  # else no other replica can keep KV
         )
         self._leave_chain(stream, is_kept=is_kept)
         self._retried.append(stream)
@@ -475,7 +480,8 @@ class StreamRouter:
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
-            # A disconnected replica has already ended all sequences of this gateway.
+            # ``_send`` skips a disconnected replica, which has already ended all
+            # sequences of this gateway.
             self._send(replica, generation_messages.EndSequences((key,)))
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
@@ -529,7 +535,8 @@ class StreamRouter:
             self._log(stream, f"continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.attempt_at = self._now
-        if stream.returns <= 1:  # the first attempt after an attempt with a token
+        # At most one attempt has ended since the latest token: measure from this one.
+        if stream.returns <= 1:
             stream.failing_since = self._now
         stream.become(Phase.COMPUTING)
         start = SequenceStart(
@@ -543,7 +550,8 @@ class StreamRouter:
             bool(stream.via),
             stream.is_isolated,
             prepared,
-            # Also after a return, because a loss may be noticed only later.
+            # Also after an attempt has ended without a counted loss: a lost replica may
+            # be the cause, and this gateway may notice the loss only later.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
             adapter=stream.adapter,
             group=stream.group.number if stream.group and stream.is_isolated else 0,
@@ -567,7 +575,8 @@ class StreamRouter:
         for stage, name in enumerate(stream.chain):
             found = self.view.table.replicas[name].fingerprint
             if not found:
-                continue  # the replica drains before it has loaded
+                # A replica that drains before it has loaded has no fingerprint.
+                continue
             before = stream.fingerprints.setdefault(stage, found)
             if found != before:
                 stream.fingerprints[stage] = found
@@ -591,7 +600,8 @@ class StreamRouter:
                 self._end(stream, act.Cut(error) if is_cut else error)
             else:
                 self._timers.watch(stream, resumed_at)
-        self.view.set_silent(silent)  # before any stream is placed again
+        # Do this before any stream is placed again: none should go to a silent replica.
+        self.view.set_silent(silent)
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):
@@ -633,5 +643,5 @@ def _require(is_theirs: bool, key: Key, replica: str) -> None:
     if not is_theirs:
         raise protocol.MessageError(
             f"{replica} sent a message about sequence {key[1]} (attempt {key[2]}) of "
-            f"{key[0]}, which it does not compute, or that it may not send"
+            f"{key[0]}, but does not compute it, or may not send such messages"
         )

@@ -298,7 +298,8 @@ class Streams:
             match action:
                 case actions.Send(replica, message):
                     outbox = self._edges.get(replica)
-                    if outbox is not None:  # otherwise, the edge has failed
+                    # None: the edge has failed.
+                    if outbox is not None:
                         outbox.put(message)
                 case actions.Deliver(number, item):
                     client = self._clients.get(number)
