@@ -151,7 +151,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
                 # is not audited.
                 logger.error("a shutdown by %s is not in the audit log: %s", who, error)
                 return await call_next(request)
-            text = f"refused, because the audit log cannot be written: {error}"
+            text = f"nothing was done, because the audit log cannot be written: {error}"
             return respond(answers.RefusedByController(text), 503)
         outcome = "failed"
         try:

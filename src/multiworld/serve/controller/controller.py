@@ -586,7 +586,8 @@ class Controller:
         await self.recorded()
         if self._record.trouble:
             raise ServeError(
-                "applied, but not recorded, so a new controller will not know of it: "
+                "the operation was applied, but not recorded, so a new controller will "
+                "not know of it: "
                 f"{self._record.trouble}"
             )
 

@@ -131,7 +131,7 @@ class TenantManager:
         try:
             is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
-            rare_log.error("usage cannot be stored", error)
+            rare_log.error("the usage of tenants cannot be stored", error)
             return  # without a confirmation, the gateway reports it again
         changed = self._ledger.add(usage.rows) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]

@@ -56,7 +56,7 @@ class _Lines:
         try:
             self._waiting.put_nowait(decided)
         except queue.Full:
-            error = OSError(f"{self._path}: the disk takes too long")
+            error = OSError(f"{self._path}: writing to the disk takes too long")
             rare_log.error("cannot write the decision log", error)
 
     def settle(self, limit_s: float) -> None:

@@ -97,7 +97,7 @@ class PlacementManager:
         try:
             planned = await self.replanner.plan(self._snapshot(wanted))
         except Exception:  # the service can start without a plan
-            logger.exception("planning failed; the service starts without a plan")
+            logger.exception("placement planning failed; starting without a plan")
             return
         if planned is not None:
             self._apply_plan(planned)

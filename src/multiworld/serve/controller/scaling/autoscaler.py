@@ -93,14 +93,14 @@ class _Model:
     async def decide(self, snapshot: Snapshot) -> Decision:
         """Run the policy in a thread, because it may compute or block for long."""
         if self._deciding is not None and not self._deciding.done():
-            raise ServeError("its last call has not returned")
+            raise ServeError("the last call of the policy has not returned")
         self._deciding = asyncio.ensure_future(
             in_thread(functools.partial(self._policy, snapshot))
         )
         self._deciding.add_done_callback(_forget)
         done, _ = await asyncio.wait([self._deciding], timeout=POLICY_S)
         if not done:
-            raise ServeError(f"no decision within {POLICY_S:g} s")
+            raise ServeError(f"the policy did not decide within {POLICY_S:g} s")
         return self._deciding.result()
 
 
@@ -172,7 +172,7 @@ class Autoscaler:
             try:
                 await self._look()
             except Exception:  # a bug must not stop autoscaling for good
-                logger.exception("scaling failed; trying again")
+                logger.exception("autoscaling failed; trying again")
                 await asyncio.sleep(START_S)
 
     def _pause_s(self) -> float:
