@@ -35,7 +35,8 @@ class Contender(Protocol):
 
     def recv_many(self, out: Tensor | None, count: int) -> None:
         """Receive ``count`` times into ``out``; None: into new tensors."""
-        # NotImplementedError: ``out`` is None, and this contender needs the shape.
+        # Raises NotImplementedError if ``out`` is None and this contender must know the
+        # shape.
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
         """Make ``count`` round trips; the end with ``is_first`` sends first."""
@@ -149,8 +150,9 @@ class OneWorld:
         port: int,
         backend: str = "direct",
         *,
-        is_watched: bool = True,  # send and check heartbeats; see ``unwatch``
-        config: WorldConfig | None = None,  # of the manager and the world
+        # Whether heartbeats are sent and checked, see ``unwatch``.
+        is_watched: bool = True,
+        config: WorldConfig | None = None,  # config of both the manager and the world
     ) -> None:
         self._peer = 1 - rank
         self._runner = asyncio.Runner()
@@ -249,8 +251,8 @@ class Unspun(OneWorld):
 
 async def unwatch(manager: WorldManager) -> None:
     """Stop sending heartbeats, and stop checking those of the peers."""
-    # The heartbeat helper is stopped by SIGSTOP; see ``wake``. This never waits, so it
-    # cannot be cancelled half way.
+    # SIGSTOP stops the heartbeat helper; ``wake`` resumes it. This function never
+    # waits, so it cannot be cancelled half way.
     watchdog = manager.watchdog
     if watchdog.helper_pid is not None:
         os.kill(watchdog.helper_pid, signal.SIGSTOP)
@@ -350,7 +352,7 @@ class Zmq(Blocking):
         self._sending: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
-        self._sending = tensor  # zmq's I/O thread reads it after this returns
+        self._sending = tensor  # keep it, because zmq's thread still reads it later
         self._socket.send_multipart([self._head, memory_of(tensor)], copy=False)
 
     def recv(self, out: Tensor) -> None:

@@ -184,7 +184,7 @@ def detected(system: str, fault: str) -> str:
     """Return the median time to detect a fault, in milliseconds, with its unit."""
     found = _detection(system, fault)
     if all(one is None for one in found):
-        return "> 5,000 ms"  # the time limit of the study
+        return "> 5,000 ms"  # no loss was detected within the time limit of the study
     return f"{statistics.median(math.inf if t is None else t for t in found):,.0f} ms"
 
 

@@ -92,7 +92,8 @@ def run(
     body: Body, size: int, options: Options, on_step: Callable[[Step], None]
 ) -> None:
     """Run a body in ``size`` processes, and wait for them."""
-    # RuntimeError: a process failed, or the suite took longer than ``LIMIT_S``.
+    # Raises RuntimeError if a process failed, or if the suite took longer than
+    # ``LIMIT_S``.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     processes = [

@@ -169,7 +169,7 @@ SUITES = {
 
 def usual() -> list[str]:
     """Return the suites that run by default; those of GPUs only if there is one."""
-    # They fetch a model.
+    # The suites in these two lines fetch a model.
     left_out = {"generate", "capacity", "recovery", "texts", "kills", "engine_kills"}
     left_out |= {"quality", "step", "processor"}
     if not torch.cuda.is_available():
@@ -179,8 +179,8 @@ def usual() -> list[str]:
 
 def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
     """Run a suite of ``SUITES``, with new ``ports``, and return its results."""
-    # RuntimeError: a process failed, or a package or GPU is missing. HostError: network
-    # namespaces are not allowed here.
+    # Raises RuntimeError if a process failed, or if a package or a GPU is missing, and
+    # HostError if network namespaces are not allowed here.
     suite = SUITES[name]
     report = BenchReport(name, suite.baseline_of(options))
     share, done = 1.0, 0.0

@@ -96,8 +96,8 @@ def interval(
     samples: Sequence[float], *, level: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
     """Return a bootstrap confidence interval of the median (``draws`` resamples)."""
-    # Percentile bootstrap (Efron 1979), seeded: the same samples give the same
-    # interval.
+    # Percentile bootstrap (Efron 1979). The draws are seeded, so that the same samples
+    # give the same interval.
     source = random.Random(0)
     medians = sorted(
         statistics.median(source.choices(samples, k=len(samples))) for _ in range(draws)

@@ -23,7 +23,8 @@ class Apart:
         self._name = name
         self._is_spinning = RIVALS[name].is_spinning
         script = HERE / RIVALS[name].script
-        # This environment must not leak in: one contender has our package's name.
+        # Do not pass on Python's variables: one contender has our package's name, and
+        # would import our package instead of its own.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self._process = subprocess.Popen(
             [str(python_of(name, folder)), str(script), str(rank), str(port)],

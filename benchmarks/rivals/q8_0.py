@@ -21,7 +21,7 @@ def main(target: str) -> None:
     source = gguf.GGUFReader(weights)
     writer = gguf.GGUFWriter(target, "llama")
     for name, field in source.fields.items():
-        # The writer adds these itself.
+        # ``GGUFWriter`` adds the other fields itself.
         if not name.startswith("GGUF.") and name != "general.architecture":
             kind, *of = field.types
             sub_type = of[0] if of else None

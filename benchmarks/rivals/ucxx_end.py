@@ -26,7 +26,8 @@ class UcxxEnd:
 
             async def accepted(endpoint: Any) -> None:
                 found.set_result(endpoint)
-                await asyncio.Event().wait()  # ucxx closes it when this returns
+                # Ucxx closes the endpoint when this returns.
+                await asyncio.Event().wait()
 
             self._listener = ucxx.create_listener(accepted, port)
             self._endpoint = await found

@@ -30,7 +30,8 @@ def main(port: int, streams: int, weights: str) -> None:
     given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 2
     given.cache_prompt = False
     server = xllamacpp.Server(given)
-    print(server.listening_address, flush=True)  # and keep the server
+    # This function never returns, so ``server`` stays alive.
+    print(server.listening_address, flush=True)
     while True:
         time.sleep(3600.0)
 

@@ -133,7 +133,7 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for front in fronts:
-            await _round(http, front)  # warms up
+            await _round(http, front)  # the first round only warms up
             wanted = await _round(http, front)
             token_s = statistics.median(s for t in wanted.values() for s in t.gaps_s)
             on_step(
@@ -223,7 +223,7 @@ async def _stream(
         if kind == "structured":
             body.pop("ignore_eos", None)
         if text.tokens and "n" in body:
-            break  # several choices cannot continue as one prompt
+            break  # a request for several choices cannot continue as one prompt
         try:
             await _read(http, f"{url}/v1/completions", body, text)
             return text

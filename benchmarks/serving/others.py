@@ -36,10 +36,10 @@ def running(
     arguments: Sequence[str] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run the server of another project; yield its URL and its process."""
-    # ``python``: interpreter of its environment; ``scratch``: folder of its log.
-    # ``length``: maximum tokens of a sequence; ``arguments``: further ones for vLLM.
-    # llama.cpp: ``folder`` may be a file of weights; otherwise, it uses the weights of
-    # its package. It ignores ``dtype``, because the weights have their own.
+    # ``python``: interpreter of the server's environment; ``scratch``: folder of its
+    # log. ``length``: maximum tokens of a sequence; ``arguments``: further ones for
+    # vLLM. For llama.cpp, ``folder`` may be a file of weights; otherwise, it uses the
+    # weights of its package. It ignores ``dtype``, because the weights have their own.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

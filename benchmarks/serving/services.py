@@ -204,7 +204,7 @@ def pids_of(state: Path, prefix: str = "") -> list[int]:
 def family_of(state: Path) -> list[int]:
     """Return the PIDs of a service's processes, store, controller and their helpers."""
     found = [psutil.Process(pid) for pid in pids_of(state)]
-    # A process that ends meanwhile has no command line.
+    # The command line of a process that exits meanwhile is None.
     commands = {
         process: process.info["cmdline"] or []
         for process in psutil.process_iter(["cmdline"])

@@ -23,8 +23,8 @@ async def times_of(
     key: str = "",
 ) -> list[float]:
     """Run one stream; return the seconds from its request to each of its chunks."""
-    # RuntimeError: it did not have ``answer`` tokens. ``key``: key of the tenant, if
-    # any.
+    # Raises RuntimeError if the stream did not have ``answer`` tokens. ``key``: key of
+    # the tenant, if any.
     body = {
         "model": model,
         "prompt": prompt,

@@ -74,7 +74,7 @@ CONFIG = {
     "upscale_delay_s": 1.0,
     "downscale_delay_s": 10.0,
     "look_back_period_s": 5.0,
-    "metrics_interval_s": 1.0,  # Ray's default is 10; ours is this
+    "metrics_interval_s": 1.0,  # Ray's default is 10 s; this is our default
 }
 BODY = orjson.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}]}

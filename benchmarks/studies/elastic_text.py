@@ -106,7 +106,7 @@ async def _ask(client: httpx.AsyncClient, url: str, arrival: Arrival) -> Times |
     """Read one stream; return its times, or None if it failed."""
     body = {
         "model": "m",
-        # Different each time, so that no prefix is cached.
+        # Every prompt is different, so that no cache contains a prefix of it.
         "prompt": [random.randrange(256) for _ in range(max(1, arrival.prompt))],
         "max_tokens": max(1, arrival.answer),
         "ignore_eos": True,

@@ -240,7 +240,8 @@ class Servers:
             length=engine.length,
             arguments=["--enforce-eager"] if engine.is_eager else (),
         )
-        os.sched_setaffinity(0, HALVES[place])  # for this thread and its children
+        # The server, which this thread starts, inherits the affinity.
+        os.sched_setaffinity(0, HALVES[place])
         try:
             return self._stack.enter_context(running)
         finally:

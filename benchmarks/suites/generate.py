@@ -171,7 +171,8 @@ async def _measure(
 ) -> None:
     """Measure contenders in turns; ``before``: share of the suite that is done."""
     timeout = aiohttp.ClientTimeout(total=600.0)
-    # Servers close connections that idle while others are measured.
+    # Use a new connection for each request: servers close connections that are idle
+    # while others are measured.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         for server in servers:

@@ -102,7 +102,7 @@ class _Visitors:
 
     async def run(self, seconds: float) -> None:
         """Join a world every ``EVERY_S``, and leave or break it."""
-        # After a cancel, a world may stay joined.
+        # If this is cancelled, a world may stay joined.
         end = time.monotonic() + seconds - EVERY_S
         while self._processes and time.monotonic() < end:
             await asyncio.sleep(EVERY_S / 2)

@@ -69,7 +69,7 @@ async def _idle(service: Running, name: str, seconds: float, on_step: OnStep) ->
         body = json.dumps(NUMBER).encode()
         head = f"POST /v2/models/{EMPTY}/infer HTTP/1.1\r\nhost: x\r\n"
         head += f"content-length: {len(body)}\r\n\r\n"
-        for reader, writer in opened:  # so that each has been served once
+        for reader, writer in opened:  # each connection must have been served once
             writer.write(head.encode() + body)
             await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(min(1.0, seconds))

@@ -79,8 +79,8 @@ OnStep = Callable[[Step], None]
 
 def run(options: Options, on_step: OnStep) -> None:
     """Kill workers of each contender while streams run."""
-    # RuntimeError: a stream of ours was cut or has another token. TimeoutError: streams
-    # did not recover.
+    # Raises RuntimeError if a stream of ours was cut or has another token, and
+    # TimeoutError if streams did not recover.
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     kills = 2 if options.is_quick else KILLS
     with tempfile.TemporaryDirectory() as name:
@@ -175,7 +175,8 @@ class Load:
             try:
                 await self._stream(http, slot)
             except (aiohttp.ClientError, TimeoutError, EOFError):
-                # A refused stream was never accepted, so it is not cut.
+                # Count a stream as cut only if it had tokens: a refused one was never
+                # accepted.
                 self.cut += self.last_at[slot] > max(began, before)
                 await asyncio.sleep(RETRY_S)
 

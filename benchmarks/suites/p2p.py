@@ -76,7 +76,7 @@ def _measure(
     if name in SLOW:
         count = max(MIN_MESSAGES, count // 4)
     if name in contenders.COPIES:
-        # Rank 1 waits for rank 0 in the next `_meet`.
+        # Only rank 0 copies; rank 1 waits for it in the next ``_meet``.
         if rank == 0 and size >= contenders.COPIES[name]:
             took = _timed_copies(rival, tensor, count)
             reporter.sample(STREAM, size, name, "messages/s", count / took)

@@ -88,7 +88,7 @@ def _step_s(module: Any, who: str, rows: int) -> float:
         processor.add_request(slot, params)
     context = SimpleNamespace(idx_mapping_np=np.arange(rows))
     processor.apply_staged_writes()
-    processor.apply(logits.clone(), context)  # compiles the grammar
+    processor.apply(logits.clone(), context)  # the first call compiles the grammar
     took_s = 0.0
     for _ in range(STEPS):
         _sample(states, rows)

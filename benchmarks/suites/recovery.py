@@ -144,7 +144,8 @@ def _moved(
             times.append(time.perf_counter())
             if len(times) == LOST_AT:
                 if _busy(service, last) != _names(service, last)[-1]:
-                    break  # scaling in would drain the newest one instead
+                    # Scaling down drains the newest replica, which lacks this stream.
+                    break
                 _scale(service, last, 1)
                 watch = (service, stages, gone)
                 threading.Thread(target=_wait_until_gone, args=watch).start()

@@ -254,7 +254,8 @@ async def _lose(
     before, began = used_s(others), time.monotonic()
     streams.longest_s = 0.0
     os.kill(victim, signal.SIGKILL)
-    await asyncio.sleep(HEAL_S)  # asking for the status meanwhile would be counted
+    # Do not ask for the status meanwhile: its processor time would be counted.
+    await asyncio.sleep(HEAL_S)
     took_s = time.monotonic() - began
     for part, now in used_s(others).items():
         more = now - before[part] - usual[part] * took_s

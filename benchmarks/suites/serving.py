@@ -130,7 +130,7 @@ async def _cost(
 
 async def _idle(state: Path, options: Options, on_step: OnStep) -> None:
     seconds = 1.0 if options.is_quick else IDLE_S
-    await asyncio.sleep(seconds)  # for one-time work after the start
+    await asyncio.sleep(seconds)  # let one-time work after the start finish
     pids = family_of(state)
     before = cpu_s(pids)
     await asyncio.sleep(seconds)

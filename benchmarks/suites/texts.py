@@ -143,7 +143,8 @@ async def _modes(
                         for _ in range(streams)
                     )
                 )
-                # Only the second half, when all prompts are computed.
+                # Use only the second half of each stream: all prompts are computed by
+                # then.
                 late = [gap for times in found for gap in gaps(times[answer // 2 :])]
                 step_ms = 1000 * sum(late) / len(late)
                 kind = f"{dtype}, a token of each by streams"
@@ -184,7 +185,8 @@ async def _many(
         )
         took_s = max(times[-1] for times in found)
         on_step(("sample", (kind, memory_mb, "all whole after", "s", took_s)))
-        await asyncio.sleep(1.5)  # replicas report once a second
+        # Wait for the reports, which replicas send once a second.
+        await asyncio.sleep(1.5)
         after = await _preempted(http, url)
         lost = f"preempted of {count} by MB for keys and values"
         sample = lost, memory_mb, "preempted", "texts", after - before
@@ -280,7 +282,8 @@ async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
                 async for _ in answer.content:
                     pass
 
-    # A task group, so that a refusal ends the measurement: there would be no load.
+    # The task group ends the measurement if a request is refused, because there would
+    # be no load.
     async with asyncio.TaskGroup() as group:
         task = group.create_task(send())
         await asyncio.sleep(FILL_S)

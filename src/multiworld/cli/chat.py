@@ -12,7 +12,7 @@ import aiohttp
 import click
 import orjson
 
-PAUSE_S = 1.0  # shortest pause between tokens that is shown
+PAUSE_S = 1.0  # a pause between tokens is shown if it exceeds this many seconds
 DATA = b"data: "
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # sent by ``kill``, ``timeout``, a terminal
+# ``kill`` and ``timeout`` send the first, a closed terminal the second.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def end_as_ctrl_c() -> None:

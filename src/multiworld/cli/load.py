@@ -38,7 +38,7 @@ def target_of(
     texts: Path | None,
     body: Path | None,
     text: str,
-    max_tokens: int | None = None,  # None: embeddings
+    max_tokens: int | None = None,  # None: request embeddings, not chats
 ) -> Target:
     """Return the requests to send: ``body``, or chats or embeddings of texts."""
     if body is not None:
@@ -293,7 +293,7 @@ def load(
     latency counts from then. Ctrl-C ends the run and prints a summary of the answers so
     far. The exit status is 1 if a request failed.
     """
-    # Clients of these APIs include /v1 or /v2 in their base URL.
+    # The user may have given the base URL of an API client, which ends in /v1 or /v2.
     url = re.sub(r"/v[12]/?$", "", url)
     if not url.startswith(("http://", "https://")):
         raise click.UsageError(f"{url} is not an address; give http://HOST:PORT")

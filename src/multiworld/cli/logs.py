@@ -15,7 +15,7 @@ from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.log_files import END, entries_of, last_lines
 from multiworld.serve.controller.processes import LOG_NAME
 
-LINES = 20  # lines of each log; all lines with --request or --since
+LINES = 20  # last lines shown of each log; --request and --since search all lines
 
 
 def _chosen(
@@ -80,10 +80,13 @@ def logs(
     left_out = 0
     if name is not None:
         paths = _named(service, name, paths)
-    if not ended and request is None:  # a request may have been at a lost replica
+    if not ended and request is None:
+        # Leave out logs of exited processes. With --request they are searched, too,
+        # because the request may have been at a lost replica.
         living = _living(service)
         others = (p for p in paths if LOG_NAME.fullmatch(p.name) is None)
-        living |= {path.stem for path in others}  # the store, the keeper, launchers
+        # Logs of the store, the keeper and launchers.
+        living |= {path.stem for path in others}
         chosen = [path for path in paths if path.stem in living] or paths
         left_out, paths = len(paths) - len(chosen), chosen
     is_all = request is not None or since is not None
@@ -116,8 +119,8 @@ def _living(service: Service) -> set[str]:
 
 def _named(service: Service, name: str, paths: list[Path]) -> list[Path]:
     name = _numbered(service, name)
-    # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model's name may be
-    # this one's with a number.
+    # A log's name is MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID. Require
+    # exactly ``count`` numbers: another model's name may be this one's with a number.
     count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
     stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
     found = [path for path in paths if re.fullmatch(stem, path.stem)]

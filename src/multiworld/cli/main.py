@@ -69,7 +69,8 @@ Examples:
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of a full or failing disk
 
-EXTRAS = {"demo": "demo"}  # optional extras of commands; ``serve`` for the others
+# By command: the extra of the package that it needs; other commands need ``serve``.
+EXTRAS = {"demo": "demo"}
 
 
 def _can_print() -> bool:
@@ -91,7 +92,8 @@ class Commands(click.Group):
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
         except RuntimeError as error:
-            if "home directory" not in str(error):  # raised by ``expanduser``
+            # ``expanduser`` raises RuntimeError if the user has no home directory.
+            if "home directory" not in str(error):
                 raise
             raise click.ClickException(
                 f"{error} A path begins with ~; give an absolute path instead"
@@ -99,7 +101,8 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno not in FULL or _can_print():
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes again at exit
+            # Python flushes stdout again at exit, which would fail, too.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise click.ClickException(
                 f"cannot write the output: {error.strerror}"
             ) from error
@@ -164,7 +167,8 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # escape what its encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            # Escape characters that its encoding lacks.
             stream.reconfigure(errors="backslashreplace")
     cli()
 

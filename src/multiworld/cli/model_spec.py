@@ -13,8 +13,9 @@ from multiworld.serve.engine.models import hub
 
 DEMO = "smollm2"
 
-MAX_REPLICAS = 2  # by default, so that one replica may die
-KV_BYTES = 640 * 2**20  # keys, values and cached prefixes of a replica, by default
+MAX_REPLICAS = 2  # maximum replicas of a stage by default: two, so that one may be lost
+# Default memory for a replica's keys, values and cached prefixes.
+KV_BYTES = 640 * 2**20
 BASE_BYTES = 400 * 2**20  # memory of a process with torch and transformers
 SHARE = 0.8  # share of a machine's memory that replicas may use
 
@@ -77,7 +78,7 @@ def _latest(name: str) -> str:
         from huggingface_hub import HfApi
 
         sha = HfApi().model_info(name, timeout=10).sha
-    except Exception as error:  # raised by several libraries
+    except Exception as error:  # several libraries raise their own errors here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
             f"{name} is neither a file nor a folder, and the Hugging Face hub gave no "
@@ -112,7 +113,8 @@ def text_of(
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
     has_gpus = machine.gpus >= options.stages * (options.replicas or 1)
-    if has_gpus and machine.gpus:  # a model that does not fit fails to load
+    if has_gpus and machine.gpus:
+        # Do not check whether the model fits the GPUs: if not, it fails to load.
         replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
         why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
     if options.replicas is not None:

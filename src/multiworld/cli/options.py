@@ -107,7 +107,7 @@ def new_table(title: str, *names: str) -> Table:
 def print_table(table: Table) -> None:
     """Print a table as wide as the terminal, or wider rather than cut a value."""
     console = Console()
-    if table.title is not None:  # printed apart, because a narrow table would fold it
+    if table.title is not None:  # print it apart, because a narrow table would fold it
         console.print(table.title, style="italic", soft_wrap=True)
         table.title = None
     widths, min_widths = [], []
@@ -122,7 +122,8 @@ def print_table(table: Table) -> None:
             min_widths.append(widths[-1])
         else:
             min_widths.append(min(longest_word, WORD_WIDTH))
-    total = sum(widths) + 2 * len(widths)  # a space and a divider for each
+    # Each column takes a space and a divider, too.
+    total = sum(widths) + 2 * len(widths)
     # Do not fold in a file or a pipe: other programs read it line by line.
     while console.is_terminal and total > console.width:
         slack = [(w, n) for n, w in enumerate(widths) if w > min_widths[n]]

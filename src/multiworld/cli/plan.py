@@ -133,7 +133,7 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
     is_right = {
         "name": bool(node.name),
-        "cpus": 0 <= node.cpus <= MAX_CPUS,  # 0 on the head of many clusters
+        "cpus": 0 <= node.cpus <= MAX_CPUS,  # the head of many clusters has 0
         "memory_bytes": all(0 <= size <= MAX_BYTES for size in sizes),
         "price": 0 <= node.price < math.inf,
         "bandwidth": 0 < bandwidth < math.inf,
@@ -204,7 +204,8 @@ def _placed(
             )
         )
     apart = [name for name in app.models if name not in found.served]
-    # The solvers ignore GPU replicas' cores and host memory, and a required GPU index.
+    # The solvers ignore the cores and host memory of GPU replicas, and a required GPU
+    # index, so also check that the bookings admit the result.
     is_open = apart or not lacking
     spread, short = _admitted(app, machines, found) if is_open else ({}, "")
     if short and not apart:
@@ -371,7 +372,8 @@ def _table(plan: PlanShown) -> Table:
 
 def _scaling_plans(name: str, spec: ModelSpec) -> list[ScalingPlan]:
     """Return an autoscaled model's scaling plans if all item_ms are declared."""
-    is_planned = is_scaled(spec) and spec.generation is None  # text scales by tokens
+    # Text generation is scaled by tokens, without such plans.
+    is_planned = is_scaled(spec) and spec.generation is None
     if not is_planned or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, None, 0.0)

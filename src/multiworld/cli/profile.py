@@ -104,7 +104,8 @@ def profile(
     name, resolved = chosen_model(spec, model)
     built = build_model(resolved)
     for module in modules_of(resolved, built):
-        importlib.import_module(module)  # as the fork server does
+        # Import them in advance, as the fork server does.
+        importlib.import_module(module)
     meter = meter_of(resolved, built, sorted(set(batches)), context, repeats)
     found = profile_model(name, resolved, meter)
     if as_json:

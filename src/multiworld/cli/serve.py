@@ -209,7 +209,7 @@ def serve(
     """
     leave_process_one()
     console = Console(stderr=as_json)
-    os.environ[FORMAT] = log_format  # for all processes of the service
+    os.environ[FORMAT] = log_format  # all processes of the service read it
     if log_level is not None:
         os.environ[LEVEL] = log_level
     configure(os.environ, "controller", logging.getLogger().level)
@@ -222,7 +222,8 @@ def serve(
     given = {name: value for name, value in options.items() if value is not None}
     source = click.get_current_context().get_parameter_source("api_key")
     if source is ParameterSource.ENVIRONMENT and not model_spec.is_model(target):
-        given.pop("api_key")  # meant for clients; a spec has its own keys
+        # The environment variable is meant for clients; a spec has its own keys.
+        given.pop("api_key")
     api_key = _checked_key(given.get("api_key"))
     # Progress goes to stderr, because --print-spec prints the spec on stdout.
     err = Console(stderr=True)
@@ -234,7 +235,7 @@ def serve(
     if not as_json:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # so that this process can be forked
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a thread of OpenBLAS would prevent forks
     from multiworld.serve.controller.answers import plain
     from multiworld.serve.controller.launchers.fork_server import fork_waiting
     from multiworld.serve.controller.launchers.registry import LAUNCHERS

@@ -51,18 +51,21 @@ def shutdown(service: Service, as_json: bool) -> None:
     if record is None:
         if not service.folder.is_controlled():
             raise click.ClickException(f"no service runs in {service.folder.path}")
-        # The controller has started no process: it waits for machines or builds models.
+        # Without a record, the controller has started no process: it still waits for
+        # machines, or builds models.
         app = service.folder.path.name
-        with contextlib.suppress(ServeError):  # it is shutting down already
+        with contextlib.suppress(ServeError):
+            # The service may be shutting down already.
             app = service.ask("POST", "/shutdown", ShuttingDown).app
         _await_end(service.folder, END_S)
         _show_end(app, as_json, is_over=not service.folder.is_controlled())
     try:
         service.ask("POST", "/shutdown", ShuttingDown)
     except ServeError as error:
-        if "status" in error.__dict__:  # the controller answered
+        if "status" in error.__dict__:  # the controller has answered, and has refused
             raise
-        if service.folder.is_controlled():  # it would restart processes
+        if service.folder.is_controlled():
+            # A running controller would restart processes that this command ends.
             pid = service.folder.controller()
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "

@@ -99,7 +99,7 @@ def _simulated(
         raise
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
-            raise  # a policy of this package: a bug
+            raise  # the policy is part of this package, so this is a bug
         raise click.ClickException(
             f"policy {policy_name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -130,7 +130,7 @@ def _arrivals(options: SimulationOptions, app: AppSpec) -> dict[str, list[Arriva
     for text in options.traces:
         model, path = _assigned(text, app)
         if not Path(path).exists() and "=" in text:
-            model, path = _first(app), text  # a file with = in its name
+            model, path = _first(app), text  # ``text`` is a file name with =
         read = traces.read_trace(Path(path), by_tokens=options.by_tokens)
         _add(found, model, read)
     for text in options.generated:
@@ -198,7 +198,7 @@ def _model(
         )
     is_scaled = any(stage.limits for stage in model.stages)
     if chosen == OWN and not is_scaled:
-        return model  # its fleet is fixed
+        return model  # the spec fixes the number of its replicas
     return replace(model, policy=_policy(spec, chosen))
 
 

@@ -64,9 +64,9 @@ def _watch(service: Service, found: Seen, since_s: float | None) -> Seen:
             return found
 
 
-UNFOLDED = 10_000  # columns; wider than any line
+UNFOLDED = 10_000  # width in columns that no line exceeds
 
-IDENTITY = 12  # shown digits of the hash of a version's files
+IDENTITY = 12  # number of digits shown of the hash of a version's files
 
 # Colors of phases; all others are red.
 PHASES = {

@@ -22,7 +22,8 @@ from multiworld.rendezvous.store_service import StoreService
 # reconnects, so that earlier members announce their ranks first.
 SETTLE_S = 1.0
 LOOK_S = 1.0  # seconds between checks of the lock
-# Consecutive checks without a lock before the store exits: its service may be starting.
+# The store exits after this many consecutive checks without a lock. One check is not
+# enough, because the service may still be starting.
 ALONE = 5
 
 
@@ -82,7 +83,7 @@ async def serve(
     else:
         words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
         click.echo(f"multiworld store at {address} (requires: {', '.join(words)})")
-        if host in ("0.0.0.0", "::"):  # listens on every interface
+        if host in ("0.0.0.0", "::"):  # the store listens on every interface
             address = f"tcp://ADDRESS:{server.port}, with an address of this host"
         click.echo(f"for the members: export MULTIWORLD_STORE={address}")
     ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]

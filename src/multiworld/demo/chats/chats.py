@@ -33,10 +33,10 @@ class Chat:
     number: int
     question: str
     prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # of the answer
+    tokens: list[int] = field(default_factory=list)  # tokens of the answer
     # Time of the question, then of each token's arrival, in seconds since the start.
     times: list[float] = field(default_factory=list)
-    text: str = ""  # of the answer so far
+    text: str = ""  # text of the answer so far
     finish: str = ""  # why it ended; empty while it streams
     error: str = ""  # empty if nothing went wrong
 

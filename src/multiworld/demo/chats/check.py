@@ -71,7 +71,7 @@ class Undisturbed:
         rows = Rows(chat.number, 0, len(ids))
         wanted = torch.arange(len(chat.prompt) - 1, len(ids))
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # like the demo's stages
+        torch.set_num_threads(1)  # one thread, as in the demo's stages
         try:
             with torch.inference_mode():
                 attention = self._engine.cache.step([rows])

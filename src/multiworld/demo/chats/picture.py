@@ -17,7 +17,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 MARK = "#555555"  # color of events
 CUT = "#e6194b"  # color of a chat that was cut off
 
-SIZE_IN, DPI = (8.0, 5.4), 200  # readable at a width of 800 pixels
+SIZE_IN, DPI = (8.0, 5.4), 200  # the plot is readable at a width of 800 pixels
 
 
 def draw(path: Path, chats: list[Chat], story: Story) -> None:

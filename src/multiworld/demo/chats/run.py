@@ -26,7 +26,7 @@ from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
 
 SPEC = Path(__file__).parent / "app.yaml"
-MODEL = "smollm2"  # its name in the spec
+MODEL = "smollm2"  # name of the model in the spec
 AT_ONCE = 8  # chats that stream at once
 
 
@@ -44,7 +44,7 @@ def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
     except ServeError:
         console.print(f"the logs of the service are in {root}", soft_wrap=True)
         raise
-    except BaseException:  # Ctrl-C
+    except BaseException:  # on Ctrl-C, for example, nobody needs the logs
         shutil.rmtree(root, ignore_errors=True)
         raise
     what = "comparing every token with the undisturbed model …"

@@ -60,7 +60,7 @@ class ReplicaCounts:
     """Numbers of ready replicas at one moment."""
 
     at_s: float  # since the start of the load
-    ready: tuple[int, ...]  # by ``Story.labels``
+    ready: tuple[int, ...]  # number of replicas for each of ``Story.labels``
 
 
 @dataclass(slots=True)

@@ -134,7 +134,8 @@ class Leader:
             *(self._store, self._backend, *names),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            # Ctrl-C reaches only the leader, which kills the worker.
+            # In its own session, the worker does not get the terminal's Ctrl-C: only
+            # the leader does, and it kills the worker.
             start_new_session=True,
         )
         self._tell(

@@ -160,7 +160,8 @@ async def _import_code(spec: AppSpec, known: Specs) -> None:
 
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
-    # Numbers of received updates; number of the last applied update.
+    # ``arrivals`` numbers the updates in the order of their arrival; ``updated[0]`` is
+    # the number of the latest one that was applied.
     arrivals, updated = itertools.count(1), [0]
 
     def check_running() -> None:
@@ -197,7 +198,8 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             updated[0] = number
             desired = controller.fleet.desired.models
         await controller.confirmed()
-        # The desired state is empty while the service waits for its machines.
+        # The desired state is empty while the service waits for its machines; then the
+        # versions are those of the spec.
         models = desired or spec.models
         versions = {name: model.version for name, model in models.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]

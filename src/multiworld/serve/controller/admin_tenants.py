@@ -23,7 +23,8 @@ logger = logging.getLogger("multiworld.serve")
 
 SHOWN = 400  # maximum characters of a value in the audit log
 
-ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # validity of a key
+# Seconds for which a key is valid, at most 100 years.
+ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]
 
 
 class AdminRequest(BaseModel):
@@ -145,10 +146,12 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
         try:
             number = await asyncio.to_thread(registry.audit, who, act, what)
         except ServeError as error:
-            if request.url.path == "/shutdown":  # it must work on a full disk, too
+            if request.url.path == "/shutdown":
+                # A shutdown must work on a full disk, too, so carry it out although it
+                # is not audited.
                 logger.error("a shutdown by %s is not in the audit log: %s", who, error)
                 return await call_next(request)
-            text = f"refused, because the audit log cannot be written: {error}"
+            text = f"nothing was done, because the audit log cannot be written: {error}"
             return respond(answers.RefusedByController(text), 503)
         outcome = "failed"
         try:
@@ -182,7 +185,7 @@ def _audited_body(body: bytes) -> dict[str, object]:
 def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
-    # Hide the secret part of a key that a user has pasted.
+    # The value may be a whole key that a user has pasted: hide its secret part.
     value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"

@@ -29,7 +29,7 @@ def first_state(
             placement.admit(found)
             return found
         except PlacementError:
-            pass  # the machines have less room than before
+            pass  # the old sizes do not fit any more, so use those of the spec
     placement.admit(desired)
     return desired
 
@@ -66,8 +66,8 @@ def remember_old_versions(
     for name, versions in old.specs.items():
         for version, spec in versions.items():
             if (name, version) not in wanted:
-                # Not validated: a dedicated copy (``model@tenant``) is valid only
-                # next to its model.
+                # ``model_copy`` does not validate. That is needed here: a dedicated
+                # copy (``model@tenant``) is valid only next to its model.
                 alone = app.model_copy(update={"models": {name: spec}})
                 sizes = old.sizes.get(name, {})
                 replicas = sizes.get(version, old.replicas.get(name, ()))

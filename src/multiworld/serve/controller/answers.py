@@ -32,7 +32,8 @@ class Updated(msgspec.Struct, frozen=True):
     """An update was accepted."""
 
     versions: dict[str, str]
-    since: int  # number of the last event before the update, whose events follow
+    # Number of the last event before the update; its own events have higher numbers.
+    since: int
     ready_s: float  # time limit for the new versions to become ready
 
 
@@ -45,9 +46,12 @@ class Drained(msgspec.Struct, frozen=True):
 class SpecShown(msgspec.Struct, frozen=True):
     """The spec that a service runs."""
 
-    text: str  # YAML
-    before: str  # YAML from before the last update, to roll back; empty: no update
-    differences: tuple[str, ...]  # between the running service and the spec
+    text: str  # the spec as YAML
+    # The spec before the last update, as YAML, for a rollback; empty if there was no
+    # update.
+    before: str
+    # How the running service differs from the spec, in words.
+    differences: tuple[str, ...]
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -102,7 +106,9 @@ class TenantShown(msgspec.Struct, frozen=True):
     keys: tuple[KeyShown, ...]
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
-    suspension: str = ""  # an operator's reason; empty: not suspended, or not given
+    # Reason that an operator gave for suspending the tenant; empty if the tenant is not
+    # suspended, or if no reason was given.
+    suspension: str = ""
 
 
 class TenantWithKey(TenantShown, frozen=True, kw_only=True):
@@ -229,7 +235,8 @@ class DecisionShown(msgspec.Struct, frozen=True):
     kind: str
     about: str
     what: str
-    # The policy, which users may replace, defines the keys of both dictionaries.
+    # The keys of ``facts`` and ``snapshot`` depend on the policy, which users may
+    # replace.
     facts: dict[str, Any]
     snapshot: dict[str, Any] | UnsetType = UNSET
 

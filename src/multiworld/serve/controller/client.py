@@ -25,8 +25,8 @@ from multiworld.serve.controller.fleet.record import StateFolder, state_root
 T = TypeVar("T")
 
 ASK_S = 30.0  # seconds to wait for the controller's response
-# Header with the caller's name; trusted, because only the service's user can open the
-# socket.
+# Header with the caller's name, for the audit log. The controller trusts it, because
+# only the service's user can open the admin socket.
 WHO = "x-multiworld-who"
 
 
@@ -52,7 +52,8 @@ class Service:
             name: words[value] if isinstance(value, bool) else value
             for name, value in (params or {}).items()
         }
-        target = f"{path}?{urlencode(query)}" if query else path  # ``path`` is quoted
+        # The caller has quoted ``path``.
+        target = f"{path}?{urlencode(query)}" if query else path
         body = None if json is None else orjson.dumps(json)
         try:
             status, content = self._exchange(method, target, body, limit_s)
@@ -107,14 +108,16 @@ class _UnixConnection(HTTPConnection):
 def _text_of(refusal: bytes) -> str:
     try:
         return decode(refusal, RefusedByController).error
-    except AnswerFormError:  # FastAPI itself rejected the body or the query
+    except AnswerFormError:
+        # FastAPI itself has rejected the body or the query, and has answered in its own
+        # format.
         return refusal.decode(errors="replace")
 
 
 def _who() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
+    except (KeyError, OSError):  # in a container, the user may have no name
         name = f"uid {os.getuid()}"
     command = " ".join(Path(word).name for word in sys.argv[:2])
     return f"{name} ({command})".encode("ascii", "replace").decode()

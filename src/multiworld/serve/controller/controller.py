@@ -81,10 +81,14 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 TICK_S = 0.25  # seconds between checks of deadlines and of memory
-WATCHED_S = 10.0  # seconds after a request for facts in which reports include streams
+# For this many seconds after a request for facts, reports include streams.
+WATCHED_S = 10.0
 COLLECT_TICKS = 8  # ticks between collections of the counts of all processes
-RECORDED_S = 5.0  # maximum seconds to write the record before confirming an operation
-LAST_USAGE_S = 3.0  # seconds for a gateway to report its usage after its last answer
+# Maximum seconds for which the confirmation of an operation waits until the record is
+# on disk.
+RECORDED_S = 5.0
+# At shutdown, seconds for a gateway to report its usage after its last answer.
+LAST_USAGE_S = 3.0
 END_S = 10.0  # maximum seconds for workers to exit on shutdown
 OPERATIONS_SHOWN = 10  # number of operations that ``status`` shows
 
@@ -180,7 +184,10 @@ class Controller:
         if old is None:
             try:
                 registry.forget_meters()
-            except ServeError as error:  # disk full; harmless: meter numbers are random
+            except ServeError as error:
+                # On a full disk, the batch numbers of old meters stay. That is
+                # harmless: ids of meters are random, so no new gateway continues an old
+                # meter.
                 logger.warning("%s", error)
         self.tenanting = TenantManager(
             registry, self.history, lambda: self._links.gateways, self._links.send
@@ -236,7 +243,8 @@ class Controller:
             for name, path in (await find_changes(self.app)).items():
                 self.history.say("changed", f"{name}: {refusal(path)}")
             return
-        await self._await_machines()  # a wider dtype takes more memory
+        # ``resolve`` may have chosen float32, which takes more memory.
+        await self._await_machines()
         self._versions.add(self.app)
         await self.placement.plan_first(desired_state_of(self.app))
 
@@ -246,7 +254,8 @@ class Controller:
     def start(self, old: Record | None) -> None:
         adopted = [] if old is None else self._adopt(old)
         if old is not None and adopted:
-            # Compare the spec in its recorded form: JSON has fewer types than YAML.
+            # The record holds the old spec as JSON, which has fewer types than YAML.
+            # Convert the new spec to JSON and back, so that only real changes count.
             app = AppSpec.model_validate_json(self.app.model_dump_json())
             check_update(old.app, app, old.specs)
         self._reconciliation.is_started = True
@@ -280,7 +289,8 @@ class Controller:
 
     async def identify(self, app: AppSpec) -> AppSpec:
         """Add each version's identity; raise SpecError if a file cannot be read."""
-        # A running or desired version keeps its identity.
+        # Versions that run or are desired keep their identity: their files are not read
+        # again.
         return await self._identities.identify(app, self._used_versions())
 
     async def _tick(self) -> None:
@@ -290,7 +300,9 @@ class Controller:
             before, now = now, self._clock()
             if self._pauses.look(now):
                 self._reconciliation.happened(events.Paused(now - before - TICK_S))
-                continue  # first read the messages that arrived during the pause
+                # Read the messages that arrived during the pause before checking any
+                # deadline.
+                continue
             self._reconciliation.happened(events.Ticked())
             self.placement.check_memory(self.processes.running)
             if number % COLLECT_TICKS == 0:
@@ -344,15 +356,17 @@ class Controller:
 
     async def shutdown(self, old: Record | None = None) -> None:
         """Shut down, gateways first; if cancelled, a new controller adopts the rest."""
-        # ``old``: record of processes that have not been adopted yet.
+        # ``old``: record of the previous controller, if its processes are not adopted
+        # yet.
         self._reconciliation.is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        # A process cannot be stopped before it is launched.
+        # A launch in progress has no process to stop yet, so wait until it is finished.
         if launching := self._lifecycle.launching:
             await asyncio.wait(launching, timeout=END_S)
-        # Gateways first, so that they answer accepted requests.
+        # Stop the gateways before the workers, so that they can still answer the
+        # requests that they have accepted.
         left = [] if old is None else self._adopt(old)
         everybody = [*self.fleet.processes.values(), *left]
         gateways = [p.name for p in everybody if p.is_gateway]
@@ -440,9 +454,11 @@ class Controller:
             self.placement.replanner.wake()
         self._changed.set()
         if isinstance(event, events.Applied) and not found:
-            return  # numbers of applied tables are not recorded
+            return  # ``applied`` is not in the record: nothing to save
+        # Do not save during an adoption: the record would lack the processes that are
+        # not adopted yet.
         if not isinstance(event, events.Adopted):
-            self._save()  # during adoption, the record would be incomplete
+            self._save()
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -570,7 +586,8 @@ class Controller:
         await self.recorded()
         if self._record.trouble:
             raise ServeError(
-                "applied, but not recorded, so a new controller will not know of it: "
+                "the operation was applied, but not recorded, so a new controller will "
+                "not know of it: "
                 f"{self._record.trouble}"
             )
 

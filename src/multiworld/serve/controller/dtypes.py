@@ -14,7 +14,8 @@ from multiworld.serve.machines.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
 
-SLOW = 1.2  # maximum cost of a bfloat16 matmul, relative to float32, to use bfloat16
+# Bfloat16 is used if its matmuls take at most this multiple of float32's time.
+SLOW = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ def widened(spec: ModelSpec, facts: Generation) -> ModelSpec:
     stages = []
     for number, stage in enumerate(spec.stages):
         memory_mb = stage.memory_mb
-        # Weights take twice as much memory in float32.
+        # ``weight_bytes`` is the size in bfloat16. Float32 takes twice as much: add it
+        # again.
         if memory_mb and number < len(facts.weight_bytes):
             memory_mb += facts.weight_bytes[number] / MIB
         stages.append(stage.model_copy(update={"memory_mb": memory_mb}))

@@ -17,7 +17,8 @@ Label = tuple[str, tuple[str, ...]]
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
 
-# Number of exited processes whose counts stay separate: a last report may be late.
+# Number of exited processes whose counts stay separate, so that a late last report can
+# still replace the previous one.
 REMEMBERED = 64
 
 
@@ -25,7 +26,8 @@ class Totals:
     """Sums of counts that processes report since their start; a sum never falls."""
 
     def __init__(self) -> None:
-        # By process, including exited ones; names are never reused.
+        # Last counts of each process. Exited ones are included: their names are never
+        # reused.
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 

@@ -27,7 +27,7 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
 AGAIN_S = 0.5  # seconds between attempts to start a keeper
-# Texts in the history, by the field of ``Counts``.
+# Text of the history entry for each field of ``Counts``.
 WORDS = {
     "handed_over": "connections of an exited gateway are continued by another: {}",
     "closed": "connections of an exited gateway are closed; they cannot continue: {}",
@@ -35,7 +35,8 @@ WORDS = {
     "unprotected": "gateway.keeper_memory_mb is full; unprotected requests: {}",
 }
 
-# Makes malloc return the memory of large dropped answers to the kernel (mallopt(3)).
+# Environment of the keeper. It makes malloc return the memory of large dropped answers
+# to the kernel (mallopt(3)).
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
 
 END_S = 2.0  # seconds for the keeper's exit after SIGTERM
@@ -66,14 +67,14 @@ class KeeperSupervisor:
         self._counts = Counts()
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
-        self._silence_s = app().silence_s  # no update changes it
+        self._silence_s = app().silence_s  # read once, because no update changes it
         self._channel: Channel | None = None
         self._listener = listener
         self._others: list[socket.socket] = []  # sockets of earlier keepers
         self._lost = asyncio.Event()
-        self._unanswered = 0  # heartbeats since the keeper's last message
+        self._unanswered = 0  # heartbeats sent since the keeper's last message
         self._has_answered = False
-        self.pid = 0  # of the keeper; 0: none runs
+        self.pid = 0  # process id of the keeper; 0: none runs
 
     async def run(self) -> None:
         """Supervise the keeper until cancelled, which leaves the keeper running."""
@@ -98,7 +99,8 @@ class KeeperSupervisor:
             if not self._has_answered:
                 text = "the stream keeper does not answer and is replaced"
                 self._history.say("keeper", text)
-                _signal(self.pid, signal.SIGKILL)  # a keeper of another release
+                # It may be a keeper of another release.
+                _signal(self.pid, signal.SIGKILL)
                 await asyncio.sleep(AGAIN_S)
             self.pid = 0
 
@@ -116,7 +118,8 @@ class KeeperSupervisor:
         self._unanswered, self._has_answered = 0, False
         channel = Channel(sock, self._framed, self._lost.set)
         channel.send(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))
-        # An earlier controller's keeper does not have this controller's listener.
+        # A keeper of an earlier controller does not have this controller's listener
+        # yet.
         greeting = frame([entry(Kind.LISTENER), self._beat()])
         channel.send(greeting, [self._listener.fileno()])
         self._channel = channel
@@ -136,7 +139,8 @@ class KeeperSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
-            # Count heartbeats, not seconds: this process may have been paused.
+            # Count heartbeats, not seconds: if this process was paused, the keeper
+            # could not answer meanwhile.
             if self._unanswered * KEEPER_BEAT_S > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
                 _signal(self.pid, signal.SIGKILL)
@@ -174,7 +178,7 @@ class KeeperSupervisor:
         command += ["--active", str(self._gateway.replicas)]
         for number in listeners:
             command += ["--listener", str(number)]
-        with open(self._log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
+        with open(self._log, "ab") as errors:  # noqa: ASYNC230 - only opens the log
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-END = 2**24  # bytes to read at the end of a log
-TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23  # as the standard library logs it
+END = 2**24  # maximum number of bytes read at the end of a log
+# Time format of the standard library's logs, and the length of such a time.
+TIME, TIME_LENGTH = "%Y-%m-%d %H:%M:%S,%f", 23
 
 
 @dataclass(slots=True)
@@ -34,8 +35,9 @@ def last_lines(path: Path) -> list[str]:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - END))
             lines = file.read(END).decode(errors="replace").splitlines()
-            return lines[size > END :]  # drops the first line if it is incomplete
-    except FileNotFoundError:  # removed in the meantime, like other old logs
+            # Drops the first line of a partly read log, because it may be incomplete.
+            return lines[size > END :]
+    except FileNotFoundError:  # the log has been removed meanwhile, as old logs are
         return []
 
 

@@ -33,7 +33,8 @@ from multiworld.serve.wire.control_messages import (
     InjectPartition,
 )
 
-GATEWAY = "gateway"  # in place of a model; no model may have this name
+# Stands for the gateways in place of a model; no model may have this name.
+GATEWAY = "gateway"
 
 # Replicas per core, on average over all machines, above which a confirmation is needed.
 REPLICAS_A_CORE = 4
@@ -111,7 +112,9 @@ class Operations:
                 specs = self._versions.specs
                 both = asks_of(desired, specs) + asks_of(alone, specs)
                 self._placement.bookings.admit(both)
-        except ServeError:  # no such stage, not in its range, or no room
+        except ServeError:
+            # The active version may lack the stage, or not allow this many replicas, or
+            # there may be no room for them: it then keeps its size.
             return
         self._fleet.remember(model, alone.models[model])
 
@@ -143,7 +146,7 @@ class Operations:
         desired_state.check_update(self._current.app, app, self._versions.specs)
         check_policies(app)
         check_certificate(app.gateway)
-        self._check_sources(app)  # including modules just imported for the policies
+        self._check_sources(app)  # again, because ``check_policies`` imports modules
         desired = self._fleet.desired
         sizes = {
             name: Sizes(m.replicas, self._versions.get(name, m.version))
@@ -160,7 +163,9 @@ class Operations:
             specs = self._versions.specs
             if self._placement.fits(desired):
                 asks = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
-            else:  # the update may make them fit, or concern another model
+            else:
+                # Even the desired state does not fit. The update may change that, or
+                # may concern another model, so check only the models that grow.
                 asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
         except Exception as error:  # also from a user's placement policy
@@ -230,7 +235,7 @@ class Operations:
         self._history.say("chaos", text, name)
         if action == "cut":
             self._links.send(name, InjectPartition(seconds))
-        elif action == "stop" and running.node:  # perhaps on another machine
+        elif action == "stop" and running.node:  # a signal cannot reach another machine
             self._links.send(name, InjectHang())
         else:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
@@ -246,7 +251,8 @@ class Operations:
         ]
         if not ready:
             raise ServeError("no gateway is ready")
-        # Those with the lowest numbers have the connections; see ``Keeper``.
+        # The gateways with the lowest numbers hold the connections (see ``Keeper``), so
+        # inject the fault into one of those.
         ready.sort(key=lambda name: (len(name), name))
         return random.choice(ready[: self._current.app.gateway.replicas])
 

@@ -29,7 +29,7 @@ async def await_machines(
     clock: Callable[[], float],
 ) -> None:
     """Wait until all replicas fit; raise ``PlacementError`` after ``ready_s``."""
-    # Machines of a new cluster join one by one.
+    # Only a Ray cluster needs the wait: the machines of a new one join one by one.
     if app.launcher != "ray":
         return
     limit, said = clock() + app.ready_s, ""
@@ -49,7 +49,7 @@ async def await_machines(
 
 async def await_measurements(app: AppSpec, launcher: Launcher) -> None:
     """Wait until the machines have reported the measurements that set the dtype."""
-    # A cluster's machines report their bfloat16 speed and their GPUs late.
+    # Machines of a Ray cluster report their bfloat16 speed and GPUs only after joining.
     is_asked = any(
         (m.generation and m.generation.dtype is None)
         or any(stage.device != "cpu" for stage in m.stages)

@@ -51,8 +51,10 @@ class ProcessLifecycle:
         launcher: Launcher,
         bookings: ReplicaBookings,
         history: History,
-        args_of: Callable[[str, str], ProcessArgs],  # by name and model
-        recorded: Callable[[], Coroutine[Any, Any, None]],  # waits for the record
+        # Arguments of a process, by its name and model.
+        args_of: Callable[[str, str], ProcessArgs],
+        # Waits until the record is on disk.
+        recorded: Callable[[], Coroutine[Any, Any, None]],
         save: Callable[[], None],
     ) -> None:
         self._fleet, self._reconciliation = fleet, reconciliation
@@ -135,16 +137,18 @@ class ProcessLifecycle:
             why += f"; last line of its log: {words}"
         if process is not None and not self._reconciliation.is_ending:
             self._gone(name, why, cause)
-        elif code:  # its loss has already been handled
+        elif code:  # its loss has been handled, so only note the code
             self._history.say("exited", f"{name}: {why}", name)
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Handle the loss of a process, which its control world reports."""
-        # Each control world has two members; the process is rank 1.
+        # A control world has two members, and the process is always rank 1, so the
+        # reason need not name the rank.
         why = error.reason.removeprefix("rank 1 was lost: ")
         why += f"; {error.evidence}"
         if error.has_ended:
-            # The exit code, a better reason, arrives in a moment; see ``exited``.
+            # Wait for the launcher to report the exit code, which is a better reason;
+            # see ``exited``.
             self._loop.call_later(EXIT_S, self._gone_unless_told, name, why)
         else:
             self._gone(name, why)

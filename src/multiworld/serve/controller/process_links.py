@@ -59,9 +59,9 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Seconds without progress of its event loop after which a process counts as
-        # lost: if code that holds the GIL hangs, no thread of the process can detect
-        # that.
+        # Returns after how many seconds without progress of its event loop a process
+        # counts as lost: if code that holds the GIL hangs, no thread of the process can
+        # detect that.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
@@ -181,7 +181,7 @@ class ProcessLinks:
                     logger.debug("%s: %s", name, error)
                     if isinstance(error, StaleEpochError):
                         # The process has declared the controller lost, and may never
-                        # rejoin.
+                        # rejoin: give it up unless it does so in time.
                         self._unheard[name] = self._loop.call_later(
                             2 * self._config.silence_s, self._give_up, name, error
                         )
@@ -205,7 +205,7 @@ class ProcessLinks:
             try:
                 news = messages.NEWS.decode(await world.recv_object(src=1))
             except MessageError as error:
-                # From another release; later messages may be readable.
+                # The sender may be of another release; later messages may be readable.
                 logger.error("%s: %s", name, error)
                 continue
             if not isinstance(news, messages.Report) or not news.number:

@@ -18,7 +18,7 @@ from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
 
-KEPT_LOGS = 200  # number of logs of exited processes to keep, the latest ones
+KEPT_LOGS = 200  # number of latest logs of exited processes to keep
 LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # log of a gateway or a replica
 
 
@@ -59,7 +59,7 @@ class Processes:
 
     def _note_log(self, name: str) -> None:
         """Record the end of a log, so that lines of an earlier process are ignored."""
-        with contextlib.suppress(OSError):  # there is no log yet
+        with contextlib.suppress(OSError):  # the log may not exist yet
             self._log_ends[name] = self.log_of(name).stat().st_size
             if len(self._log_ends) > KEPT_LOGS:
                 del self._log_ends[next(iter(self._log_ends))]
@@ -73,7 +73,8 @@ class Processes:
         ]
         ended.sort(key=_changed_at)
         for path in ended[:-KEPT_LOGS]:
-            with contextlib.suppress(OSError):  # the next launch tries again
+            with contextlib.suppress(OSError):
+                # The next launch tries again to remove it.
                 path.unlink()
 
     def adopt(

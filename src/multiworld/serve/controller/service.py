@@ -117,7 +117,8 @@ def _suppressed(show: Callable[..., object]) -> Callable[..., None]:
     def call(*args: Any) -> None:
         try:
             show(*args)
-        except (OSError, SystemExit) as error:  # rich exits if the pipe is closed
+        except (OSError, SystemExit) as error:
+            # Rich raises SystemExit if the pipe is closed.
             logger.error("progress cannot be shown: %s", error)
 
     return call
@@ -148,7 +149,7 @@ async def _run(
     startup.end("to build the models")
     env = {
         "MULTIWORLD_SECRET": folder.secret(),
-        "MULTIWORLD_SECRET_FILE": "",  # the secret above is its content
+        "MULTIWORLD_SECRET_FILE": "",  # empty, so that the secret above is used
         "HF_HUB_OFFLINE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
@@ -186,7 +187,8 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
         kept = folder.load()
         if kept is None:
             await end_store(store)
-        elif kept.store != store:  # it replaced a lost one
+        elif kept.store != store:
+            # ``store`` replaced a lost one that the record still names.
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
         logger.error("the store may still occupy its port: %s", error)
@@ -220,8 +222,8 @@ def _host_of(record: Record | None) -> str:
 class Before(NamedTuple):
     """The previous controller's record; at most one of the two fields is set."""
 
-    old: Record | None  # its processes may still run
-    ended: Record | None  # none of its processes is left
+    old: Record | None  # a record whose processes may still run
+    ended: Record | None  # a record of which no process is left
 
 
 class Preload(NamedTuple):
@@ -447,7 +449,7 @@ def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
             except OSError:
                 if app.gateway.port:
                     raise
-                port = 0  # another service has taken the earlier port
+                port = 0  # another service has taken the earlier port, so use any
         return listen(app.gateway, port)
     except OSError as error:
         raise ServeError(

@@ -24,10 +24,11 @@ from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
 from multiworld.serve.deadlines import STORE_ANSWER_S
 
-STARTED = "store.started"  # file in the state folder: process id and start of a store
+# File in the state folder: id and start time of a store's process.
+STARTED = "store.started"
 START_S = 30.0  # maximum seconds for the store to start
-END_S = 5.0  # maximum seconds for its exit after SIGTERM
-LOOK_S = 0.02  # seconds between checks whether it has exited
+END_S = 5.0  # maximum seconds for the store to exit after SIGTERM
+LOOK_S = 0.02  # seconds between checks whether the store has exited
 
 
 async def start_store(
@@ -47,7 +48,7 @@ async def start_store(
     command += ["--state", str(folder.path / "epochs.json")]
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"
-    with open(log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
+    with open(log, "ab") as errors:  # noqa: ASYNC230 - only opens the log
         # If this is cancelled, the store runs unrecorded until all processes exit.
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -62,7 +63,8 @@ async def start_store(
     try:
         # Keep the store's process id on disk until the record has it: an unrecorded
         # store would block the port and the state of its successor.
-        with contextlib.suppress(OSError):  # disk full: start it anyway
+        with contextlib.suppress(OSError):
+            # The disk may be full: start the store anyway.
             started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
             line = await process.stdout.readline()
@@ -83,7 +85,7 @@ async def start_store(
 async def _end_unrecorded(started: Path) -> None:
     """Kill a store whose controller died before recording it."""
     try:
-        pid, began = json.loads(started.read_text())  # noqa: ASYNC240 - a line
+        pid, began = json.loads(started.read_text())  # noqa: ASYNC240 - reads a line
     except (FileNotFoundError, ValueError, TypeError):
         return
     store = StoreRecord(address="", pid=int(pid), began=int(began))
@@ -115,7 +117,7 @@ async def check_secret(store: StoreRecord, security: Security) -> None:
             "service down with `multiworld shutdown` first"
         ) from error
     except (OSError, TimeoutError, RendezvousError):
-        pass  # the store is lost or hangs
+        pass  # the store is lost or hangs, so its secret cannot be checked
 
 
 def kill_store(store: StoreRecord) -> None:

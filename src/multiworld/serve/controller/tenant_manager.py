@@ -29,7 +29,7 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 CHUNK = 500  # maximum number of tenants in one message to a gateway
-POISON = 1024  # poison requests to remember for gateways that start later
+POISON = 1024  # maximum number of poison requests to remember for later gateways
 Send = Callable[[str, messages.Order], None]  # sends an order to the named gateway
 
 
@@ -56,8 +56,8 @@ class TenantManager:
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, tuple[str, int, int]] = {}
-        # Held by operations. A cancelled one may be stored without having taken effect;
-        # repeating it makes it take effect.
+        # Operations run one at a time. The change of a cancelled one may be stored
+        # without having taken effect; repeating the operation makes it take effect.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
@@ -131,8 +131,8 @@ class TenantManager:
         try:
             is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
         except ServeError as error:
-            rare_log.error("usage cannot be stored", error)
-            return  # not confirmed, so the gateway reports it again
+            rare_log.error("the usage of tenants cannot be stored", error)
+            return  # without a confirmation, the gateway reports it again
         changed = self._ledger.add(usage.rows) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]
         self._send(gateway, messages.UsageStored(usage.number))
@@ -210,7 +210,8 @@ class TenantManager:
                 raise ServeError(f"tenant {name!r} already exists")
             text, key = _fresh(valid_s)
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
-            await self._save(tenant)  # if cancelled here, the key is lost: rotate it
+            # If this is cancelled, the caller does not get the key, and must rotate it.
+            await self._save(tenant)
         return tenant, text
 
     async def change(self, name: str, said: Mapping[str, object]) -> Tenant:
@@ -240,7 +241,7 @@ class TenantManager:
             tenant = self._known(name)
             known = {key.id for key in tenant.keys}
             is_key = key_id is not None and key_id not in known
-            if key_id is not None and is_key:  # the whole, secret key
+            if key_id is not None and is_key:  # ``key_id`` may be the whole, secret key
                 key_id = known_as(key_id)[0]
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):

@@ -15,7 +15,7 @@ class CurrentSpec:
 
     def __init__(self, app: AppSpec) -> None:
         self.app = app
-        self.dtypes: dict[str, str] = {}  # the reason for the dtype of each model
+        self.dtypes: dict[str, str] = {}  # by model: its dtype, and why it was chosen
 
     def follow(self, app: AppSpec, dtypes: dict[str, str]) -> None:
         self.app, self.dtypes = app, dtypes

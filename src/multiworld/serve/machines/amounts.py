@@ -26,7 +26,7 @@ class Node:
     cpus: float
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    address: str = ""  # for display
+    address: str = ""  # only for display
     key: str = ""  # the launcher's name for it
     price: float = 0.0  # per hour while any of it is used; 0 if it is paid for anyway
     bandwidth: float | None = None  # bytes per second sent to others; None: no limit
@@ -38,13 +38,13 @@ class Node:
 class Need:
     """Resources that one replica takes, all its ranks together."""
 
-    # Zero: not declared, so neither booked nor limited.
+    # Zero means that the spec does not declare it, so it is neither booked nor limited.
     cpus: float = 0.0
     memory_bytes: int = 0
     gpus: int = 0  # 0: it runs on the CPU
     gpu: int | None = None  # index of the GPU it must have; None: any
     gpu_memory_bytes: int = 0  # on each of its GPUs
-    whole_gpus: bool = False  # shares its GPUs with no other replica
+    whole_gpus: bool = False  # True: it shares its GPUs with no other replica
     nodes: frozenset[str] = frozenset()  # names or patterns of machines; empty: any
     ranks: int = 1
 

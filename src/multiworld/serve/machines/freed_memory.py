@@ -11,6 +11,6 @@ def trim_heap() -> None:
     glibc keeps freed memory for the thread that freed it. Without this, loading
     tokenizers in several threads in turn would take the memory once per thread.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

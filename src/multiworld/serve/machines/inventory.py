@@ -63,7 +63,7 @@ def gpus(visible: Sequence[str] | None = None) -> tuple[Gpu, ...]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library, no driver, or no permission
+    except Exception:  # there may be no library, no driver, or no permission
         return ()
     try:
         if visible is None:
@@ -83,7 +83,7 @@ def _gpu(pynvml: Any, index: int, name: str) -> Gpu | None:
             handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         model = pynvml.nvmlDeviceGetName(handle)
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except Exception as error:  # e.g. it has fallen off the bus
+    except Exception as error:  # e.g. the GPU has fallen off the bus
         logger.warning("GPU %s is not usable: %s", name, error)
         return None
     kind = model.decode() if isinstance(model, bytes) else str(model)
@@ -93,7 +93,7 @@ def _gpu(pynvml: Any, index: int, name: str) -> Gpu | None:
 def _limit(path: Path) -> int:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no cgroup, or "max"
+    except (OSError, ValueError):  # there is no cgroup, or its limit is "max"
         return 2**63
 
 

@@ -53,7 +53,7 @@ def wear_leash(reader: int, wearer: int | None = None) -> None:
     flags = fcntl.fcntl(reader, fcntl.F_GETFL)
     fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
     poll = select.poll()
-    poll.register(reader, 0)  # a hang-up is always reported
+    poll.register(reader, 0)  # no flags, because ``poll`` always reports a hang-up
     if poll.poll(0):  # no process holds the leash any more
         os.kill(wearer, signal.SIGKILL)
 

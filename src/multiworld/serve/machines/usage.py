@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KIB = 1024
-TICKS = os.sysconf("SC_CLK_TCK")  # per second, the unit of CPU times in ``/proc``
+# Clock ticks per second; ``/proc`` counts CPU time in them.
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ def usage_of(pid: int) -> Usage:
 
 def memory_of(pid: int) -> int:
     """Return the bytes of memory that a process and its descendants occupy."""
-    # Shared memory (after a fork) counts proportionally. File pages (mapped weights) do
-    # not: the kernel drops them when memory is short.
+    # Memory that is shared after a fork counts proportionally. File pages, such as
+    # mapped weights, do not count: the kernel drops them when memory is short.
     return sum(map(_memory, family_of(pid)))
 
 

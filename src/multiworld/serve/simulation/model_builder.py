@@ -30,7 +30,8 @@ def seconds_of(curve: Curve) -> Callable[[float], float]:
     def seconds(work: float) -> float:
         if len(points) == 1 or work <= points[0][0]:
             rows, took = points[0]
-            # A batch below the smallest of several measured ones is no faster.
+            # If only one batch size was measured, scale its time. If several were, a
+            # batch smaller than the smallest one takes as long as that one.
             return took * work / rows if len(points) == 1 else took
         upper = next(
             (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1

@@ -36,7 +36,7 @@ class Arrival:
     """One request of a trace, ``at`` seconds after the first."""
 
     at: float
-    work: float = 1.0  # relative to the mean of its trace
+    work: float = 1.0  # amount of work, relative to the mean of its trace
     model: str = ""
     prompt: int = 0  # tokens; 0 if unknown
     answer: int = 0  # tokens; 0 if unknown
@@ -61,8 +61,9 @@ class PipelineModel:
     name: str
     stages: tuple[StageModel, ...]
     policy: Policy
-    text: TextObjectives | None = None  # None: it does not generate text
-    limits: EngineLimits | None = None  # of stage 0 replicas that generate text
+    text: TextObjectives | None = None  # None: the model does not generate text
+    # Engine limits of a replica of stage 0; None: the model does not generate text.
+    limits: EngineLimits | None = None
     max_model_len: int | None = None
     objective_s: float | None = None
     objective_share: float = 0.99
@@ -132,7 +133,7 @@ class SimulationResult:
     late: int
     replica_s: tuple[float, ...]  # replica-seconds by stage, from launch on
     seconds: float
-    moments: list[Moment]  # changes of desired or ready replicas
+    moments: list[Moment]  # moments at which the desired or ready replicas changed
     decided: list[SimulatedDecision]  # decisions that changed a number of replicas
 
 
@@ -231,7 +232,7 @@ class Pipeline:
             self._missed += 1
             self._refused += 1
         elif 0 in self._wanted:
-            self.decide(now)  # scale up from zero at once
+            self.decide(now)  # do not wait for the interval to scale up from zero
 
     def _expire(self, now: float) -> None:
         begin = now - self._model.deadline_s
@@ -263,7 +264,8 @@ class Pipeline:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
         if not by_name:
-            # The last draining replicas of a later stage still accept work.
+            # If all replicas of a later stage drain, the last ones still accept work;
+            # those of stage 0 do not.
             by_name = {r.name: r for r in self._replicas[k] if r.is_ready and k}
         load = {n: len(r.queue) + len(r.running) for n, r in by_name.items()}
         limit = self._model.stages[k].window * max(1, senders)
@@ -306,7 +308,8 @@ class Pipeline:
 
     def _end(self, replica: Replica, seconds: float, now: float) -> None:
         done, replica.running = replica.running, []
-        counts = self._counts[replica.stage]  # counted at the end, as replicas do
+        # A real replica, too, counts a batch when it ends.
+        counts = self._counts[replica.stage]
         counts[0] += len(done)
         counts[1] += 1
         counts[2] += seconds

@@ -18,7 +18,8 @@ class Score:
     policy: str
     model: str
     requests: int
-    # Share of requests within the objective; without one, share answered.
+    # Share of requests answered within the objective; without an objective, share of
+    # requests answered.
     attained: float
     goodput: float  # requests per second answered within the objective
     replica_s: float  # summed over all stages

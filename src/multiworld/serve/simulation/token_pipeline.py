@@ -44,11 +44,11 @@ class SimulatedSequence(Request):
     prompt: int = 1
     answer: int = 1  # tokens to generate
     key: Key = ("", 0, 0)
-    # Replicas by stage; empty until placed.
+    # Replicas by stage; empty until the sequence is placed.
     chain: list[TextReplica] = field(default_factory=list)
     made: int = 0  # tokens generated so far
     first_at: float = -1.0  # time of the first token; negative before
-    moving: int = -1  # stage whose replica is being prepared; negative: none
+    moving: int = -1  # stage at which it moves to another replica; negative: none
 
     @property
     def tokens(self) -> int:
@@ -129,7 +129,8 @@ class TokenPipeline(Pipeline):
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
         longest = min(self._limits.longest, self._model.max_model_len or math.inf)
         if sequence.prompt + sequence.answer > longest:
-            # The client's mistake: policies must not see it.
+            # The client asks for too much. Do not count the request as missed: policies
+            # must not react to it.
             sequence.is_refused = True
             self._too_long += 1
             return
@@ -321,7 +322,7 @@ class TokenPipeline(Pipeline):
         now: float,
     ) -> None:
         replica.is_busy = False
-        self._rows[replica.stage] += rows  # counted at the end, as replicas do
+        self._rows[replica.stage] += rows  # a real replica counts at the end, too
         self._counts[replica.stage][1] += 1
         self._counts[replica.stage][2] += seconds
         if isinstance(work, Preparation):

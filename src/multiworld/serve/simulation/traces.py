@@ -28,9 +28,11 @@ GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_t
 TOKEN_WEIGHT = 20.0
 
 LONGEST_S = 1e8  # maximum seconds of a trace: three years
-MAX_REQUESTS = 10_000_000  # requests of a generated trace: all are kept in memory
+# Maximum number of requests of a generated trace, all of which are kept in memory.
+MAX_REQUESTS = 10_000_000
 
-_FINER = re.compile(r"(\.\d{6})\d+")  # finer than the microseconds of a datetime
+# Fractions of a second that a datetime cannot hold.
+_FINER = re.compile(r"(\.\d{6})\d+")
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
@@ -132,7 +134,8 @@ def _from_zero(found: list[Arrival]) -> list[Arrival]:
     return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
-# Limits of the coefficient of variation: regular arrivals to hours between bursts.
+# Limits of the coefficient of variation: at 0.01, arrivals are almost regular; at 100,
+# hours lie between bursts.
 MIN_CV, MAX_CV = 0.01, 100.0
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-FREE_FAILURES = 2  # consecutive crashes without backoff; more are a crash loop
+# This many consecutive crashes cause no backoff; more are a crash loop.
+FREE_FAILURES = 2
 
-FIRST_S = 0.5  # first backoff, which doubles with each crash
-LAST_S = 30.0  # maximum backoff
+FIRST_S = 0.5  # seconds of the first backoff; each further crash doubles it
+LAST_S = 30.0  # maximum backoff, in seconds, if the process was never ready
 
-# Maximum backoff, in seconds, after the crash of a ready process: the cause may be
-# external, and requests wait for the replacement.
+# Maximum backoff, in seconds, after the crash of a ready process. It is short, because
+# the cause may be external, and because requests wait for the replacement.
 LAST_READY_S = 2.0
 
 # Seconds of readiness after which a crashed process is replaced at once, even in a
@@ -19,7 +20,7 @@ LAST_READY_S = 2.0
 # requests may be waiting for it.
 BRIEF_S = 3.0
 
-STABLE_S = 10.0  # seconds of readiness that end a crash loop
+STABLE_S = 10.0  # a process that was ready for this many seconds ends a crash loop
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Crashes:
     failures: int = 0
     not_before: float = 0.0  # earliest monotonic time of the next replacement
     cause: str = ""
-    same: int = 0  # number of latest crashes with the same cause
+    same: int = 0  # number of latest crashes in a row with this ``cause``
 
 
 class CrashBackoff:

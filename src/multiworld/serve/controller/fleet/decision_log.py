@@ -21,7 +21,8 @@ rare_log = RareLog(logger)
 
 KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
-WAITING = 100  # maximum decisions that wait for the disk; others are not written
+# Maximum number of decisions that wait to be written; the file lacks further ones.
+WAITING = 100
 FORMAT = 1  # format of a line; older releases wrote the same lines without this field
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
@@ -35,7 +36,8 @@ class LoggedDecision:
     kind: str  # "scaling" or "placement"
     about: str  # name of the model; empty for all models
     what: str
-    # The policy, which users may replace, defines the keys of both dictionaries.
+    # The keys of ``facts`` and ``snapshot`` depend on the policy, which users may
+    # replace.
     facts: dict[str, Any] = field(default_factory=dict)
     snapshot: Callable[[], dict[str, Any]] = dict
 
@@ -54,7 +56,7 @@ class _Lines:
         try:
             self._waiting.put_nowait(decided)
         except queue.Full:
-            error = OSError(f"{self._path}: the disk takes too long")
+            error = OSError(f"{self._path}: writing to the disk takes too long")
             rare_log.error("cannot write the decision log", error)
 
     def settle(self, limit_s: float) -> None:
@@ -67,7 +69,9 @@ class _Lines:
             decided = self._waiting.get()
             try:
                 self._append(_line_of(decided))
-            except Exception as error:  # the disk, or a policy's unencodable facts
+            except Exception as error:
+                # The disk may be full, or the facts of a user's policy may not be
+                # encodable.
                 rare_log.error("cannot write the decision log", error)
             self._waiting.task_done()
 

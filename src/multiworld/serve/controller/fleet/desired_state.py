@@ -90,8 +90,9 @@ def with_new_versions_started(
     desired: DesiredState, old: Mapping[str, str]
 ) -> DesiredState:
     """Return ``desired`` with at least one replica of each stage of new versions."""
-    # Otherwise a new version would be active before a probe has passed through it.
-    # ``old``: the previous version of each model.
+    # A new version becomes active once each of its stages has a ready replica, so start
+    # one even of stages that scale to zero. ``old``: the previous version of each
+    # model.
     models = dict(desired.models)
     for name, model in desired.models.items():
         if old.get(name, model.version) != model.version:
@@ -116,7 +117,8 @@ def rescaled(
     low, high = bounds_of(spec, stage)
     stage_spec = spec.stages[stage]
     if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
-        low, high = 1, MAX_REPLICAS  # a fixed number is only the initial size
+        # A fixed number is only the initial size, so any other number is allowed.
+        low, high = 1, MAX_REPLICAS
     if not low <= replicas <= high:
         raise ServeError(
             f"stage {stage_spec.name or stage} of {model!r} may have {low} to "

@@ -58,7 +58,9 @@ class ProcessGone:
 
     name: str
     why: str
-    cause: str = ""  # the process's own message; equal crashes have equal causes
+    # The process's last message, or how it exited; crashes for one reason have equal
+    # causes.
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

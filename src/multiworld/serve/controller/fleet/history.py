@@ -50,7 +50,7 @@ class History:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.handed_over = 0  # connections that another gateway has continued
+        self.handed_over = 0  # number of connections that another gateway has continued
         self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
 
     def say(self, kind: str, text: str, name: str = "") -> None:

@@ -49,12 +49,13 @@ class Reconciler:
     def __init__(
         self,
         *,
-        # Maximum seconds until a process is ready, and without progress of an update.
+        # Maximum seconds for a process to become ready, and for which an update may
+        # make no progress.
         ready_s: float = 120.0,
         drain_s: float = 60.0,  # maximum time for a draining process to finish its work
         first: int = 1,
         number: int = 0,
-        # Versions activated by an earlier controller.
+        # By model: the version that an earlier controller has activated.
         active: dict[str, str] | None = None,
         starts_at_once: int = 64,
     ) -> None:
@@ -63,23 +64,26 @@ class Reconciler:
         self.next_number = first
         self.table = RoutingTable(number=number)
         self.desired = DesiredState()
-        # Versions that get new requests.
+        # By model: the version that gets new requests.
         self.active: dict[str, str] = dict(active or {})
         self.processes: dict[str, Process] = {}
         self.backoff = CrashBackoff()
         self._versions: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
-        self.unplaced: dict[StageKey, str] = {}  # reasons
-        # Seconds from launch to readiness in the last start.
+        # By stage: why a replica cannot be placed.
+        self.unplaced: dict[StageKey, str] = {}
+        # By stage: seconds from launch to readiness in the last start.
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
-        self.losses: Counter[StageKey] = Counter()  # since the controller started
+        # By stage: replicas lost since the controller started.
+        self.losses: Counter[StageKey] = Counter()
         self._lost: dict[StageKey, int] = {}
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
         if isinstance(event, events.Applied):
-            # Every process sends one per table, and only draining processes need them.
+            # Every process reports every table that it applies. Only a draining process
+            # depends on that, so reconcile only if one of them can finish.
             if event.name in self.processes:
                 self.processes[event.name].applied = event.number
             finished: list[Action] = list(self._finish())
@@ -88,7 +92,9 @@ class Reconciler:
         actions = list(self._observe(event, now))
         self._note_waits(now)
         if isinstance(event, events.Adopted):
-            return actions  # the desired state is set once all processes are adopted
+            # Do not reconcile yet: the desired state is set once all processes are
+            # adopted.
+            return actions
         return [*actions, *self._reconcile(now)]
 
     # Observing.
@@ -98,7 +104,8 @@ class Reconciler:
             case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
             case events.Adopted(process):
-                # Its senders may not have a table yet in which it drains.
+                # If the process is draining, its senders may not have applied a table
+                # that says so: wait until they have applied the next one.
                 process.drain_number = self.table.number + 1
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
@@ -152,7 +159,8 @@ class Reconciler:
         self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED, now)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
-            yield Finish(process.name)  # the first order may have been lost
+            # It has rejoined, so the first order may have been lost.
+            yield Finish(process.name)
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
@@ -306,7 +314,8 @@ class Reconciler:
             text = f"{what} cannot be placed: {why}"
             yield LogEvent("unplaced", text)
         for other in self._processes_of(key):
-            if other.is_drain_requested:  # no replacement can start
+            if other.is_drain_requested:
+                # Its replacement cannot be placed, so cancel the drain.
                 other.is_drain_requested = False
                 yield LogEvent(
                     "kept", f"{other.name} stays: there is no room for its replacement"
@@ -424,7 +433,8 @@ class Reconciler:
                 if process.is_drain_requested:  # its replacement is ready
                     yield from self._drain(process, now)
         ready = [p for p in kept if p.phase is ProcessPhase.READY]
-        excess = len(ready) - count  # drained even if spares are missing
+        # Surplus ready replicas, drained even if spares are missing.
+        excess = len(ready) - count
         surplus = max(len(kept) - count - self._spares(key), excess, 0)
         newest_ready = sorted(ready, key=lambda p: -_number(p.name))[: max(0, excess)]
         others = sorted(
@@ -459,11 +469,13 @@ class Reconciler:
             and not p.is_gateway
         ]
         chosen = next_starts(shortages, self.starts_at_once - len(starting))
-        # A slow start may hang, so urgent starts must not wait for it.
+        # A start that takes longer than ``SLOW_START_S`` may hang, so urgent starts
+        # must not wait for it.
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
         every = len(starting) + sum(bool(key[0]) for key in chosen)
-        # But starts may be slow because there are many, so at most double their number.
+        # But starts may also be slow because there are many at once, so allow at most
+        # twice ``starts_at_once``.
         limit = self.starts_at_once
         room = min(every - fast, limit - fast, 2 * limit - every)
         chosen += urgent_starts(shortages, chosen, max(0, room))
@@ -500,7 +512,8 @@ class Reconciler:
     def _drain(self, process: Process, now: float) -> Iterator[Action]:
         if process.phase is ProcessPhase.LAUNCHING:
             del self.processes[process.name]
-            yield Kill(process.name)  # it has no work yet
+            # A launching process has no work, so it need not drain.
+            yield Kill(process.name)
             return
         process.phase, process.since = ProcessPhase.DRAINING, now
         process.drain_number = self.table.number + 1
@@ -516,7 +529,7 @@ class Reconciler:
                     p.phase is ProcessPhase.READY
                     for p in self._processes_of((name, model.version, s))
                 )
-                >= max(1, count)  # a probe must have passed every stage
+                >= max(1, count)  # even at zero replicas, a probe must have passed
                 for s, count in enumerate(model.replicas)
             ):
                 self.active[name] = model.version
@@ -660,12 +673,14 @@ class Reconciler:
             senders += self._processes_of(
                 (process.model, process.version, process.stage - 1)
             )
-            # A starting process gets the latest table when it joins.
+            # Do not wait for a sender that has not joined yet: it gets the latest table
+            # then.
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders if s.is_there
             )
-            # If a whole stage drains, earlier stages that also drain still send it
-            # their work. Earlier stages that stay return work that they cannot send.
+            # If a whole stage drains, draining processes of earlier stages still send
+            # it their work, so wait for them. Processes of earlier stages that stay
+            # return work that they cannot send, so do not wait for those.
             is_last_of_stage = not any(
                 not p.is_going for p in self._processes_of(_key_of(process))
             )
@@ -724,7 +739,7 @@ def _by_phase(process: Process, launched_at: float, now: float) -> str:
     joined_at = process.entered.get(ProcessPhase.JOINED)
     loaded_at = process.entered.get(ProcessPhase.LOADED)
     if joined_at is None or loaded_at is None:
-        return ""  # an earlier controller launched it
+        return ""  # an earlier controller launched it, so its times are unknown
     waited = f"{process.waited_s:.2f} to wait for others, " if process.waited_s else ""
     return (
         f" ({joined_at - launched_at:.2f} s to start, "

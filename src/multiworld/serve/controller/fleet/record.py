@@ -38,14 +38,14 @@ class ProcessRecord(BaseModel):
     stage: int
     phase: str
     pid: int
-    began: int  # start in the kernel's ticks; detects a reused ``pid``
-    node: str = ""  # empty on the controller's machine
+    began: int  # start time in the kernel's ticks; differs if ``pid`` is reused
+    node: str = ""  # name of its machine; empty: the controller's
     gpus: tuple[int, ...] = ()
     is_drain_requested: bool = False
     fingerprint: str = ""
     weights: str = ""
     noise: str = ""
-    options: str = ""  # of a gateway
+    options: str = ""  # digest of a gateway's options at its start
 
 
 class StoreRecord(BaseModel):
@@ -68,8 +68,10 @@ class Record(BaseModel):
     port: int = 0
     number: int = 0  # number of the last routing table
     next_number: int = 1  # number in the name of the next process
-    replicas: dict[str, list[int]] = {}  # replicas of the desired versions
-    # Replicas of all versions, by model and version; empty in older releases.
+    # By model: replicas of each stage of the desired version.
+    replicas: dict[str, list[int]] = {}
+    # By model and version, desired or not: replicas of each stage. Empty in records of
+    # older releases.
     sizes: dict[str, dict[str, list[int]]] = {}
     processes: list[ProcessRecord] = []
 
@@ -127,7 +129,8 @@ def _flush(file: IO[str]) -> None:
 def _kept_secret(path: Path) -> bytes:
     """Return the secret in a file; create it if it is missing or empty."""
     if not path.exists() or not path.stat().st_size:
-        fresh = path.with_suffix(".new")  # a crash must not leave a partial secret
+        # Write another file first, so that a crash leaves no partial secret.
+        fresh = path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
@@ -146,7 +149,7 @@ class StateFolder:
         self.logs = path / "logs"
         self.socket = path / "admin.sock"
         self.alive = path / "alive"
-        self.keeper = path / "keep.sock"  # of the stream keeper
+        self.keeper = path / "keep.sock"  # socket of the stream keeper
         self._record = path / "record.json"
         self.versions = path / "versions"  # copies of the files of each version
 
@@ -187,7 +190,8 @@ class StateFolder:
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
-        with contextlib.suppress(OSError):  # disk full; only messages use the id
+        with contextlib.suppress(OSError):
+            # The disk may be full. That is harmless: the id is only for messages.
             os.truncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
@@ -204,7 +208,7 @@ class StateFolder:
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
-        except OSError:  # no such file, or another user's
+        except OSError:  # the file does not exist, or belongs to another user
             return False
         kind: int = struct.unpack_from("h", found)[0]
         return kind != fcntl.F_UNLCK
@@ -265,7 +269,8 @@ class StateFolder:
 
     def next_number(self) -> int:
         """Return a number above the numbers of all processes that have logs here."""
-        # The record may lack the latest processes, if the disk was full.
+        # If the disk was full, the record may lack the latest processes, so use the
+        # logs.
         numbers = (NUMBERED.search(log.stem) for log in self.logs.glob("*.log"))
         return 1 + max((int(found[1]) for found in numbers if found), default=0)
 
@@ -281,11 +286,12 @@ class RecordWriter:
 
     def __init__(self, save: Callable[[Record], None], log: RareLog) -> None:
         self._save, self._log = save, log
-        self.trouble = ""  # why the newest record is not on disk
+        self.trouble = ""  # why the newest record is not on disk; empty: it is
         self._newest: Record | None = None
         self._saved: Record | None = None
         self._writing: asyncio.Task[None] | None = None
-        # Number of ``keep`` calls; number of the last one written or failed.
+        # ``_kept``: number of ``keep`` calls. ``_tried``: the latest of these calls
+        # whose record was written, or could not be written.
         self._kept = self._tried = 0
         self._tried_one = asyncio.Event()
 
@@ -315,7 +321,8 @@ class RecordWriter:
             record, number = self._newest, self._kept
             try:
                 await asyncio.to_thread(self._save, record)
-            except Exception as error:  # the next record tries again
+            except Exception as error:
+                # Only logged, because the next ``keep`` tries again.
                 self.trouble = f"cannot write the record of the service: {error}"
                 self._log.error("cannot write the record of the service", error)
                 self._has_tried(self._kept)

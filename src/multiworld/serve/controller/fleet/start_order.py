@@ -16,7 +16,7 @@ from multiworld.serve.machines.amounts import Node
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
 # Seconds after which a start counts as slow, so that urgent starts do not wait for it.
 SLOW_START_S = 10.0
-PER_CORE = 2  # concurrent starts per core: a start waits half of the time
+PER_CORE = 2  # concurrent starts per core: two, because a start waits half of its time
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ class DesiredModel:
     max_ongoing_requests: int = 32  # per gateway and replica of stage 0
     deadline_s: float = 30.0
     objective_s: float | None = None
-    on_demand: tuple[int, ...] = ()  # stages that scale to zero
+    on_demand: tuple[int, ...] = ()  # numbers of the stages that scale to zero
     generates: bool = False
     ttft_s: float | None = None  # objective for the first token
     tpot_s: float | None = None  # objective for each further token
-    start_s: float | None = None  # time limit of a start; None: the service's
+    start_s: float | None = None  # time limit of a start; None: ``ready_s`` of the spec
     has_deadline: bool = True  # False for text generation without ``deadline_s``
-    spares: tuple[int, ...] = ()  # number of spares by stage; empty: none
+    spares: tuple[int, ...] = ()  # by stage: number of spares; empty: no spares
 
     def spares_of(self, stage: int) -> int:
         """Return how many spares a stage should have; none at zero replicas."""
@@ -35,7 +35,7 @@ class DesiredState:
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
-    # Digest of the desired options; gateways with another digest are replaced.
+    # Digest of the desired gateway options; gateways with another digest are replaced.
     gateway_options: str = ""
 
 
@@ -86,7 +86,8 @@ class Process:
     phase: ProcessPhase = ProcessPhase.LAUNCHING
     # Monotonic time of launch, readiness or start of draining, whichever came last.
     since: float = 0.0
-    waited_at: float | None = None  # start of its wait for other stages or a gateway
+    # Start of its wait for other stages or a gateway; None: it does not wait.
+    waited_at: float | None = None
     waited_s: float = 0.0  # total of such waits, which ``since`` excludes
     applied: int = 0  # number of the last routing table that it has applied
     # Number of the first routing table without this process as a target; senders that

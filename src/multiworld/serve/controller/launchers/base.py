@@ -19,8 +19,8 @@ from multiworld.serve.wire.process_args import ProcessArgs
 class RunningProcess:
     name: str
     pid: int
-    began: int  # start in the kernel's ticks; detects a reused ``pid``
-    node: str = ""  # empty on the controller's machine
+    began: int  # start time in the kernel's ticks; differs if ``pid`` is reused
+    node: str = ""  # name of its machine; empty: the controller's
 
 
 # Callback with the name of a process that has exited, and its exit code if known.
@@ -31,13 +31,14 @@ OnExit = Callable[[str, int | None], None]
 class LauncherContext:
     app: AppSpec
     preload: Sequence[str]
-    waiting: WaitingServer | None = None  # fork server for the first processes
+    # Forked process that becomes the first fork server.
+    waiting: WaitingServer | None = None
     env: dict[str, str]  # variables to add to the environment of every process
     logs: Path  # folder for the launcher's own output
     node: Node  # the controller's machine, with the resources for the service
     on_exit: OnExit
     on_nodes: Callable[[], None]  # called after machines or ``trouble`` have changed
-    is_new: bool  # whether no process of this service runs yet
+    is_new: bool  # True if no process of this service runs yet
 
 
 class Launcher(Protocol):

@@ -49,4 +49,4 @@ def _offer_to_oom_killer() -> None:
     try:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:
-        pass  # the machine does not allow it
+        pass  # the machine does not allow it; the replica keeps its score

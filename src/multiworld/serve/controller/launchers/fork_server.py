@@ -88,7 +88,8 @@ class ForkServer:
             return not self._has_modules
         leash = None
         try:
-            # Opened before the reply, after which the sender may release it.
+            # Open the leash before the reply, because the sender may release it
+            # afterwards.
             leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:
@@ -208,15 +209,15 @@ def fork_waiting() -> WaitingServer | None:
 
 def _close_inherited() -> None:
     """Close inherited descriptors, such as a lock of the controller's parent."""
-    # The processes of a service outlive the controller, and must not hold them.
-    # ``subprocess`` closes them, too.
+    # The processes of a service outlive the controller, so they must not hold such a
+    # lock. ``subprocess`` closes inherited descriptors itself; ``os.fork`` does not.
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:
             if number > 2 and os.get_inheritable(number):
                 os.close(number)
         except OSError:
-            pass  # the descriptor of the listing itself
+            pass  # this was the descriptor of the listing, closed by now
 
 
 def _begin(control: socket.socket) -> None:
@@ -240,12 +241,13 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)  # a module's thread would delay the interpreter's exit
+        os._exit(0)  # do not wait for a thread that an imported module has started
 
 
 def _serve(control: socket.socket, modules: Sequence[str]) -> None:
     setproctitle("multiworld fork server")
-    # Ctrl-C in the terminal is for the controller, which closes the socket.
+    # Ignore Ctrl-C in the terminal: the controller handles it, and closes the socket,
+    # which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_limit()
     threads = count_threads()
@@ -253,10 +255,11 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
         try:
             note_preloaded(importlib.import_module(module))
         except Exception:
-            traceback.print_exc()  # only processes that need the module will fail
+            # Continue: only processes that need the module will fail.
+            traceback.print_exc()
         if has_more_threads(threads):
             control.sendall(protocol.LineCodec.encode(protocol.Threaded(module)))
-            return  # and exit: see ``main``
+            return  # ``main`` then ends the process
     gc.collect()
     gc.freeze()
     ForkServer(control, has_modules=bool(modules)).run()

@@ -31,12 +31,14 @@ WARM_S = 120.0  # maximum seconds for the fork server to import its modules
 RETRY_S, RETRY_MAX_S = 1.0, 30.0
 
 
-# Environment of fork servers: a forked process must inherit neither a thread nor an
-# initialized CUDA.
+# Environment of fork servers. It keeps libraries from starting a thread or initializing
+# CUDA, because a forked process must inherit neither.
 FORKED = {
     "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow; transformers loads it
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # for ``torch.cuda.is_available``
+    # For pyarrow, which transformers imports.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    # ``torch.cuda.is_available`` then asks NVML and does not initialize CUDA.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
@@ -49,7 +51,8 @@ class Forks:
         env: dict[str, str],
         log: Path | None,
         on_exit: Callable[[str, int | None], None],
-        waiting: WaitingServer | None = None,  # the first fork server
+        # Forked process that becomes the first fork server.
+        waiting: WaitingServer | None = None,
     ) -> None:
         self.trouble = ""
         self._preload = list(preload)

@@ -70,11 +70,11 @@ class HelperProcess(Generic[M]):
         module: str,
         log: Path | None,
         codec: LineCodec[M],
-        on_news: Callable[[M], None],  # every message after the first
-        on_end: Callable[[], None],  # the process has closed its socket
+        on_news: Callable[[M], None],  # called with every message after the first
+        on_end: Callable[[], None],  # called when the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
-        # True: kill a hung process. False: keep it, because others would die with it.
+        # Whether to kill the process if it hangs; False if others would die with it.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec
@@ -96,10 +96,12 @@ class HelperProcess(Generic[M]):
         words: list[str],
         env: dict[str, str],
         limit_s: float,
-        waiting: WaitingServer | None = None,  # a forked process to use instead
+        # Forked process to use instead of a new one.
+        waiting: WaitingServer | None = None,
     ) -> M:
         """Start the process; return its first message, due within ``limit_s``."""
-        # If cancelled, the process runs until ``close`` or ``start`` closes its socket.
+        # If this is cancelled, the process runs until ``close`` or the next ``start``
+        # closes its socket.
         try:
             if waiting is None:
                 ours = await self._spawn(words, env)
@@ -108,7 +110,7 @@ class HelperProcess(Generic[M]):
         except OSError as error:
             raise LaunchError(f"{self._module} did not start: {error}") from error
         if self._writer is not None:
-            self._writer.close()  # the previous process's
+            self._writer.close()  # closes the connection to the previous process
         if self._socket is not None:
             self._socket.close()
         self._socket = ours.dup()
@@ -116,7 +118,7 @@ class HelperProcess(Generic[M]):
         try:
             async with asyncio.timeout(limit_s):
                 line = await reader.readline()
-        except OSError:  # too late, or the process has exited
+        except OSError:  # the time limit has passed, or the process has exited
             line = b""
         if not line:
             await self.close(limit_s=0.0)
@@ -152,7 +154,7 @@ class HelperProcess(Generic[M]):
     ) -> socket.socket:
         self._process = ForkedChild(waiting.pid)
         begin = Begin(tuple(words), env, str(self._log or ""))
-        with contextlib.suppress(OSError):  # it has exited
+        with contextlib.suppress(OSError):  # the process may have exited
             waiting.control.sendall(LineCodec.encode(begin))
         return waiting.control
 
@@ -170,7 +172,8 @@ class HelperProcess(Generic[M]):
                 if self._is_replaceable:
                     process.kill()
                     return
-            # Count pings, not seconds, because this process may have been suspended.
+            # Count pings, not seconds: if this process was suspended, the other one
+            # could not be heard meanwhile.
             self._unanswered += 1
             self._send_ping()
             await asyncio.sleep(PING_S)
@@ -180,7 +183,8 @@ class HelperProcess(Generic[M]):
         if self._writer is None or self._socket is None or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() == 0:
-            with contextlib.suppress(OSError):  # it has exited or stopped reading
+            with contextlib.suppress(OSError):
+                # The process has exited, or has stopped reading.
                 self._socket.send(LineCodec.encode(Ping(self._unanswered)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -190,7 +194,8 @@ class HelperProcess(Generic[M]):
                 news = self._codec.decode(line)
                 if not isinstance(news, Pong):
                     self._on_news(news)
-        except (OSError, ValueError) as error:  # it exited in the middle of a line
+        except (OSError, ValueError) as error:
+            # The process exited in the middle of a line.
             logger.warning("%s: %s", self._module, error)
         self._on_end()
 

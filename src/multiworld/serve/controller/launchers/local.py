@@ -76,7 +76,7 @@ class LocalLauncher:
         return True
 
     def _gone(self, name: str) -> None:
-        # Wait a moment, because the fork server may report the exit code.
+        # Wait a moment: the fork server may still report the exit code.
         self._unwatch(name)
         self._loop.call_later(0.05, self._on_exit, name, None)
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-VERSION = 1  # version of these messages; helpers have the controller's release
+VERSION = 1  # version of these messages; helpers always have the controller's
 
 M = TypeVar("M")
 
@@ -25,7 +25,7 @@ class Launch(Line, frozen=True, tag="Launch"):
     args: str  # ``ProcessArgs`` as JSON
     log: str  # file for its output; empty: the fork server's output
     env: dict[str, str]
-    leash: str = ""  # path of the leash to wear; empty for none
+    leash: str = ""  # path of the leash that it wears, see ``Leash``; empty: none
 
 
 class Launched(Line, frozen=True, tag="Launched"):
@@ -81,7 +81,7 @@ class Warm(Line, frozen=True, tag="Warm"):
 class Threaded(Line, frozen=True, tag="Threaded"):
     """The fork server exits: a module has started a thread, so it cannot fork."""
 
-    module: str  # empty if unknown
+    module: str  # module that started the thread; empty if unknown
 
 
 ForkOrder = Launch | Ping

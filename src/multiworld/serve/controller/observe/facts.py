@@ -29,18 +29,19 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str  # the active one
     stages: tuple[StageFacts, ...]
-    requests_s: float = 0.0  # answered, per second
-    failures_s: float = 0.0  # answered with an error, per second
+    requests_s: float = 0.0  # requests answered per second
+    failures_s: float = 0.0  # requests answered with an error per second
     tokens_s: float = 0.0
     in_flight: int = 0
-    waiting: int = 0  # at the gateways
+    waiting: int = 0  # requests that wait at the gateways
     answers: Spread | None = None
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
     # Share of recent prompt tokens found in prefix caches; None: no prompt came.
     prefix_hits: float | None = None
-    # The chains with most streams: replicas by stage, and number of streams.
+    # The replica chains with the most streams: for each, its replicas by stage, and its
+    # number of streams.
     chains: tuple[tuple[tuple[str, ...], int], ...] = ()
     bottleneck: str = ""  # cause that limits its throughput; empty: none
 
@@ -63,7 +64,7 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None  # seconds for a step; None: too few steps to measure
     busy: float = 0.0  # share of the time in which it computes
     slow: str = ""  # reason why it counts as slow; empty: it does not
-    is_silent: bool = False  # whether a gateway does not hear from it
+    is_silent: bool = False  # True if a gateway does not hear from it
     next: tuple[str, ...] = ()  # replicas of the next stage that it is connected to
     note: str = ""  # progress of a starting engine
     log: str = ""
@@ -100,8 +101,8 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests, refusals and budgets of a tenant."""
 
     requests_s: float = 0.0
-    refused_s: dict[str, float] = {}  # by reason
-    refused: dict[str, float] = {}  # since the service started
+    refused_s: dict[str, float] = {}  # refusals per second, by reason
+    refused: dict[str, float] = {}  # refusals since the service started, by reason
     # Tokens used and allowed, by the name of the budget's limit.
     budgets: dict[str, tuple[int, int]] = {}
 
@@ -113,10 +114,11 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     requests_s: float
     tokens_s: float
     in_flight: int
-    p99: float  # of answers, in seconds; 0: no answer
-    first_p99: float  # of first tokens, in seconds; 0: no token
+    p99: float  # 99th percentile of the seconds to an answer; 0: no answer
+    first_p99: float  # 99th percentile of the seconds to the first token; 0: no token
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
-    prefix_hits: float = 0.0  # share of prompt tokens; 0: no prompt
+    # Share of prompt tokens found in prefix caches; 0: no prompt came.
+    prefix_hits: float = 0.0
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -137,7 +139,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     models: dict[str, ModelFacts]
     replicas: dict[str, ReplicaFacts]
     gateways: dict[str, GatewayFacts]
-    tenants: dict[str, TenantFacts]  # those with requests, by name; "": no valid key
+    # Tenants with requests, by name; "": requests without a valid key.
+    tenants: dict[str, TenantFacts]
     nodes: dict[str, NodeShown]
     events: tuple[HistoryEntry, ...]
     thoughts: tuple[Assessment, ...]

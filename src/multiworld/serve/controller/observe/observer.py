@@ -33,7 +33,7 @@ from multiworld.serve.wire.control_messages import (
 
 EVENTS = 200  # maximum number of latest events in the facts
 CHAINS = 100  # maximum number of a model's chains in the facts
-POINTS = 300  # number of points of a model's load, two seconds apart
+POINTS = 300  # maximum number of points of a model's load, two seconds apart
 SHARES = 0.5, 0.99
 GOOD = "200"  # status of an answer without an error
 
@@ -57,10 +57,12 @@ class Observer:
         self.paces, self._window = Paces(), Window()
         self._reports = Reports()
         self._counts: Mapping[Label, float] = {}
-        self._cpu: dict[str, tuple[float, float]] = {}  # CPU seconds, and when
+        # By process: CPU seconds so far, and when they were reported.
+        self._cpu: dict[str, tuple[float, float]] = {}
         self._cores: dict[str, float] = {}
         self._series: dict[str, deque[Point]] = {}
-        self._began_at: dict[str, float] = {}  # of the streams that were shown last
+        # By request: start time of each stream that was shown last.
+        self._began_at: dict[str, float] = {}
 
     def seen(
         self,

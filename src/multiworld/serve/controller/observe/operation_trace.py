@@ -68,7 +68,8 @@ class OperationTrace:
 
     def _started(self, process: Process, now: float) -> None:
         launched_at = process.entered.get(ProcessPhase.LAUNCHING)
-        if launched_at is None:  # launched by an earlier controller
+        if launched_at is None:
+            # An earlier controller launched it, so its times are unknown.
             return
         what = "gateway"
         if process.model:

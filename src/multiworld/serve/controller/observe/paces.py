@@ -11,9 +11,15 @@ from typing import NamedTuple
 WINDOW_S = 10.0  # seconds over which a pace is measured
 MIN_STEPS = 8  # minimum number of steps in a window; fewer are too noisy
 PAST = 60  # number of windows that make up a replica's own past
-SLOW = 1.8  # ratio of step times, to peers and past, above which a replica is slow
-SLOW_ALONE = 2.5  # ratio to its past above which a replica without peers is slow
-FAST = 1.4  # ratio below which a slow replica is no longer slow
+# A replica is slow if its step time is above this multiple of its peers' step time,
+# unless it is as usual; see ``FAST``.
+SLOW = 1.8
+# A replica without peers is slow if its step time is above this multiple of its past.
+SLOW_ALONE = 2.5
+# A slow replica has recovered at or below this multiple of its peers' step time (or,
+# without peers, of its own past). Up to this multiple of the past, a step time is as
+# usual.
+FAST = 1.4
 # A step in progress is slow if it has taken more than ``LONG_S`` seconds, and more than
 # ``LONG`` times its peers' step time.
 LONG_S = 1.0

@@ -68,7 +68,7 @@ class PlacementManager:
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
         """Raise ``PlacementError`` if the machines lack room for all models."""
-        # If the current desired state does not fit either, only ``model`` must fit.
+        # If even the current desired state does not fit, only ``model`` must fit.
         try:
             self.bookings.admit(asks_of(wanted, self._specs))
         except PlacementError:
@@ -97,7 +97,7 @@ class PlacementManager:
         try:
             planned = await self.replanner.plan(self._snapshot(wanted))
         except Exception:  # the service can start without a plan
-            logger.exception("planning failed; the service starts without a plan")
+            logger.exception("placement planning failed; starting without a plan")
             return
         if planned is not None:
             self._apply_plan(planned)
@@ -128,7 +128,7 @@ class PlacementManager:
             inputs = functools.partial(snapshot_of, planned)
             self._journal.record("placement", "", text, facts_of(planned), inputs)
         if self._launcher.trouble():
-            return  # a moved replica could not start elsewhere
+            return  # do not drain replicas that could not start elsewhere
         ready = [
             p.name
             for p in self._fleet.processes.values()

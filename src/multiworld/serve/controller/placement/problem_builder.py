@@ -27,8 +27,8 @@ from multiworld.serve.spec.schema import (
 NOMINAL = 1e-3  # demand (rows/s) of a model that declares none: almost zero
 CPU = "cpu"  # kind of the device that represents a machine's cores
 
-# Cost per hour of the fullest device (``Problem.balance``), below the cost of a move:
-# new replicas go to emptier machines, running ones stay.
+# Cost per hour of the fullest device's load (``Problem.balance``). It is below the cost
+# of a move, so that new replicas go to emptier machines, but running ones stay.
 BALANCE = 0.01
 
 
@@ -72,7 +72,8 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
-    count = max(1, stage.initial_count)  # a stage scaled to zero needs room, too
+    # At least one, because a stage scaled to zero needs room, too.
+    count = max(1, stage.initial_count)
     return count, count
 
 

@@ -60,7 +60,8 @@ class ReplicaBookings:
         for post, title, count, need in asks:
             here = sum(b.post == post for b in trial.bookings.values())
             missing += [(post, title, need, count)] * max(0, count - here)
-        missing.sort(key=lambda ask: _size(ask[2]), reverse=True)  # the largest first
+        # Largest first, because they are the hardest to place.
+        missing.sort(key=lambda ask: _size(ask[2]), reverse=True)
         for number, (post, title, need, count) in enumerate(missing):
             try:
                 spot = self._choose(trial, post, need)

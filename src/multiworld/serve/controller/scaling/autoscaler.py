@@ -37,10 +37,11 @@ from multiworld.serve.wire.control_messages import Reports
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.5  # seconds between checks for new models and for models that are due
+LOOK_S = 0.5  # seconds between checks for new models and for due policies
 REPORT_S = 0.5  # seconds to wait for a process's report; then its previous one counts
-POLICY_S = 10.0  # maximum seconds of a policy; a later decision is ignored
-# Seconds to wait for other policies, so that decisions apply in order of weight.
+POLICY_S = 10.0  # maximum seconds for a policy to decide; later decisions are ignored
+# Seconds to wait for all policies that decide at once, so that their decisions apply in
+# order of weight.
 TOGETHER_S = 0.25
 START_S = 1.0  # assumed seconds of a replica's start, until one has been measured
 
@@ -99,7 +100,7 @@ class _Model:
         self._deciding.add_done_callback(_forget)
         done, _ = await asyncio.wait([self._deciding], timeout=POLICY_S)
         if not done:
-            raise ServeError(f"no decision within {POLICY_S:g} s")
+            raise ServeError(f"the policy did not decide within {POLICY_S:g} s")
         return self._deciding.result()
 
 
@@ -127,7 +128,8 @@ class Autoscaler:
         journal: DecisionLog,
         specs: Specs,
         reports: Callable[[float], Awaitable[Reports]],
-        admit: Callable[[DesiredState, str], object],  # raises PlacementError
+        # Raises PlacementError if the desired state does not fit.
+        admit: Callable[[DesiredState, str], object],
         want: Callable[[DesiredState], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -170,7 +172,7 @@ class Autoscaler:
             try:
                 await self._look()
             except Exception:  # a bug must not stop autoscaling for good
-                logger.exception("scaling failed; trying again")
+                logger.exception("autoscaling failed; trying again")
                 await asyncio.sleep(START_S)
 
     def _pause_s(self) -> float:
@@ -187,7 +189,9 @@ class Autoscaler:
         ]
         if not due:
             return
-        for name in due:  # before the await, during which ``wake`` may make a model due
+        for name in due:
+            # Set this before the await, during which ``wake`` may make a model due
+            # again.
             self._models[name].due_at = now + self._models[name].interval_s
         reports = await self._reports(REPORT_S)
         order = sorted(due, key=lambda n: -self._models[n].spec.weight)
@@ -217,7 +221,7 @@ class Autoscaler:
         name = asked.snapshot.model
         try:
             self._decided(asked, await asked.deciding)
-        except Exception as error:  # a user's policy must not stop other models
+        except Exception as error:  # an error of one policy must not stop other models
             logger.exception("scaling of model %s failed", name)
             text = f"the policy failed: {type(error).__name__}: {error}"
             self._journal.set_reason("scaling", name, text)
@@ -241,9 +245,11 @@ class Autoscaler:
             ):
                 try:
                     self._models[name] = _Model(spec, name)
-                except SpecError as error:  # its policy was removed after the start
+                except SpecError as error:
+                    # The policy's code was removed after the start.
                     self._models.pop(name, None)
-                    self._unusable[name] = spec  # retrying the import may be slow
+                    # Do not try this spec again, because the import may be slow.
+                    self._unusable[name] = spec
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
     def _ask(self, name: str, reports: Reports) -> _Asked | None:
@@ -276,7 +282,7 @@ class Autoscaler:
         decision = within(decision, snapshot.stages)
         is_same = self._fleet.desired.models.get(name) is wanted
         if not is_same or self._fleet.active.get(name) != wanted.version:
-            return  # it has been scaled, updated or removed since
+            return  # the model has been scaled, updated or removed meanwhile
         decision = self._hold_starting(name, wanted, decision)
         known.memory = decision.memory
         self._journal.set_reason("scaling", name, decision.why)

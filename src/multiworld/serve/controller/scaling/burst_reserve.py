@@ -25,8 +25,8 @@ SIGMAS = 2.0
 MIN_LATE_BURSTS = 2
 
 # Minimum share of the allowed wait that a request must have waited to be late for lack
-# of replicas. It limits how many such requests the total waiting time can explain. Well
-# below 1, because samples miss part of the waiting.
+# of replicas. It limits how many such requests the total waiting time can explain. It
+# is well below 1, because samples miss part of the waiting.
 MIN_WAIT_SHARE = 0.25
 
 EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
@@ -39,8 +39,9 @@ CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25
 
 MAX_STEP_S = 1.0  # maximum step of a fluid queue; longer intervals are split
 
-# Calibration levels that a horizon with few misses recovers. Recovery is slow because a
-# period without misses proves little while a reserve is kept.
+# Number of calibration levels by which a horizon with few misses makes the fluid queue
+# more optimistic. It is small, because a period without misses proves little while a
+# reserve is kept.
 RECOVERY = 1.0
 
 LateCounts = tuple[float, ...]  # late requests, by calibration level
@@ -61,7 +62,7 @@ class Counts:
     """Measured requests of a model in one half of the horizon."""
 
     arrived: float = 0.0
-    missed: float = 0.0  # including refused ones
+    missed: float = 0.0  # late requests, including refused ones
     refused: float = 0.0
     waited: float = 0.0  # total waiting time, as a multiple of the allowed wait
     late_bursts: int = 0
@@ -79,8 +80,8 @@ class BurstReserve:
     # Position among the ``CALIBRATION_LEVELS`` at which the fluid queue predicts the
     # measured number of late requests; fractions interpolate.
     level: float = 0.0
-    actual: tuple[FleetFacts, ...] = ()  # by stage: queue of the ready replicas
-    # By stage, queues of all candidate sizes, smallest first.
+    actual: tuple[FleetFacts, ...] = ()  # by stage: fluid queue of the ready replicas
+    # By stage: fluid queues of all candidate fleet sizes, smallest first.
     fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
     @property
@@ -171,7 +172,7 @@ def reserved_replicas(
         ),
         default=math.inf,
     )
-    # A stage needs no more than the load that the bottleneck can carry at its maximum.
+    # A stage need not carry more than the bottleneck can carry at its maximum size.
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
         for count, s in zip(enough, item_s, strict=True)
@@ -207,7 +208,8 @@ def _start_half(old: BurstReserve) -> BurstReserve:
 
 
 def _add_counts(old: BurstReserve, record: BurstRecord) -> Counts:
-    # Little's law: requests present times seconds is their total time in the system.
+    # Little's law: the number of requests present, times the seconds, is the total time
+    # that requests spend in the system.
     computed_s = sum(record.item_s) * (record.arrived - record.refused)
     waited_s = sum(record.ongoing) * record.seconds - computed_s
     is_new = record.missed > 0 and (
@@ -283,7 +285,7 @@ def _advance(
     """Return the fluid queue of ``replicas`` replicas after one more interval."""
     if item_s <= 0:
         return FleetFacts(replicas)
-    rate = max(replicas, 0.01) / item_s  # without replicas, everything waits
+    rate = max(replicas, 0.01) / item_s  # not 0, because it is a divisor
     steps = max(1, math.ceil(record.seconds / MAX_STEP_S))
     arrived, seconds = record.arrived / steps, record.seconds / steps
     queue, late = fleet.queue, fleet.late

@@ -71,7 +71,7 @@ class Findings:
     plans: tuple[ScalingPlan, ...]
     burst_reserve: BurstReserve
     reserved: tuple[int, ...]  # replicas of the burst reserve; empty if it adds none
-    needs: list[tuple[int, int]]  # replicas without and with the margin
+    needs: list[tuple[int, int]]  # by stage: replicas without and with the margin
     is_urgent: bool
 
 
@@ -163,13 +163,14 @@ def _times_of(
 
 def smoothed(before: Times, now: Times, step: float) -> Times:
     """Return the times, moved towards the new measurement by the share ``step``."""
-    # A request takes longer in a small batch. Adding replicas, which shrinks batches,
-    # must not make them look slower: a longer time counts only if its batches are about
-    # as large as before.
+    # A request takes longer in a small batch, and adding replicas makes batches
+    # smaller. That must not make the stage look slower, so a longer time counts only if
+    # its batches are about as large as before.
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
     if is_slower and now[2] < SIMILAR_ROWS * rows:
-        # Let the remembered rows fade, or slower requests would never count.
+        # Let the remembered batch size approach the new one. Otherwise, a longer time
+        # would never count after batches have become smaller for good.
         return (
             item_s,
             batch_s + step * (now[1] - batch_s),

@@ -29,8 +29,9 @@ MAX_GROWTH = 2.0  # maximum expected demand, as a multiple of the current demand
 class Demand:
     """Demand in arrivals per second."""
 
-    rate: float  # over the look-back period, or in a burst over its window
-    expected: float  # in ``ahead_s`` seconds, when a replica started now is ready
+    # Requests/s over the look-back period; in a burst, over the burst window.
+    rate: float
+    expected: float  # rate in ``ahead_s`` seconds, when a replica started now is ready
     ahead_s: float = 0.0
     slope: float = 0.0  # change of ``rate`` per second; 0 if not significant
     is_burst: bool = False
@@ -63,7 +64,8 @@ def demand_of(
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)
-    # An average over a period is the rate at its midpoint.
+    # ``now`` is an average, so it is the rate at its period's midpoint, ``behind_s``
+    # ago. In a burst, the window is short enough to ignore that.
     behind_s = 0.0 if burst else look_back_s / 2
     ahead_s = min(ahead_s, look_back_s)
     expected = now + slope * (ahead_s + behind_s)

@@ -49,8 +49,9 @@ def for_queue(
 
 def settled(
     snapshot: Snapshot,
-    needs: Sequence[tuple[int, int]],  # replicas without and with the margin
-    pending: Sequence[tuple[PendingChange, ...]],  # needs that the windows still cover
+    needs: Sequence[tuple[int, int]],  # by stage: replicas without and with the margin
+    # By stage: earlier needs that the stabilization windows still cover.
+    pending: Sequence[tuple[PendingChange, ...]],
     *,
     is_urgent: bool,  # whether to scale up without waiting
     is_rising: bool = False,  # whether to prevent scaling down

@@ -31,7 +31,7 @@ class StageCost:
     """Service times and limits of one stage."""
 
     item_s: float  # time that a replica is busy with one request
-    batch_s: float  # time of one batch, the minimum time in the stage
+    batch_s: float  # time of one batch; a request spends at least this in the stage
     limits: StageLimits
     variability: float = 0.75  # see ``mean_wait_s``
 
@@ -86,7 +86,7 @@ def latency_s(
         late.append(queue_model.wait_quantile_s(*args, share))
         mean.append(queue_model.mean_wait_s(*args))
         compute_s += stage.batch_s
-    # Only the slowest stage's tail counts: two rare events seldom coincide.
+    # Add only the largest tail: a request seldom meets a rare, long wait in two stages.
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
     if any(map(math.isinf, late)):
         return math.inf

@@ -41,20 +41,23 @@ BUSY = 0.85  # maximum planned utilization of a stage
 KV_SHARE = 0.9  # maximum planned share of the KV blocks
 MIN_TOKENS = 100  # minimum recent output tokens before a measured round counts
 
-# Limits of the measured correction of a predicted round. Sequences that still wait for
-# their first token look like slow rounds.
+# Limits of the correction factor: the measured round as a multiple of the predicted
+# one. They are narrow, because sequences that still wait for their first token make
+# rounds look slow.
 MAX_FACTOR = 1.5
 MIN_FACTOR = 0.85
 
 MIN_COMPLETIONS = 5  # minimum finished sequences before their mean length counts
 
-# Share of the prefill time that delays a round whose steps run one after the other; and
-# slowdown of a round whose steps wait for each other because there are several or they
-# share a replica. Both are fitted to the simulation.
+# OVERLAP: share of the prefill time that delays a round whose steps run one after the
+# other. SPLIT_COST: slowdown of a round of several steps, or of stages with different
+# numbers of replicas, because its steps wait for each other. Both are fitted to the
+# simulation.
 OVERLAP, SPLIT_COST = 0.75, 1.4
 
 SETTLING = 50  # maximum iterations until the number of sequences converges
-# Maximum round without ``tpot_ms``, as a multiple of the round of a lone sequence.
+# Maximum time of a round if ``tpot_ms`` is not set, as a multiple of the time of a
+# round with a single sequence.
 GUESSED_ROUND = 4.0
 
 
@@ -72,7 +75,7 @@ class Load:
 
     rate: float  # requests per second
     burst: float  # requests per second in the worst recent burst
-    sequences: float  # running now; there are more if rounds take longer
+    sequences: float  # sequences that run now; longer rounds cause more of them
     lengths: Lengths
     factor: float = 1.0  # measured round, as a multiple of the predicted one
     # Additional prompts per second, to clear the waiting ones soon.
@@ -190,7 +193,8 @@ def _token_needs(
     ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
     begin = sample_at(snapshot.samples, snapshot.now - period_s)
     arrived = snapshot.samples[-1].arrived - begin.arrived
-    # If there are more sequences than the longest round explains, some are waiting.
+    # ``usual``: sequences that would run if every round took as long as allowed. If
+    # there are more, some are waiting.
     usual = arrived / period_s * lengths.answer * longest_round_s(text, costs)
     load = Load(
         rate=demand.expected,
@@ -214,7 +218,8 @@ def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
     alone_s = sum(cost.seconds(1) for cost in costs)
     if text.tpot_s is None:
         return GUESSED_ROUND * alone_s
-    return max(text.tpot_s, 1.05 * alone_s)  # replicas cannot make it any shorter
+    # No number of replicas makes a round shorter than ``alone_s``.
+    return max(text.tpot_s, 1.05 * alone_s)
 
 
 def fleet(
@@ -234,8 +239,8 @@ def fleet(
         return is_quick and _is_first_in_time(counts, costs, load, text)
 
     largest = max(limit.max_replicas for limit in limits)
-    # All stages grow together and are then trimmed: split steps cost more, so an even
-    # fleet is often better than a smaller one.
+    # All stages grow together and are then trimmed: stages of different sizes split
+    # steps, which costs time, so an even fleet is often better than a smaller one.
     counts = list(lowest)
     for size in range(1, largest + 1):
         counts = [
@@ -262,7 +267,7 @@ def _trimmed(
 def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> float:
     """Return the seconds of a round; infinite if the fleet does not carry the load."""
     # The number of sequences follows from the round (Little's law: a sequence lives for
-    # one round per token), and the round from their number.
+    # one round per token), and the round from their number: iterate until both agree.
     sequences = load.sequences
     for _ in range(SETTLING):
         found = load.factor * _round_with(sequences, counts, costs, load)
@@ -308,7 +313,8 @@ def _is_first_in_time(
     left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
     running, round_s = load.sequences, round_of(counts, costs, load)
     for cost, count in zip(costs, counts, strict=True):
-        # Running sequences take their share; a burst must fit into the rest.
+        # Running sequences take ``share`` of the stage's time; the prompts of a burst
+        # must fit into the rest.
         rounds = cost.step_s + cost.row_s * running / count
         share = rounds / max(rounds, round_s)
         work_s = load.burst * prompt * cost.row_s / count * (text.ttft_s + left_s)

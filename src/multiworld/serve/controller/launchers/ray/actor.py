@@ -37,7 +37,7 @@ class NodeLauncher:
     def __init__(
         self, preload: Sequence[str], folder: str, logs: str, number: str
     ) -> None:
-        # ``number`` distinguishes the fork servers in ``logs``.
+        # ``number`` tells the logs of several fork servers in ``logs`` apart.
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {"PYTHONPATH": os.pathsep.join(paths)} if Path(folder).is_dir() else {}
         log = Path(logs, f"launcher-{number}.log") if Path(logs).is_dir() else None
@@ -60,8 +60,8 @@ class NodeLauncher:
                 raise LaunchError(f"{name} was cancelled while the fork server started")
         finally:
             self._waiting.discard(name)
-        # Created only now: a leash that is released during the wait above would free
-        # its path for another rank's leash.
+        # Create the leash only after the wait. If it were released during the wait,
+        # another rank's leash could get the same descriptors, and so the same path.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -128,7 +128,8 @@ def wait_exit(pid: int, began: int) -> None:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    if began_at(pid) == began:  # otherwise the id was reused
+    if began_at(pid) == began:
+        # Still the same process: the id was not reused.
         select.select([watched], [], [])
     os.close(watched)
 

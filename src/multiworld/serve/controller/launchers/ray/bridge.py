@@ -51,7 +51,7 @@ GPU_S = 30.0  # maximum seconds for a machine to report its GPUs and bfloat16 sp
 MINIMAL_SHARE = 0.0001
 
 HEAD = "node:__internal_head__"  # a resource that only the head has
-STARTERS = 64  # maximum number of concurrent orders
+STARTERS = 64  # maximum number of orders that are carried out at once
 DRAIN_S = 5.0  # seconds for pending orders after the controller has closed the socket
 
 NAME_LABEL = "multiworld/name"
@@ -64,7 +64,7 @@ LOCAL = {
     "health_check_failure_threshold": 3,
 }
 
-Started = tuple[int, int, str]  # process id and start of a rank, path of its leash
+Started = tuple[int, int, str]  # process id and start time of a rank, path of its leash
 
 
 class WarmNodePool:
@@ -145,7 +145,8 @@ class Bridge:
                     "service another name (app:)"
                 )
             time.sleep(LOOK_S)
-        # This placement group's name is the lock; Ray removes it with this driver.
+        # The name of this placement group is the lock; Ray removes the group when this
+        # driver exits.
         self._lock = placement_group([{HEAD: MINIMAL_SHARE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
@@ -165,7 +166,9 @@ class Bridge:
                     case protocol.Ping(number):
                         self._news.put(protocol.Pong(number))
                     case protocol.Sweep(known):
-                        self._sweep(known)  # must precede all later orders
+                        # Carried out in this thread, because later orders must wait for
+                        # it.
+                        self._sweep(known)
                     case protocol.WarmNodes():
                         self._warm.configure(order)
                         self._warm.keep(node.key for node in nodes)
@@ -183,7 +186,8 @@ class Bridge:
                     self._adopt(name, ranks, must_be_known)
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
-        except Exception:  # otherwise nothing would report the replica
+        except Exception:
+            # If the bridge continued, no message would tell what became of the replica.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # the launcher starts another bridge, which cleans up
@@ -211,7 +215,8 @@ class Bridge:
                 sys.stderr.flush()
                 os._exit(1)  # the launcher starts another bridge
             self._warm.keep(node.key for node in found)
-            # Sent even without changes, to show that the head answers.
+            # Send the nodes even if they have not changed, to show that the head
+            # answers.
             self._news.put(protocol.ClusterNodes(found, found == before))
             before = found
 
@@ -240,7 +245,8 @@ class Bridge:
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
             self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
-        except Exception as error:  # its GPUs stay unused until a later query succeeds
+        except Exception as error:
+            # The machine's GPUs stay unused until a later query succeeds.
             sys.stderr.write(f"the resources of {key} are not known yet: {error}\n")
 
     # Replicas.
@@ -261,7 +267,7 @@ class Bridge:
             started = self._start_ranks(order, holders)
         except Exception as error:
             self._end(name, ranks)
-            self._let_go(order)  # makes a rank that did start exit
+            self._let_go(order)  # ends the ranks that have started
             why = f"Ray did not start it: {_message(error)}"
             self._news.put(protocol.LaunchFailed(name, why))
             return
@@ -277,7 +283,8 @@ class Bridge:
         calls = []
         for rank, (args, holder) in enumerate(zip(order.args, holders, strict=True)):
             env = order.env
-            if order.bundle.get("GPU"):  # only the holder knows Ray's choice
+            if order.bundle.get("GPU"):
+                # Ray chooses the GPUs, and only the holder learns which.
                 gpus = ray.get(holder.gpu_variables.remote(), timeout=START_S)
                 env = {**env, **gpus}
             name = self._named(order.name, rank)
@@ -337,8 +344,10 @@ class Bridge:
 
         def report() -> None:
             code = None
-            if launcher is not None:  # None: an earlier bridge started it
-                with contextlib.suppress(Exception):  # its machine is lost
+            # If an earlier bridge started the replica, ``launcher`` is None, and the
+            # exit code is unknown.
+            if launcher is not None:
+                with contextlib.suppress(Exception):  # the machine may be lost
                     answer = launcher.exit_code.remote(self._named(name))
                     code = ray.get(answer, timeout=CODE_S)
             self._news.put(protocol.Exited(name, code))
@@ -350,8 +359,8 @@ class Bridge:
         try:
             actor = ray.get_actor(self._named(name), self._namespace)
         except ValueError:
-            # A restarted head knows no actors, although they still run. Connected
-            # processes notice when such a replica exits.
+            # A restarted head knows no actors, although they still run, so the replica
+            # may be alive. Processes that are connected to it notice when it exits.
             if must_be_known:
                 self._end(name, ranks)
                 self._news.put(protocol.Exited(name, None))
@@ -382,11 +391,11 @@ class Bridge:
                 ray.kill(actor, no_restart=True)
                 was_there |= rank == 0
             except ValueError:
-                pass  # it has exited
+                pass  # the actor has exited
         try:
             remove_placement_group(get_placement_group(self._named(name)))
         except ValueError:
-            pass  # it was removed earlier
+            pass  # the placement group was removed earlier
         return was_there
 
 
@@ -409,7 +418,8 @@ def _message(error: Exception) -> str:
 
 
 def main() -> None:
-    # Ctrl-C in the terminal is for the controller, which closes the socket.
+    # Ignore Ctrl-C in the terminal: the controller handles it, and closes the socket,
+    # which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)

@@ -30,7 +30,7 @@ logger = logging.getLogger("multiworld.serve")
 BRIDGE = "multiworld.serve.controller.launchers.ray.bridge"
 
 START_S = 60.0  # maximum seconds for the bridge to connect
-ADOPT_S = 15.0  # the same limit if there are replicas to adopt
+ADOPT_S = 15.0  # the same limit as START_S, if there are replicas to adopt
 SILENT_S = 5.0  # seconds without a response after which the head counts as lost
 RETRY_S = 5.0  # seconds between attempts to reconnect
 LOOK_S = 1.0  # seconds between checks of the head's silence and of the bridge
@@ -62,7 +62,8 @@ class RayLauncher:
             self._on_news,
             self._bridge_ended,
             self._bridge_hangs,
-            # A cluster that the bridge has started exits with it.
+            # With ``address: local`` the bridge has started the cluster, which would
+            # exit with it.
             is_replaceable=self._spec.address != "local",
         )
         self._nodes: dict[str, Node] = {}
@@ -125,7 +126,9 @@ class RayLauncher:
         self.settle()
         for name in list(self._ranks):
             if name in self._ending:
-                self._exited(name, None)  # the order to kill it may have been lost
+                # The old bridge may have lost the order to kill it; ``settle`` repeats
+                # it.
+                self._exited(name, None)
             else:
                 self._adopt(name, must_be_known=False)
         self._set_trouble("")
@@ -135,7 +138,8 @@ class RayLauncher:
         for name, future in list(self._starting.items()):
             if text and not future.done():
                 del self._starting[name]
-                self._ending.add(name)  # its actors may still start
+                # Its actors may still start, and are killed then.
+                self._ending.add(name)
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._context.on_nodes()
 
@@ -152,7 +156,7 @@ class RayLauncher:
                     self._context.on_nodes()
             case protocol.Launched(name, pid, began):
                 if name not in self._starting:
-                    self._end(name)  # its launch has timed out
+                    self._end(name)  # its launch has timed out, so kill it
                 self._resolve(name, RunningProcess(name, pid, began))
             case protocol.LaunchFailed(name, error):
                 self._ranks.pop(name, None)
@@ -223,7 +227,7 @@ class RayLauncher:
             raise LaunchError(f"{name}: machine {spot.node} is not in the cluster")
         future: asyncio.Future[RunningProcess] = self._loop.create_future()
         self._starting[name], self._ranks[name] = future, need.ranks
-        # Ray chooses among a machine's GPUs, and the process sees only those.
+        # Ray chooses the GPUs, and the process sees only those, numbered from 0.
         gpus = tuple(range(need.gpus))
         of_ranks = [
             args.model_copy(
@@ -246,7 +250,7 @@ class RayLauncher:
             async with asyncio.timeout(LAUNCH_S):
                 running = await future
         except TimeoutError:
-            self._starting.pop(name, None)  # killed if it starts later
+            self._starting.pop(name, None)  # ``_on_news`` kills it if it starts later
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
         return RunningProcess(name, running.pid, running.began, spot.node)
 

@@ -17,8 +17,9 @@ from typing import Any
 from multiworld.serve.controller.placement.solver.linear import Formulation
 from multiworld.serve.controller.placement.solver.model import Counts, Slot
 
-UNITS = 10_000  # units in a whole demand
-FINE = 1_000_000  # units in a factor or limit of 1
+# CP-SAT computes with integers: a model's whole demand is this many units.
+UNITS = 10_000
+FINE = 1_000_000  # factors and limits are multiplied by this before they are rounded
 
 
 def solve(
@@ -73,7 +74,8 @@ def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) 
     for terms, low, high in zip(rows.terms, rows.low, rows.high, strict=True):
         if not terms:
             continue
-        # Rows are in units, so an integer variable counts UNITS.
+        # Every row is scaled by UNITS. Shares are already in units; the factor of an
+        # integer variable must be multiplied.
         exact = {
             n: factor * (UNITS if n < formulation.integers else 1)
             for n, factor in terms.items()

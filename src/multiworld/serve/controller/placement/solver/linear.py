@@ -50,7 +50,8 @@ class Rows:
         self.high.append(high)
 
     def constraint(self, count: int) -> LinearConstraint:
-        # Imported here: it takes half a second, and many services never need it.
+        # Import SciPy only here: it takes half a second, and many services never need
+        # it.
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_array
 
@@ -167,7 +168,8 @@ class Formulation:
             if not slots:
                 continue
             stages = {s: self.problem.models[s[0]].stages[s[1]] for s in slots}
-            # In GiB: the solver works better with factors of similar size.
+            # Memory is in GiB, because the solver works better with factors of similar
+            # size.
             memory = {self.has[s]: stages[s].memory_bytes / 2**30 for s in slots}
             self.rows.add(memory, high=place.device.memory_bytes / 2**30)
             seconds = {
@@ -262,7 +264,8 @@ class Formulation:
 
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
-        if chosen is not None:  # fixed by slot; only rates are optimised
+        if chosen is not None:
+            # Fix the replicas in each slot, so that only rates are optimised.
             for slot, number in self.has.items():
                 low[number] = high[number] = float(chosen.get(slot, 0))
             on = {slot[0] for slot in chosen}

@@ -65,7 +65,8 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
     """Return the maximum seconds for each stage, with all others at their fastest."""
-    # Necessary to meet the latency limit, but not sufficient; see ``is_in_time``.
+    # Keeping these limits is necessary to meet ``latency_s``, but not sufficient; see
+    # ``is_in_time``.
     if model.latency_s is None:
         return [math.inf] * len(model.stages)
     kinds = {place.device.kind for place in places_of(problem)}
@@ -109,7 +110,8 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 def within_reach(problem: Problem) -> Problem:
     """Cap demands far beyond what all devices could serve."""
-    # Their served shares would be lost in rounding, and worth less than the devices.
+    # The devices can serve only a tiny share of such a demand. It would be lost in
+    # rounding, and be worth less than the devices cost.
     places = places_of(problem)
 
     def most(stage: StageNeed) -> float:
@@ -136,7 +138,7 @@ def worth_of(problem: Problem) -> float:
     replicas = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
     costs = prices + replicas * (problem.move_cost + REPLICA_COST)
     min_weight = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
-    # So large that no saving outweighs a thousandth of a demand.
+    # The value is so large that no saving outweighs serving a thousandth of a demand.
     return 1000.0 * max(1.0, costs) / min_weight
 
 

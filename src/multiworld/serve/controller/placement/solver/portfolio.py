@@ -23,8 +23,9 @@ from multiworld.serve.controller.placement.solver.problem import Placement, Prob
 from multiworld.serve.controller.placement.solver.verify import faults
 
 LIMIT_S = 10.0  # maximum seconds of all solvers together
-POLISH_S = 10.0  # maximum seconds of a linear program that makes a placement exact
-SMALL = 400  # slots up to which HiGHS runs first, because it often proves optimality
+POLISH_S = 10.0  # maximum seconds to compute the exact rates of a solver's replicas
+# HiGHS runs first up to this many slots, because it often proves optimality.
+SMALL = 400
 
 
 def place(

@@ -89,11 +89,12 @@ class Placement:
 
     replicas: tuple[Replica, ...]
     served: Mapping[str, float]  # items per second, by model
-    # Value of ``model.objective``, for demands within reach; higher is better.
+    # Value of ``model.objective``, with demands capped by ``within_reach``; higher is
+    # better.
     value: float
     bound: float  # upper bound of any placement's value; infinity if unknown
     solver: str
-    # Reasons, in words, by model that is not served in full.
+    # By model that is not served in full: the reasons, in words.
     unplaced: Mapping[str, str] = field(default_factory=dict)
 
     @property
