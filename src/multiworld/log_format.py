@@ -84,5 +84,5 @@ def configure(
     is_json = environment.get(FORMAT, "") == "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if is_json else TextFormatter())
-    # Forced, because the parent of a fork has already configured logging.
+    # ``force``, because a forked process inherits its parent's log handlers.
     logging.basicConfig(level=named, force=True, handlers=[handler])

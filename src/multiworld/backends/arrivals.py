@@ -15,20 +15,22 @@ from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
-# Approximate bytes of a held message besides its payload (if no other message has its
-# tag), and of each dimension of its shape.
+# Approximate memory of a held message besides its payload, in bytes: for the message
+# (if no other held message has its tag), and for each dimension of its shape.
 MESSAGE_BYTES, DIMENSION_BYTES = 1664, 28
 
 
 class Description(NamedTuple):
     """A message, as its first header describes it."""
 
-    kind: int  # one of ``header``
+    kind: int  # a kind of message, as in ``header``
     dtype: int  # wire code
-    shape: tuple[int, ...]  # of a collective: its number and elements
-    size: int  # in bytes
+    # For a collective's message: number of the collective, number of elements.
+    shape: tuple[int, ...]
+    size: int  # bytes of the payload
     tag: int
-    label: int  # of a bundle: bytes of its manifest; or ``Operation.label``
+    # For a bundle: bytes of its manifest; for a collective: ``Operation.label``.
+    label: int
 
 
 # Returns the error for a receive that refuses this source and message, or None.
@@ -60,7 +62,7 @@ class Arrival:
     handler: Handler | None = None
     on_taken: Callable[[], object] | None = None
     key: tuple[int, int] = field(init=False)  # source and tag
-    memory: memoryview = field(init=False)  # of the tensor
+    memory: memoryview = field(init=False)  # the bytes of ``tensor``
 
     def __post_init__(self) -> None:
         self.key = self.source, self.description.tag
@@ -89,7 +91,8 @@ def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int
     """Return dtype, shape and number of elements of a message's tensor."""
     dtype, shape = DTYPES[description.dtype], description.shape
     count = math.prod(shape)
-    if description.size != count * dtype.itemsize:  # a bundle or an object
+    if description.size != count * dtype.itemsize:
+        # A bundle or an object: its elements are bytes.
         return torch.uint8, (description.size,), description.size
     return dtype, shape, count
 
@@ -103,8 +106,8 @@ class Receive:
     check: Check
     place: Place
     future: Future[Arrival]
-    # Called with each part of a payload in shared memory, instead of copying it. Such a
-    # receive cannot be cancelled once its message has begun.
+    # Called with each part of a payload in shared memory, so that it is merged instead
+    # of copied. Such a receive cannot be cancelled once its message has begun.
     merge: Merge | None = None
     number: int = 0
     arrival: Arrival | None = None

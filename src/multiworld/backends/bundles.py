@@ -41,7 +41,8 @@ class Layout:
     """Positions of the parts of a bundle in its message."""
 
     manifest: bytes
-    pieces: list[tuple[int, Tensor]]  # tensors, with offsets in bytes
+    # Each tensor, with its offset in the bundle in bytes.
+    pieces: list[tuple[int, Tensor]]
     size: int
 
     def pack(self) -> Tensor:
@@ -55,7 +56,7 @@ class Layout:
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = dtypes.memory_of(tensor)
             else:
-                # A copy through a memoryview would hold the GIL.
+                # Copy with torch: a copy through a memoryview would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 

@@ -152,15 +152,17 @@ class Channel:
         except asyncio.CancelledError:
             try:
                 await self._own_large(receive.arrival)
-            finally:  # also if the task is cancelled a second time
+            finally:  # runs even if the task is cancelled a second time
                 self.mailbox.cancel(receive)
             raise
         arrival = receive.arrival
-        if arrival is None:  # an earlier message was put back, and does not fit
+        if arrival is None:
+            # The receive failed: an earlier message was put back, and does not fit.
             assert receive.error is not None
             raise receive.error
-        # With ``settles=False``, the caller must call ``mailbox.settle`` or
-        # ``mailbox.cancel`` once it has used the message; later receives wait for that.
+        # The message stays unsettled with ``settles=False``: the caller must call
+        # ``mailbox.settle`` or ``mailbox.cancel`` once it has used the message, because
+        # later receives wait for that.
         if settles:
             self.mailbox.settle(receive)
         return arrival
@@ -175,7 +177,8 @@ class Channel:
         """Move a large message out of the caller's tensor without blocking the loop."""
         if (
             arrival is None
-            or arrival.is_complete  # later receives wait for it, so it is moved at once
+            # Later receives wait for a complete message, so it is moved at once.
+            or arrival.is_complete
             or not arrival.is_borrowed
             or arrival.source not in self.lanes
         ):
@@ -185,10 +188,13 @@ class Channel:
 
     def next_from(self, source: int, tag: int) -> Description | None:
         """Describe the message that a receive would get, if all of it has arrived."""
-        # The caller then calls ``lanes[source].take``, with no ``await`` in between.
+        # To receive it, the caller calls ``lanes[source].take``, with no ``await`` in
+        # between.
         lane = self.lanes.get(source)
         if self._received >= TURN_MESSAGES:
-            return None  # a posted receive yields, and keeps its position
+            # The caller posts a receive, which yields to the loop and keeps its
+            # position.
+            return None
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1
@@ -242,7 +248,8 @@ class Channel:
         try:
             await future
         finally:
-            Channel.parked = max(0, Channel.parked - 1)  # a fork has reset it
+            # Not below 0: a fork may have reset it during the wait.
+            Channel.parked = max(0, Channel.parked - 1)
             self._spin.parked(time.perf_counter() - began)
             self._received = 0
 

@@ -19,8 +19,8 @@ class Operation(NamedTuple):
     code: int
     dtype: int
     elements: int  # of one member's tensor
-    root: int  # 0 without one
-    op: int  # 0 without one
+    root: int  # 0 if the collective has no root
+    op: int  # 0 if the collective has no reduction operation
 
     def label(self) -> int:
         """Return code, op and root in 32 bits."""
@@ -46,7 +46,8 @@ class Collective:
     name: str  # as a method of ``World``
     code: int  # on the wire; 1 byte, never reused
     has_root: bool
-    # Takes ``LaneCollectives`` and a call, and checks the call before it is numbered.
+    # Takes ``LaneCollectives`` and a call. Checks the call, and returns its ``Steps``,
+    # before the call gets a number.
     start: Callable[..., Steps]
 
 

@@ -234,7 +234,8 @@ class CollectiveMethods:
         return [torch.empty_like(tensor) for _ in range(self.size)]
 
 
-# How each collective runs over lanes. The code above ``steps`` checks the call at once.
+# How each collective runs over lanes. The code above ``steps`` checks the call as soon
+# as it is made; ``steps`` runs when the call's turn comes.
 
 
 @declare(0, has_root=True)
@@ -356,7 +357,8 @@ def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 
     async def steps(operation: Operation) -> None:
         parts = [(await Buffer.of(tensor)).flat for tensor in given]
-        # ``out`` may be one of ``tensors``, so it is written after all have been sent.
+        # ``out`` may be one of ``tensors``, so write it after all of them have been
+        # sent.
         mine = await offload(size_of(out), flat_copy, given[lanes.rank])
         parts[lanes.rank] = mine
         if op_name(op) == "AVG":  # do not scale the caller's tensors

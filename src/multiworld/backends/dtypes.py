@@ -16,7 +16,8 @@ from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()
 
-# Names in the order of their wire codes. Append only: other changes need a new version.
+# Names in the order of their wire codes. Only append: any other change needs a new
+# protocol version.
 _NAMES = (
     "uint8",
     "int8",
@@ -112,7 +113,7 @@ def _has_memory(tensor: Tensor) -> bool:
     try:
         where = tensor.untyped_storage() if tensor.storage_offset() else tensor
         return bool(where.data_ptr()) or not tensor.numel()
-    except (RuntimeError, NotImplementedError):  # a tensor for tracing
+    except (RuntimeError, NotImplementedError):  # a fake tensor, which has no memory
         return False
 
 
@@ -123,7 +124,8 @@ def require_matching(
     *,
     size: int,
     check: Callable[[Tensor], Tensor],
-    is_written: bool = False,  # if so, no two may share memory
+    # Whether the tensors are written to; then no two may share memory.
+    is_written: bool = False,
 ) -> list[Tensor]:
     """Return each ``check(tensor)``; require one per rank with ``like``'s dtype and
     size."""

@@ -33,7 +33,8 @@ class Rest:
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
     """Run a coroutine until it suspends or returns; return an awaitable of the rest."""
-    # The coroutine must not call ``asyncio.current_task`` before it first waits.
+    # The coroutine must not call ``asyncio.current_task`` before it first waits: until
+    # then it runs in the caller's task.
     try:
         awaited = coroutine.send(None)
     except StopIteration:

@@ -41,7 +41,7 @@ MAGIC = b"MWD1"
 
 VERSION = 1
 
-MAX_NDIM = 64  # of a tensor; torch rarely allows more
+MAX_NDIM = 64  # maximum number of dimensions of a tensor; torch rarely allows more
 
 TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL, LEND = range(9)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
@@ -51,8 +51,8 @@ SUMMED = 2
 SHARED = 4
 LENT = 8
 
-# Maximum payload of one frame. A cancelled send still finishes its frame, and a lane
-# moves about this much before it lets other tasks run.
+# Maximum bytes of one frame's payload. A cancelled send still finishes its frame, and a
+# lane moves about this much before it lets the event loop's other tasks run.
 FRAGMENT_BYTES = 256 * 1024
 
 _LEAD = struct.Struct("<4sI")

@@ -29,8 +29,8 @@ from multiworld.errors import MemberLeftError, TensorMismatchError, WorldError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
-# Maximum bytes that a member reduces before it sends the result, so that operand and
-# result fit into the cache and a lane's shared memory
+# Maximum bytes that a member reduces before it sends the result: operand and result
+# then fit into the cache, and into a lane's shared memory
 # (``WorldConfig.shared_memory_bytes``).
 CHUNK_BYTES = 2 * 1024 * 1024
 
@@ -50,7 +50,8 @@ class LaneCollectives:
         self,
         view: WorldView,
         channel: Channel,
-        open_lane: Callable[[int], Awaitable[None]],  # to a rank, at its first use
+        # Opens the lane to a rank at its first use.
+        open_lane: Callable[[int], Awaitable[None]],
     ) -> None:
         self._view, self._channel, self._open_lane = view, channel, open_lane
         self.rank, self.size = view.rank, view.incarnation.size
@@ -156,7 +157,8 @@ class LaneCollectives:
 
     async def run(self, call: Call) -> None:
         """Number a call, wait for its turn, and carry it out."""
-        # ``start`` checks the arguments now; tensors are read at this call's turn.
+        # ``start`` checks the arguments now; the tensors are read when this call's turn
+        # comes.
         steps = call.collective.start(self, call)
         self._number += 1
         operation = Operation(
@@ -175,7 +177,8 @@ class LaneCollectives:
                     await self._open_lane(rank)
                 await steps(operation)
         except asyncio.CancelledError:
-            # Members may already have exchanged messages of this collective.
+            # The world breaks: other members may already have exchanged messages of
+            # this collective, and would wait for this one.
             self._view.report(
                 Failed(f"rank {self.rank} cancelled {operation} before it was complete")
             )
@@ -185,7 +188,8 @@ class LaneCollectives:
             raise
         except WorldError:
             raise
-        except Exception as error:  # e.g. out of memory: the others would hang
+        except Exception as error:
+            # E.g. out of memory. Unless this is reported, the other members hang.
             self._view.report(
                 Failed(f"rank {self.rank} failed in {operation}: {error}")
             )
@@ -199,7 +203,8 @@ class LaneCollectives:
         self._end_everywhere(self._number + 1, left)
 
     def _end_everywhere(self, number: int, left: int) -> None:
-        # The others may wait for this member, and not notice the one that left.
+        # Notify the other members: they may be waiting for this member, and would not
+        # notice that another one has left.
         self.end_from(number, left)
         note = EndCollectives(self._view.incarnation.nonce, number, left)
         for rank in self.others():
@@ -221,7 +226,7 @@ class LaneCollectives:
 
     def others(self) -> list[int]:
         """Return the other ranks, from this one's successor on."""
-        # In a fixed order, all members would start with rank 0.
+        # If all members used the same order, they would all start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -308,7 +313,8 @@ class LaneCollectives:
         takes: Mapping[int, Target],
     ) -> None:
         """Send to many members at once, and receive from them one after the other."""
-        # No deadlock: all sends are in progress while a receive is awaited.
+        # This cannot deadlock, because all sends are in progress while a receive is
+        # awaited.
         sending: list[asyncio.Future[None]] = []
         try:
             for dst, give in gives.items():
@@ -330,7 +336,7 @@ class Sum:
     """A target into which received data is reduced, directly from shared memory."""
 
     combine: Combine
-    total: Tensor  # must not be in a pending send
+    total: Tensor  # must not be in use by a send in progress
     scratch: Tensor  # like ``total``, for data that arrives over a socket
 
     def merge(self, begin: int, payload: memoryview) -> None:

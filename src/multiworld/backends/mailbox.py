@@ -25,7 +25,8 @@ from multiworld.backends.header import TENSOR
 
 logger = logging.getLogger("multiworld")
 
-SourceErrorMaker = Callable[[int], Exception]  # the error for receives from a source
+# Makes the error for receives from a source.
+SourceErrorMaker = Callable[[int], Exception]
 
 
 class Mailbox:
@@ -49,7 +50,8 @@ class Mailbox:
         self._peeks: dict[tuple[int, int], Peek] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
-        self._is_ending = False  # accept everything that was sent, ignoring the budget
+        # Accept everything that has arrived, even beyond the budget.
+        self._is_ending = False
 
     # The receiver's side.
 
@@ -106,7 +108,8 @@ class Mailbox:
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
-        # Receives that have later messages and have not returned them get earlier ones.
+        # Put the message back. A receive that got a later message, and has not returned
+        # it to its caller, then gets this earlier one instead.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 
@@ -119,7 +122,8 @@ class Mailbox:
                 served.remove(receive)
                 if not served:
                     del self._served[arrival.key]
-            # Break the reference cycle: memory must be free once its tensor is dropped.
+            # Break the reference cycle, so that the memory is freed as soon as the
+            # tensor is dropped.
             receive.arrival = arrival.receive = None
         if receive.settled is not None and not receive.settled.done():
             receive.settled.set_result(None)
@@ -178,7 +182,8 @@ class Mailbox:
 
     def _serve(self, receive: Receive, arrival: Arrival) -> None:
         self._served.setdefault(arrival.key, deque()).append(receive)
-        if not receive.future.done():  # done if it was cancelled in this turn
+        # Done if the receive was cancelled in this iteration of the event loop.
+        if not receive.future.done():
             receive.future.set_result(arrival)
 
     def _unpost(self, receive: Receive) -> None:
@@ -217,7 +222,7 @@ class Mailbox:
 
     def _hold(self, arrival: Arrival) -> None:
         queue = self._queues.setdefault(arrival.key, deque())
-        if queue and queue[-1].number > arrival.number:  # put back by ``_put_back``
+        if queue and queue[-1].number > arrival.number:  # ``_put_back`` put it back
             earlier = sum(1 for other in queue if other.number < arrival.number)
             queue.insert(earlier, arrival)
         else:
@@ -259,7 +264,7 @@ class Mailbox:
         waiting = self._posted.get(tag)
         if not waiting:
             return False
-        if waiting[0].source in (source, None):  # the common case
+        if waiting[0].source in (source, None):  # a shortcut for the common case
             return True
         return any(receive.source in (source, None) for receive in waiting)
 
@@ -279,7 +284,8 @@ class Mailbox:
             error = receive.check(source, description)
             if error is None:
                 place = receive.place(description)
-                # Allocate before removing the receive, because allocating may fail.
+                # Allocate before removing the receive from the queue, because
+                # allocating may fail.
                 if place is None and receive.merge is None:
                     arrival = self._own(source, description, lent)
                 else:
@@ -297,7 +303,8 @@ class Mailbox:
                 return arrival
             self._unpost(receive)
             receive.fail(error)
-        # The lane stops reading until its ``on_room`` is called: see ``stall``.
+        # If the budget is used up, return None: the lane then stops reading until its
+        # ``on_room`` is called (see ``stall``).
         over = self._held[source] + _weight(description) > self._budget
         if over and not self._is_ending:
             return None
@@ -331,7 +338,8 @@ class Mailbox:
             return
         receive.arrival = None
         self._taken.discard(receive)
-        held = self._head(receive)  # may exist if the receive takes any source
+        # Only a receive from any source may find a held message.
+        held = self._head(receive)
         if held is None or not self._offer(held, receive):
             self._repost(receive)
         self._make_room()
@@ -339,7 +347,7 @@ class Mailbox:
     def _unhold(self, arrival: Arrival) -> None:
         queue = self._queues.get(arrival.key)
         if queue is None or arrival not in queue:
-            return  # the mailbox was aborted meanwhile
+            return  # the mailbox was aborted in the meantime
         queue.remove(arrival)
         if not queue:
             del self._queues[arrival.key]

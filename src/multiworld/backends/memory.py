@@ -48,7 +48,7 @@ class MemoryLane:
         if self._refusal is not None:
             raise self._refusal()
         other = self._owner.peer(self.rank)
-        if other is None:  # until ``fail_sends`` sets an error
+        if other is None:  # the peer is gone; wait until ``fail_sends`` sets the error
             await self._wait(asyncio.get_running_loop().create_future())
             return
         copy = torch.empty(description.size, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class MemoryBackend(MessageBackend):
                 other.fin(self.rank, COLLECTIVE)
 
     def _has_lane(self, rank: int) -> bool:
-        return True  # a lane needs no opening
+        return True  # a lane exists without being opened
 
     async def open(self) -> None:
         _backends[self._view.incarnation.nonce, self._view.rank] = self

@@ -42,7 +42,8 @@ class MessageBackend:
             view, self._collective, self._collective_lane
         )
         self._opening: dict[int, asyncio.Task[Lane]] = {}
-        self._turns = Turns()  # orders sends to a rank while one is being prepared
+        # Orders the sends to a rank while a send to it is being prepared.
+        self._turns = Turns()
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
@@ -151,9 +152,9 @@ class MessageBackend:
     async def _collective_lane(self, rank: int) -> None:
         if rank in self._collective.lanes:
             return
-        if self._is_over:  # else nothing would end the wait for a lane
+        if self._is_over:  # the world is over, so nothing would end the wait for a lane
             raise self._view.broken_error()
-        # A lane that the member opened before it left still delivers what it sent.
+        # If the member opened a lane before it left, what it sent on it still arrives.
         if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
         if not self._view.dials(rank) and rank not in self._opening:
@@ -168,11 +169,13 @@ class MessageBackend:
                 raise self._view.left_error(rank) from None
             raise
         except OSError as error:
-            # The control link soon reports which member was lost.
+            # The connection failed. The control link soon reports whether the member
+            # was lost.
             if self._view.has_left(rank):
                 raise self._view.left_error(rank) from error
             self._view.trouble(rank, str(error))
-            await self._view.wait_gone(rank)  # or the member leaves first
+            # Returns if the member is lost, or has left.
+            await self._view.wait_gone(rank)
             if not self._is_over:
                 raise self._view.left_error(rank) from error
             raise self._view.broken_error() from error
@@ -213,12 +216,13 @@ class MessageBackend:
     def lane_ended(self, rank: int, evidence: str) -> None:
         if self._is_over:
             return
-        if self._view.has_left(rank):  # it left before it had sent all its data
+        if self._view.has_left(rank):  # the member left before it had sent all its data
             self._p2p.member_left(rank, lambda: self._view.left_error(rank))
             if rank in self._collective.lanes:
                 self._collective.member_left(rank, lambda: self._view.left_error(rank))
         else:
-            # The control link decides whether the member is lost.
+            # The end of a lane is no proof: the control link decides whether the member
+            # is lost.
             self._view.trouble(rank, evidence)
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Larger work would block the loop for over 1 ms; using a thread costs a tenth of that.
+# Work on more bytes than this runs in a thread: it would block the event loop for over
+# 1 ms, and using a thread costs a tenth of that.
 OFFLOAD_BYTES = 4 * 1024 * 1024
 
 
@@ -20,7 +21,8 @@ def size_of(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# One pool per loop. The default pool may be full of calls that wait for such work.
+# One pool for each event loop. The default pool is not used, because it may be full of
+# calls that wait for such work.
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Executor] = WeakKeyDictionary()
 
 
@@ -43,7 +45,8 @@ async def in_thread(call: Callable[..., T], *args: Any) -> T:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(loop.run_in_executor(_pool_of(loop), call, *args))
     cancelled = None
-    # Wait even if cancelled: the thread may still be writing to the caller's memory.
+    # Wait even if this task is cancelled: the thread may still be writing to the
+    # caller's memory.
     while not task.done():
         try:
             await asyncio.wait((task,))

@@ -12,7 +12,8 @@ from torch.distributed import ReduceOp
 from multiworld.backends import dtypes
 from multiworld.errors import UnsupportedOperationError
 
-Combine = Callable[[Tensor, Tensor], object]  # reduces its second tensor into its first
+# Reduces its second argument into its first.
+Combine = Callable[[Tensor, Tensor], object]
 
 _COMBINERS: dict[str, Combine] = {
     "SUM": lambda total, other: total.add_(other),
@@ -40,7 +41,8 @@ def op_name(op: ReduceOp) -> str:
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
     """Return ``combine(total, other)``, which reduces into ``total`` (AVG: sums)."""
-    # Raises on every member, before it sends, if the dtype lacks ``op``.
+    # Check first: an operation that the dtype lacks then fails at every member before
+    # any of them sends.
     return _checked(op_name(op), like.dtype)
 
 

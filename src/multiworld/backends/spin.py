@@ -4,13 +4,16 @@ the processor and on the peer's program."""
 
 from __future__ import annotations
 
-# Limits of the polling time. On two cores, longer polling starves the peer.
+# Limits of the polling time in seconds. On two cores, longer polling starves the peer.
 MIN_SPIN_S, MAX_SPIN_S = 50e-6, 200e-6
-# Poll only if the last parked wait was at most this long: parking turns 30 µs into 200.
+# Poll only if the last parked wait was at most this long. Parking turns a wait of 30 µs
+# into one of 200 µs.
 SHORT_WAIT_S = 500e-6
 SHARE = 0.2  # weight of the latest wait in the average
-GIVE_UP = 4  # consecutive polls in vain before polling pauses
-MIN_PAUSE, MAX_PAUSE = 64, 4096  # parked waits in a pause; doubles each time
+GIVE_UP = 4  # polls in a row that find no message, after which polling pauses
+# Minimum and maximum length of a pause, as a number of parked waits; each pause is
+# twice as long as the one before.
+MIN_PAUSE, MAX_PAUSE = 64, 4096
 
 
 class Spin:

@@ -12,10 +12,13 @@ from collections import deque
 import torch
 from torch import Tensor
 
-# Smallest message that uses the pool; for smaller ones, the allocator reuses memory.
+# Minimum bytes of a message that uses the pool: for smaller ones, the C allocator
+# already reuses memory.
 RECYCLED_BYTES = 1024 * 1024
-KEPT_BYTES = 128 * 1024 * 1024  # maximum kept unused; the rest is unmapped
-STEP_BYTES = 256 * 1024  # unit of block sizes, so that similar sizes match
+# Maximum bytes that are kept unused; further blocks are unmapped.
+KEPT_BYTES = 128 * 1024 * 1024
+# Unit of block sizes in bytes, so that messages of similar sizes use the same block.
+STEP_BYTES = 256 * 1024
 
 
 class TensorPool:
@@ -33,7 +36,8 @@ class TensorPool:
         """Return a flat tensor, uninitialised, whose storage cannot be resized."""
         size = count * dtype.itemsize
         block = self._take(size) or _new(-(-size // STEP_BYTES) * STEP_BYTES)
-        # A ctypes array allows weak references, and keeps the block's buffer alive.
+        # The tensor's memory is a ctypes array, because it allows weak references and
+        # keeps the block's buffer alive.
         lease = (ctypes.c_ubyte * len(block)).from_buffer(block)
         weakref.finalize(lease, self._release, block).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count)
@@ -61,7 +65,8 @@ class TensorPool:
 
 def _new(size: int) -> mmap.mmap:
     try:
-        # Private: a forked child must not share memory that its parent receives into.
+        # A private mapping: a forked child must not share memory that its parent
+        # receives into.
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{size} bytes: {error}") from error

@@ -18,18 +18,20 @@ from multiworld.errors import TorchVersionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# First and last minor release of torch that have all the names.
+# First and last minor release of torch that have all of ``NAMES``.
 OLDEST, NEWEST = (2, 11), (2, 15)
-# The same, as the version specifier of ``pyproject.toml``.
+# The same range, as the version specifier of ``pyproject.toml``.
 WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-# Features that need names; ``c10d`` is every world on a backend of torch.
+# Features that need private names of torch. ``c10d`` stands for every world on a torch
+# backend.
 Use = Literal["c10d", "gloo", "nccl", "tracing"]
 
 _C10D = "torch._C._distributed_c10d"
 _PYTHON = "torch.distributed.distributed_c10d"
 _GROUP = "torch.distributed.ProcessGroup"
 
-# The attribute of a class may be one that the class only annotates.
+# The private names that each feature needs. A name may end in an attribute that its
+# class only annotates.
 NAMES: dict[Use, tuple[str, ...]] = {
     "c10d": (
         f"{_C10D}.AllgatherOptions",
@@ -109,7 +111,7 @@ def _resolve(name: str) -> Any:
     found: Any = importlib.import_module(parts[0])
     for end, part in enumerate(parts[1:], start=2):
         if isinstance(found, type) and part in inspect.get_annotations(found):
-            return None  # an attribute of instances only
+            return None  # only instances have this attribute
         if not hasattr(found, part) and hasattr(found, "__path__"):
             found = importlib.import_module(".".join(parts[:end]))
         else:
@@ -128,7 +130,7 @@ def register_group(
     *,
     name: str,
     device: torch.device,
-    ids: Sequence[int],  # global ranks, by rank
+    ids: Sequence[int],  # global ranks of the members, by rank
 ) -> ProcessGroup:
     """Return a group around a native group, registered with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
@@ -175,7 +177,7 @@ def forget_group(group: ProcessGroup) -> None:
     for table in tables:
         table.pop(group, None)
     tag = world.pg_to_tag.pop(group, None)
-    for name in (tag or "", ""):  # torch's own groups have the empty tag
+    for name in (tag or "", ""):  # a group of torch's own also has the empty tag
         groups = world.tags_to_pg.get(name, [])
         if group in groups:
             groups.remove(group)

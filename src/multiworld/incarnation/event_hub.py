@@ -18,7 +18,8 @@ class Subscription:
         self._hub = hub
         self._queue: deque[Event] = deque()
         self._dropped = 0
-        self.changed = asyncio.Event()  # an event was added, or the hub has closed
+        # Set when an event was added, or the hub was closed.
+        self.changed = asyncio.Event()
 
     def put(self, event: Event) -> None:
         """Append an event; drop the oldest one if the queue is full."""
@@ -54,9 +55,11 @@ class Subscription:
 
 class EventHub:
     def __init__(self) -> None:
-        # Weak: a subscription that the program drops before reading from it is removed.
+        # Weak references: a subscription that the program drops before it reads from it
+        # is removed.
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
-        # Strong: tasks that wait for events must not be garbage-collected.
+        # Strong references: a subscription that a task waits for must not be
+        # garbage-collected.
         self._read: set[Subscription] = set()
         self.is_closed = False
 

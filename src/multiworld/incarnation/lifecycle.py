@@ -30,11 +30,12 @@ class Breakage:
     epoch: int
     reason: str
     evidence: str = ""  # the observation that led to the verdict
-    rank: int | None = None  # lost first; None if no member is known to be lost
+    # The first member that was lost; None if no member is known to be lost.
+    rank: int | None = None
     silent_s: float = 0.0  # since that member's last sign of life
-    has_ended: bool = False  # its connection has ended
+    has_ended: bool = False  # True if that member's connection has ended
     lost: frozenset[int] = frozenset()
-    is_stale: bool = False  # the others declared this process lost
+    is_stale: bool = False  # True if the other members declared this process lost
 
     def error(self) -> WorldBrokenError:
         """Return a new error each time: a shared one would mix up tracebacks."""
@@ -76,8 +77,10 @@ class Life:
     rank: int
     size: int
     phase: Phase = Phase.JOINING
-    left: frozenset[int] = frozenset()  # also members that closed the broken world
-    # Ranks whose data connection ended gracefully; ``left`` may still be on its way.
+    # Includes members that closed the world because it was broken.
+    left: frozenset[int] = frozenset()
+    # Ranks whose data connection ended gracefully; their ``Left`` message may still be
+    # on its way.
     finished: frozenset[int] = frozenset()
     # Ranks that closed the world as broken before this member knew of the breakage.
     closed_as_broken: frozenset[int] = frozenset()
@@ -115,9 +118,9 @@ class SaidLeft:
 class Finished:
     """A member's data connection delivered its last message: the member is leaving."""
 
-    # From now on, operations that need this member fail, so ``Life.gone`` must name it.
-    # Everything else waits for the member's ``Left``, which follows its earlier control
-    # messages.
+    # From now on, operations that need this member fail, so ``Life.gone`` must include
+    # it. Everything else waits for the member's ``Left``, which arrives after its
+    # earlier control messages.
     rank: int
 
 
@@ -129,8 +132,9 @@ class WasLost:
     reason: str
     evidence: str = ""
     silent_s: float = 0.0
-    reported_by: int | None = None  # None: this process's watchdog
-    has_ended: bool = False  # its connection has ended
+    # None: this process's watchdog declared the member lost.
+    reported_by: int | None = None
+    has_ended: bool = False  # True if the member's connection has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ class Failed:
 
     reason: str
     evidence: str = ""
-    reported_by: int | None = None  # None: this process noticed
+    reported_by: int | None = None  # None: this process noticed the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +271,8 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
 
 def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     """Record that a member closed a broken world: ``reform`` need not wait for it."""
-    # This is neither a graceful leave nor a verdict: the member that broke the world
-    # sends the reason.
+    # This is neither a graceful leave nor a verdict. The reason comes from the member
+    # that broke the world.
     if life.phase is Phase.CLOSED or not _is_other(life, rank):
         return life, ()
     if life.phase is Phase.BROKEN:
@@ -293,7 +297,8 @@ def _finished(life: Life, rank: int) -> Life:
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
     is_silent = loss.reported_by is None and not loss.has_ended
     if loss.rank in life.left and is_silent and not life.is_over:
-        return life, (EndMember(loss.rank),)  # its last messages may never arrive
+        # The member's last messages may never arrive.
+        return life, (EndMember(loss.rank),)
     if rank_is_irrelevant(life, loss.rank):
         return life, ()
     if life.breakage is not None:
@@ -356,7 +361,8 @@ def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action
         is_stale=True,
     )
     life, actions = _break(life, breakage)
-    # The accuser has notified the others; our own verdict would contradict it.
+    # Do not send ``TellBroken``: the accuser has already notified the others, and a
+    # message from this process would contradict it.
     return life, actions[1:]
 
 
@@ -408,8 +414,8 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
     event = Publish(events.WorldClosed(world=life.world, epoch=life.epoch))
     closed = replace(life, phase=Phase.CLOSED)
     if life.phase is Phase.JOINING:
-        # The others still wait for this member, so to them this is a failure, not a
-        # graceful leave.
+        # Report a failure, not a graceful leave, because the other members still wait
+        # for this one.
         reason = f"rank {life.rank} gave up while joining"
         breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
         return closed, (TellBroken(breakage), event)

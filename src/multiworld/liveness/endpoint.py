@@ -23,15 +23,16 @@ from multiworld.rendezvous.membership import Address
 logger = logging.getLogger("multiworld.watchdog")
 
 BACKLOG = 1024  # maximum number of connections in a listening socket's queue
-# Seconds to wait before each retry of an overloaded listener.
+# Seconds to wait before each new attempt to connect to an overloaded listener.
 CROWDED_S = (0.05, 0.2, 0.5)
 
-# Seconds per connection attempt, and number of attempts. During an outage the kernel
-# waits up to a minute before it retries; a new attempt succeeds once the network is
-# back.
+# Seconds of one connection attempt, and maximum number of attempts. During an outage
+# the kernel waits up to a minute before it retries; a new attempt succeeds as soon as
+# the network is back.
 CONNECT_S, CONNECTS = 3.0, 40
 
-# Connections in their handshake; a forked child must close them too.
+# Connections whose handshake is in progress. A forked child must close its copies of
+# them, too.
 _dialing: set[socket.socket] = set()
 
 
@@ -53,7 +54,8 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
     stream: Stream = sock
     _dialing.add(sock)
     try:
-        # No TLS for heartbeats: their helper lacks it, and their frames carry an HMAC.
+        # Heartbeat connections use no TLS: the heartbeat helper cannot speak it, and
+        # each of their frames has an HMAC.
         if security.tls is not None and not isinstance(hello, HeartbeatHello):
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)

@@ -36,7 +36,7 @@ class PeerJoined:
     """A control connection to a peer is up."""
 
     peer: PeerKey
-    has_heartbeats: bool = True  # False: heartbeats start with ``HeartbeatsBegan``
+    has_heartbeats: bool = True  # False: they start with ``HeartbeatsBegan``
     is_near: bool = False  # the peer runs on this host
 
 
@@ -55,7 +55,8 @@ class PeerHeard:
     at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
     lag_s: float = 0.0  # since the peer's event loop last responded
-    is_computing: bool = False  # the event loop's thread runs; False: it waits
+    # True: the event loop's thread runs; False: it sleeps in a system call.
+    is_computing: bool = False
     # Seconds since the peer last heard this process; None: never.
     heard_us_s: float | None = None
 
@@ -72,8 +73,10 @@ class DetectionLimits:
     """Limits of a world for a member, in seconds of silence."""
 
     silence_s: float
-    stall_s: float = math.inf  # event loop silent: report ``Stalled``
-    stalled_limit_s: float = math.inf  # event loop silent: declare it lost
+    # Report ``Stalled`` once the event loop has not responded for this long.
+    stall_s: float = math.inf
+    # Declare the peer lost once its event loop has not responded for this long.
+    stalled_limit_s: float = math.inf
 
     def shortest_s(self) -> float:
         return min(self.silence_s, self.stall_s, self.stalled_limit_s)
@@ -125,7 +128,7 @@ class Verdict:
     reason: str
     evidence: str
     silent_s: float
-    has_ended: bool = False  # its connection has ended
+    has_ended: bool = False  # True if the peer's connection has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +164,14 @@ class _Peer:
     beat_at: float
     has_heartbeats: bool = True
     is_near: bool = False
-    has_grace: bool = False  # it fell silent together with all others on this host
+    # The peer fell silent together with all other peers on this host.
+    has_grace: bool = False
     state: ProcessState = ProcessState.RUNNING
-    turned_at: float = math.inf  # time of its event loop's last sign; inf if not late
+    # Time at which its event loop last responded; inf if that was recently.
+    turned_at: float = math.inf
     is_computing: bool = False
-    unheard_s: float = 0.0  # since it had heard this process, by its last heartbeat
+    # Seconds in which it had not heard this process, by its last heartbeat.
+    unheard_s: float = 0.0
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
@@ -179,11 +185,12 @@ class FailureDetector:
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._late_s = 0.0
-        self._fresh_from = -math.inf  # ignore ``heard_us_s`` of earlier heartbeats
+        # Heartbeats before this time do not count for ``unheard_s``.
+        self._fresh_from = -math.inf
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
         if self._ticked_at is None:
-            self._ticked_at = now  # even the first tick may be late
+            self._ticked_at = now  # the first tick, too, may be late
         match observation:
             case PeerHeard():
                 return self._heard(observation, now)
@@ -210,7 +217,8 @@ class FailureDetector:
         peer = self._peers.get(key)
         if peer is None:
             return 0.0
-        # Time after an overdue tick does not count, because messages are still unread.
+        # The time after the previous tick does not count if this tick is overdue,
+        # because messages that arrived since then are still unread.
         awake_until = math.inf if self._ticked_at is None else self._ticked_at
         return max(0.0, min(now, awake_until + self._margin_s) - peer.heard_at)
 
@@ -225,12 +233,14 @@ class FailureDetector:
         peer.has_grace = False
         if heard.state is ProcessState.RUNNING:
             peer.heard_at = max(peer.heard_at, at)
-        # A stopped process is judged by its silence instead. A healthy event loop
-        # appears up to one ``tick_s`` late, because it gives a sign once per tick.
+        # A stopped process is judged by its silence instead. Even a healthy event loop
+        # appears to respond up to one ``tick_s`` late, because it gives a sign once per
+        # tick.
         is_late = heard.state is ProcessState.RUNNING and heard.lag_s > self._margin_s
         peer.turned_at = at - heard.lag_s if is_late else math.inf
         peer.is_computing = heard.is_computing
-        # After a delay of this process, its own heartbeats may still be on their way.
+        # After a pause of this process, the peer may not have received its new
+        # heartbeats yet, so ignore what the peer reports about them.
         is_fresh = at > self._fresh_from
         unheard_s = (heard.heard_us_s or 0.0) if is_fresh else 0.0
         peer.unheard_s = max(0.0, unheard_s - self._margin_s)
@@ -248,7 +258,8 @@ class FailureDetector:
         self, key: PeerKey, world: WorldKey, limits: DetectionLimits, now: float
     ) -> None:
         peer = self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
-        if not peer.worlds:  # unwatched until now, so it may have sent no heartbeats
+        if not peer.worlds:
+            # Nobody watched the peer until now, so it may have sent no heartbeats.
             peer.heard_at = peer.beat_at = now
             peer.turned_at, peer.unheard_s = math.inf, 0.0
         peer.worlds[world] = _Watch(limits, now)
@@ -282,15 +293,19 @@ class FailureDetector:
 
     def _tick(self, late_s: float, now: float) -> list[Finding]:
         before_s, self._late_s = self._late_s, late_s if late_s > self._tick_s else 0.0
-        if self._late_s > 2 * before_s:  # a pause, even of a slow process
+        if self._late_s > 2 * before_s:
+            # This process was paused; even one that is always late may pause.
             self._excuse(late_s, now)
             return []
-        # An observer that is always late must still judge. It has read everything that
-        # arrived before its last tick, but perhaps not what arrived since.
+        # A process whose ticks are always late must still judge its peers. It has read
+        # everything that arrived before its last tick, but perhaps not what arrived
+        # since.
         findings: list[Finding] = []
         self._give_grace(now - late_s)
         for key, peer in self._peers.items():
-            if not peer.has_heartbeats:  # still dialing; ``join_s`` limits that
+            if not peer.has_heartbeats:
+                # The heartbeat connection is still being opened, which ``join_s``
+                # limits.
                 peer.heard_at = peer.beat_at = now
                 continue
             quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
@@ -307,7 +322,8 @@ class FailureDetector:
                 peer.has_grace = True
 
     def _excuse(self, seconds: float, now: float) -> None:
-        # Peers may have missed this process's heartbeats, and report so for a while.
+        # During the pause, the peers may have missed this process's heartbeats. They
+        # report that for a while, so ignore it.
         self._fresh_from = now + self._margin_s
         for peer in self._peers.values():
             peer.heard_at = min(now, peer.heard_at + seconds)
@@ -358,7 +374,7 @@ def _verdict(
         limit_s = silence_s
         reason, evidence = _silence(peer, silent_s, now)
     elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
-        # Wait longer than for silence: the side that hears nothing must decide first.
+        # Add a margin: the side that hears nothing must declare the loss first.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
         evidence = "its heartbeats report it; the network is cut in one direction"

@@ -23,10 +23,11 @@ from multiworld.liveness import heartbeat_helper
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Seconds without a report until the helper is replaced: well below the default
-# ``silence_s``, because the peers may hear nothing in the meantime.
+# Seconds without a report after which the helper is replaced. This is well below the
+# default ``silence_s``, because the peers may hear nothing in the meantime.
 MISSED_S = 0.8
-START_S = 5.0  # ``MISSED_S`` before the first report: a helper may start slowly
+# The same limit until the first report, because a helper may start slowly.
+START_S = 5.0
 
 REAP_S = 0.1  # seconds to wait until a killed helper exits
 
@@ -39,10 +40,10 @@ OnReport = Callable[[int, "HeartbeatReport"], None]
 class HeartbeatReport:
     """A peer's latest heartbeat, and its time of arrival on the monotonic clock."""
 
-    state: int  # of the process; ``ENDED`` if the connection ended
+    state: int  # state of the peer's process; ``ENDED``: the heartbeat connection ended
     doing: int
     lag_s: float
-    heard_us_s: float | None  # None: never
+    heard_us_s: float | None  # seconds since the peer heard this process; None: never
     at: float
 
 
@@ -76,7 +77,8 @@ class Heartbeat:
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
         self._standby: _Helper | None = None
-        self._ending: list[subprocess.Popen[bytes]] = []  # killed but not reaped
+        # Helpers that were killed and not reaped yet.
+        self._ending: list[subprocess.Popen[bytes]] = []
 
     @property
     def helper_pid(self) -> int | None:
@@ -91,7 +93,8 @@ class Heartbeat:
         if is_new:
             self._start(mode)
         number = next(self._numbers)
-        # The caller reads nothing from ``sock``, and closes it after ``remove``.
+        # The caller must read nothing from ``sock``, and close it only after
+        # ``remove``.
         self._sockets[number] = sock, out_key, in_key
         for each in list(self._sockets) if is_new else [number]:
             self._send_sockets(each)
@@ -101,7 +104,8 @@ class Heartbeat:
         """Send a connection's heartbeats over a UDP socket, too; own the socket."""
         if number in self._sockets:
             self._datagrams[number] = sock
-            if self._control is not None:  # otherwise the next helper gets the socket
+            # Without a helper, the next one gets the socket.
+            if self._control is not None:
                 self._send_sockets(number)
         else:
             sock.close()
@@ -167,9 +171,10 @@ class Heartbeat:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
-            # A late loop may have read the report in the iteration that timed out.
+            # If the event loop was late, the report may have arrived in the iteration
+            # that timed out.
             if not self._reported.is_set():
-                # If this loop was late, no miss is counted: the helper may have starved
+                # A late event loop counts no miss: the helper may have starved together
                 # with it.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
@@ -186,7 +191,7 @@ class Heartbeat:
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
         limit_s = MISSED_S if self._has_reported else START_S
-        # Each miss took two intervals.
+        # Each miss took two intervals of ``heartbeat_s``.
         is_stuck = self._missed >= max(2, round(limit_s / (2 * self._heartbeat_s)))
         self._ending = [each for each in self._ending if each.poll() is None]
         if self._control is not None and code is None and not is_stuck:
@@ -248,7 +253,7 @@ class Heartbeat:
         standby, self._standby = self._standby, None
         if standby is None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop no longer runs
+        with contextlib.suppress(RuntimeError):  # there is no running event loop
             asyncio.get_running_loop().remove_reader(standby.control.fileno())
         standby.control.close()
         standby.sign.close()
@@ -266,11 +271,13 @@ class Heartbeat:
         self._datagrams.clear()
         self._drop_standby()
         self._stop()
-        for process in self._ending:  # reaping may take long on a busy machine
+        # Reap in threads, because it may take long on a busy machine.
+        for process in self._ending:
             reap = threading.Thread(
                 target=process.wait, name="multiworld-reap", daemon=True
             )
-            with contextlib.suppress(RuntimeError):  # no thread can be started
+            # If no thread can be started, do not reap the process.
+            with contextlib.suppress(RuntimeError):
                 reap.start()
         self._ending.clear()
 
@@ -316,8 +323,8 @@ class Heartbeat:
         self, theirs: socket.socket
     ) -> tuple[mmap.mmap, subprocess.Popen[bytes]]:
         """Start a helper process on ``theirs``, which is closed in this process."""
-        # A session of its own: Ctrl-C at the terminal must not reach the helper, which
-        # exits with the program anyway.
+        # The helper gets a session of its own, so that Ctrl-C at the terminal does not
+        # reach it. It exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = threading.get_native_id()
         memory = _shared_memory(heartbeat_helper.SIGN.size)
@@ -338,10 +345,10 @@ class Heartbeat:
             os.close(memory)
 
     def _stop(self) -> None:
-        self._added.clear()  # the next helper starts without sockets
+        self._added.clear()  # no sockets were passed to the next helper yet
         self._unremoved.clear()
         if self._control is not None:
-            with contextlib.suppress(RuntimeError):  # the loop no longer runs
+            with contextlib.suppress(RuntimeError):  # there is no running event loop
                 asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
             self._control = None
@@ -379,14 +386,14 @@ class Heartbeat:
 
 
 def give_sign(sign: mmap.mmap | bytearray) -> None:
-    # One assignment: with ``pack_into``, the helper could read a zero.
+    # One assignment, because the helper could read a zero while ``pack_into`` writes.
     sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
 
 def _shared_memory(size: int) -> int:
     try:
         memory = os.memfd_create("multiworld-sign")
-    except OSError:  # not permitted; use a file
+    except OSError:  # a memfd is not permitted, so use a file
         with tempfile.TemporaryFile() as file:
             memory = os.dup(file.fileno())
     os.ftruncate(memory, size)

@@ -24,13 +24,16 @@ import struct
 import sys
 import time
 
-# States of a process; ``ENDED`` is the state of a heartbeat connection.
+# States of a process. ``ENDED`` is not one: it means that the heartbeat connection
+# ended.
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
-WAITING, COMPUTING = 0, 1  # the event loop's thread sleeps in a system call, or runs
-# ``HeartbeatFrame.heard_ms`` if the sender never heard the receiver.
+# Values of ``doing``: the event loop's thread sleeps in a system call, or runs.
+WAITING, COMPUTING = 0, 1
+# Value of ``HeartbeatFrame.heard_ms`` if the sender has never heard the receiver.
 NEVER_MS = 0xFFFFFFFF
-SIGN = struct.Struct("<d")  # the owner's monotonic time in seconds
-# Orders from the owner; the first two come with a socket.
+# The owner's last sign of life: its monotonic time in seconds.
+SIGN = struct.Struct("<d")
+# Kinds of orders from the owner. ``ADD`` and ``ADD_DATAGRAMS`` come with a socket.
 ADD, ADD_DATAGRAMS, REMOVE = b"A", b"D", b"R"
 
 KEY_BYTES = 32
@@ -42,12 +45,14 @@ _SEAL_BYTES = 12
 _FRAME = struct.Struct("<4sBB2xQII")
 FRAME_BYTES = _FRAME.size + _SEAL_BYTES
 
-# Number, state, doing, lag and heard (ms), time of arrival (monotonic, in seconds).
+# An entry of a report: the connection's number, state, doing, lag_ms, heard_ms, and
+# time of arrival (monotonic, in seconds).
 REPORT = struct.Struct("<QBBIId")
-REPORTS_A_MESSAGE = 64  # maximum number of entries
-END_OF_REPORT = 0  # number of a report's last entry; no connection has it
+REPORTS_A_MESSAGE = 64  # maximum number of entries in a message
+# Number of the entry that ends a report; no connection has this number.
+END_OF_REPORT = 0
 READ_BYTES = 64 * 1024  # maximum bytes of one read
-DATAGRAMS_A_TURN = 64  # maximum number read from one peer
+DATAGRAMS_A_TURN = 64  # maximum number of datagrams read from one peer in a turn
 
 
 class HeartbeatFrame:
@@ -111,7 +116,7 @@ class StopLook:
     """
 
     def __init__(self) -> None:
-        # Work that the process had done at the last check, if it was stopped there.
+        # The ``did`` of the last check if the process was stopped then; otherwise None.
         self._did: object = None
 
     def state(self, state: int, did: object) -> int:
@@ -123,7 +128,8 @@ class StopLook:
 def work_of(pid: int, tid: int) -> object:
     """Return a value from ``/proc`` that changes whenever a thread runs."""
     try:
-        # Nanoseconds on a processor, nanoseconds waiting for one, and timeslices.
+        # The line has nanoseconds on a processor, nanoseconds waiting for one, and
+        # timeslices.
         with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:
             return file.read()
     except OSError:
@@ -152,7 +158,7 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's process
+    except OSError:  # the process belongs to another user, so it exists
         pass
     return True
 
@@ -172,10 +178,10 @@ class HeartbeatTarget:
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
-        # Between hosts, frames travel over UDP too, and the first copy counts: after an
-        # outage TCP backs off, and UDP alone may be filtered.
+        # Between hosts, frames travel over both TCP and UDP, and the first copy counts:
+        # after an outage TCP backs off, and UDP may be filtered.
         self.datagrams: socket.socket | None = None
-        # Whether the connection has ended, and whether the owner knows.
+        # ``is_ended``: the connection has ended. ``is_reported``: the owner knows that.
         self.is_ended = self.is_reported = False
         self._out_key, self._in_key = out_key, in_key
         self._rest = b""
@@ -191,14 +197,15 @@ class HeartbeatTarget:
             try:
                 self.datagrams.send(fresh)
             except OSError:
-                pass  # refused, filtered or no route: TCP carries it too
+                # UDP is refused, filtered or has no route; TCP carries the frame, too.
+                pass
         if self.is_ended:
             return
         frame = self._rest or fresh
         try:
             sent = self.sock.send(frame)
         except OSError:
-            return  # full or ended; ``read`` notices the end
+            return  # the connection is full or has ended; ``read`` notices an end
         self._rest = frame[sent:]
 
     def read(self, now: float) -> bool:
@@ -217,7 +224,7 @@ class HeartbeatTarget:
                 self._inbox = self._inbox[FRAME_BYTES:]
             except ValueError:
                 # The peer's helper was replaced in the middle of a frame, or an
-                # untrusted peer sent this: resume at the next frame's marker.
+                # untrusted peer sent this. Continue at the next frame's marker.
                 start = self._inbox.find(MAGIC, 1)
                 self._inbox = self._inbox[start:] if start > 0 else b""
         return bool(data)
@@ -231,7 +238,8 @@ class HeartbeatTarget:
             except (BlockingIOError, InterruptedError):
                 return
             except (OSError, ValueError, struct.error):
-                # The error of an earlier send, or an untrusted datagram.
+                # This is the error of an earlier send, or an untrusted datagram: skip
+                # it.
                 if not self._is_readable():
                     return
 
@@ -264,7 +272,8 @@ class HeartbeatHelper:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
-        # None: a peer that could not be added.
+        # Connections whose latest state is not reported yet. None: the peer could not
+        # be added.
         self._unreported: dict[int, HeartbeatTarget | None] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
@@ -273,11 +282,13 @@ class HeartbeatHelper:
 
     def run(self) -> None:
         """Send and read heartbeats, in one turn per interval, until the owner exits."""
-        due = time.monotonic()  # now: the owner waits for the first report
+        # The first turn is now, because the owner waits for the first report.
+        due = time.monotonic()
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
-            # Reading each heartbeat as it arrives would cost several times more.
+            # Read once per interval: reading each heartbeat as it arrives would cost
+            # several times more.
             if time.monotonic() >= due:
                 self._read()
                 self._report()
@@ -318,9 +329,9 @@ class HeartbeatHelper:
             if target.datagrams is not None:
                 target.read_datagrams(now)
             if not target.is_ended and not target.read(now):
-                # The connection's end is no verdict: the control link shows whether the
-                # process has ended. The owner opens another connection; datagrams
-                # continue.
+                # The end of the connection is no verdict: the control link shows
+                # whether the process has ended. The owner opens another connection;
+                # until then, datagrams continue.
                 target.is_ended = True
                 self._unreported[number] = target
             if target.heard_at != heard_at:
@@ -357,7 +368,8 @@ class HeartbeatHelper:
             self._is_over = True
             return
         kind, number, out_key, in_key = _ORDER.unpack(order)
-        if kind == ADD and not fds:  # this process has no descriptor left
+        if kind == ADD and not fds:
+            # This process could not receive the socket: it has too many open files.
             self._unreported[number] = None
         elif kind == ADD:
             target = HeartbeatTarget(socket.socket(fileno=fds[0]), out_key, in_key)
@@ -367,7 +379,7 @@ class HeartbeatHelper:
         elif kind == REMOVE and number in self._targets:
             self._drop(number)
         else:
-            for fd in fds:  # of a peer that could not be added
+            for fd in fds:  # the sockets belong to a peer that could not be added
                 os.close(fd)
 
     def _drop(self, number: int) -> None:
@@ -395,7 +407,8 @@ def _report_of(number: int, target: HeartbeatTarget | None) -> bytes:
 
 
 def main() -> None:
-    # The owner may raise its own limit of descriptors later.
+    # Raise the limit now, because the owner may later raise its own and pass more
+    # sockets.
     highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
     control, memory, owner, thread = map(int, sys.argv[1:5])

@@ -21,7 +21,8 @@ class _Connection:
     handle: int
     sock: socket.socket
     number: int
-    datagrams: socket.socket | None = None  # waits for the peer's port
+    # The UDP socket until the peer's port is known.
+    datagrams: socket.socket | None = None
 
 
 class HeartbeatLinks:
@@ -95,7 +96,8 @@ class HeartbeatLinks:
         connection, message = self._connections.get(key), self._ports.get(key)
         if connection is None or connection.datagrams is None or message is None:
             return
-        if message.number != connection.number:  # e.g. of the previous connection
+        if message.number != connection.number:
+            # The message is e.g. about the previous connection.
             return
         if not _is_numeric(key.remote_host):
             return

@@ -38,12 +38,13 @@ from multiworld.rendezvous.membership import Address, Member
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Seconds between probes of a peer that is expected to dial: without them, its death
-# would be noticed only after ``join_s``.
+# Seconds between probes of a peer that should dial this process: without probes, its
+# death would be noticed only after ``join_s``.
 PROBE_S = 1.0
-# Timeout of one attempt to reopen a heartbeat connection: the peer may be stopped.
+# Timeout in seconds of one attempt to reopen a heartbeat connection. It is long,
+# because the peer may be stopped.
 AGAIN_LIMIT_S = 30.0
-# Seconds to wait after each of these attempts.
+# Seconds to wait after each attempt to reopen a heartbeat connection.
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -87,7 +88,7 @@ class Peer:
         return isinstance(self.link, LocalLink)
 
 
-# All tables in this process by uid, for links inside the process.
+# All tables in this process by uid. They link managers of the same process.
 _tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictionary()
 
 
@@ -111,7 +112,8 @@ class LinkTable:
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
         self._waiters: Counter[LinkKey] = Counter()
         self._linking: dict[LinkKey, asyncio.Task[None]] = {}
-        self._opening: set[Stream] = set()  # control connections before their link
+        # Dialed control connections whose heartbeat connection is still being opened.
+        self._opening: set[Stream] = set()
         self._is_closed = False
         _tables[uid] = self
 
@@ -224,7 +226,7 @@ class LinkTable:
             if not self._waiters[key]:
                 del self._waiters[key]
                 if self._awaited.get(key) is awaited:
-                    del self._awaited[key]  # the member never came
+                    del self._awaited[key]  # the member did not open its link in time
 
     async def _probe(self, member: Member, awaited: asyncio.Future[None]) -> None:
         """Raise if a member cannot be reached; return early if its link arrives."""
@@ -269,7 +271,8 @@ class LinkTable:
     async def _dial_heartbeat(
         self, key: LinkKey, address: Address, seal: bytes, *, number: int
     ) -> socket.socket:
-        # The link's seal is the secret, so no other process can join this link.
+        # The secret of this handshake is the link's seal, so that no other process can
+        # join the link.
         hello = HeartbeatHello(
             uid=self.uid,
             to_uid=key.peer,
@@ -300,11 +303,16 @@ class LinkTable:
                 else:
                     sock.close()
             except OSError as error:
-                logger.info("no heartbeat connection to %s: %s", key.peer, error)
+                logger.info(
+                    "the heartbeat connection to %s cannot be opened: %s",
+                    key.peer,
+                    error,
+                )
                 await asyncio.sleep(pause_s)
                 continue
             return
-        # End the link: without heartbeats, it would break every world that uses it.
+        # No attempt succeeded, so end the link: without heartbeats, it would break
+        # every world that uses it.
         self.give_up(key, "its heartbeat connection ended", "and cannot be opened")
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
@@ -427,7 +435,8 @@ class LinkTable:
                 self._owner.lane_arrived(nonce, rank, channel, sock)
             case LinkHello():
                 key = _inbound_key(hello)
-                # The peer may have dialed again before this side saw the old link end.
+                # The peer may have lost the old link and dialed again before this side
+                # noticed the loss.
                 self.give_up(key, "it replaced its control link", "it dialled again")
                 link = SocketLink(key, sock, self)
                 self._add(link, self._seal_of(hello.seal), has_heartbeats=False)
@@ -439,15 +448,20 @@ class LinkTable:
                 else:
                     self._begin_accepted(peer, sock, hello.number)
             case _:
-                sock.close()  # the probe has its answer: this manager is alive
+                # A probe needs no more than the handshake, which has shown that this
+                # manager is alive.
+                sock.close()
 
     def _begin_accepted(self, peer: Peer, sock: socket.socket, number: int) -> None:
         try:
             self.heartbeats.begin(
                 peer.link, sock, peer.seal, dialed=False, number=number
             )
-        except OSError as error:  # the peer sees its end, and dials again
-            logger.warning("no heartbeats from %s: %s", peer.link.key.peer, error)
+        except OSError as error:
+            # The peer sees that the connection ended, and dials again.
+            logger.warning(
+                "heartbeats with %s cannot start: %s", peer.link.key.peer, error
+            )
             return
         self._owner.heartbeats_began(peer.link.key)
 
@@ -457,4 +471,5 @@ def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
 
 
 def _forget_error(task: asyncio.Task[Any]) -> None:
-    _ = task.cancelled() or task.exception()  # the callers have got the error
+    # Retrieve the error, so that asyncio does not log it: the callers have got it.
+    _ = task.cancelled() or task.exception()

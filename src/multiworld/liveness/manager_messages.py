@@ -85,7 +85,7 @@ class Broken(AboutWorld, frozen=True, tag="Broken"):
     reason: str
     evidence: str
     silent_s: float
-    has_ended: bool = False  # its connection ended: it was not silent
+    has_ended: bool = False  # True if its connection ended, so that it was not silence
 
 
 class OpenLane(AboutWorld, frozen=True, tag="OpenLane"):

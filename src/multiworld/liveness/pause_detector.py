@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-LATE_S = 0.25  # smallest delay that counts as a pause; a busy machine delays by less
+# Minimum seconds of a pause; on a busy machine, shorter delays are normal.
+LATE_S = 0.25
 
 
 class PauseDetector:
@@ -23,7 +24,8 @@ class PauseDetector:
         late_s = now - self._looked_at - self._period_s
         before_s, self._late_s = self._late_s, late_s if late_s > LATE_S else 0.0
         self._looked_at = now
-        # A slow process must still decide: no pause if the previous look was as late.
+        # If the previous look was as late, this is no pause but a slow process, which
+        # must still judge its peers.
         if self._late_s <= 2 * before_s:
             return False
         self.resumed_at = now

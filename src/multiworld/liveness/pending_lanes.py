@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from multiworld.net.streams import Stream
 
-LIMIT = 1024  # from this many pending lanes on, unknown incarnations are refused
-KEPT_S = 60.0  # seconds that a connection waits for an unknown incarnation
+# Number of pending lanes from which on those for unknown incarnations are refused.
+LIMIT = 1024
+KEPT_S = 60.0  # seconds that a lane is kept while its incarnation is unknown
 LaneKey = tuple[int, int, str]  # nonce of the incarnation, rank of the member, channel
 
 
@@ -25,8 +26,9 @@ class _Slot:
 class PendingLanes:
     def __init__(self) -> None:
         self._slots: dict[LaneKey, _Slot] = {}
-        self._counts: Counter[int] = Counter()  # by incarnation
-        self._arrived: Counter[tuple[int, int]] = Counter()  # by incarnation and member
+        self._counts: Counter[int] = Counter()  # number of lanes by incarnation
+        # Number of lanes by incarnation and member.
+        self._arrived: Counter[tuple[int, int]] = Counter()
 
     @property
     def is_full(self) -> bool:
@@ -115,7 +117,7 @@ def _is_given_up(future: asyncio.Future[Stream]) -> bool:
     """Return whether the peer closed the connection without sending anything."""
     stream = future.result()
     if not isinstance(stream, socket.socket):
-        return False  # TLS cannot peek: a read would consume the bytes
+        return False  # TLS allows no peek, and a read would consume the bytes
     try:
         return not stream.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):

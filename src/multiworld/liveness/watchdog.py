@@ -31,7 +31,7 @@ __all__ = ["WatchDog"]
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Errors of this process, for which no peer is to blame.
+# Errors that are caused by this process, so that no peer is to blame.
 OWN_LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 SILENT_S = 60.0  # seconds of silence after which a link that no world uses is closed
@@ -101,7 +101,8 @@ class WatchDog:
         """
         self._worlds.open(incarnation.nonce, port)
         loop = asyncio.get_running_loop()
-        # Concurrently, so that an unreachable member does not hide the others.
+        # Connect to all members concurrently, so that an unreachable one does not delay
+        # the others.
         reaching = [
             loop.create_task(self._attach(incarnation, rank, member, limits))
             for member in incarnation.members
@@ -275,7 +276,7 @@ class WatchDog:
         """Run the failure detector while the manager lives, whatever errors occur."""
         while True:
             try:
-                # First read the heartbeats that have arrived.
+                # Read the heartbeats that have arrived before judging.
                 is_reported = await self._links.heartbeats.tick()
                 self._observe(detector.Ticked() if is_reported else detector.Blinded())
                 self._purge()
@@ -290,14 +291,15 @@ class WatchDog:
                 continue
             try:
                 self._worlds.finding(finding, key)
-            except Exception:  # the other worlds must still be notified
+            except Exception:
+                # An error in one world must not keep the others from being notified.
                 logger.exception("world %x continues after an error", finding.world)
 
     def _purge(self) -> None:
         now = time.monotonic()
         self._worlds.purge(now)
         for key in self._links:
-            # Close the link if no world uses it: its host may have vanished silently.
+            # Close a silent link if no world uses it: its host may have vanished.
             silent_s = self._detector.silent_s(_name(key), now)
             since = self._links.without_heartbeats_since(key)
             is_silent = silent_s > SILENT_S and self._links.heartbeats.has(key)

@@ -14,16 +14,17 @@ from multiworld.liveness.failure_detector import Finding
 from multiworld.liveness.manager_messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
 
-RETIRED_LIMIT = 4096  # ended incarnations that are remembered, to refuse their data
+# Maximum number of ended incarnations to remember, so that their data is refused.
+RETIRED_LIMIT = 4096
 
-# Maximum pending lanes of an incarnation: from each linked member, and from all members
-# whose links are not known yet. A member opens two or three.
+# Maximum pending lanes of an incarnation: for each linked member, and for all members
+# together whose links are not known yet. A member opens two or three lanes.
 MEMBER_LANES, SPARE_LANES = 8, 1024
 
-# Approximate maximum of early messages per link, so that a misbehaving peer takes no
-# space from the others.
+# Approximate maximum bytes of early messages of one link, so that a misbehaving peer
+# takes no space from the others.
 LIMIT_BYTES = 1024 * 1024
-MESSAGE_BYTES = 256  # approximate bytes of a message without its strings
+MESSAGE_BYTES = 256  # approximate bytes of a message, without its strings
 KEPT_S = 60.0  # seconds that early messages are kept
 
 

@@ -12,7 +12,8 @@ from multiworld.net import frames
 from multiworld.net.streams import Stream
 
 READ_BYTES = 64 * 1024  # maximum bytes of one read
-ENDED = "connection closed by peer"  # evidence of an orderly end
+# Evidence if the peer closed the connection in an orderly way.
+ENDED = "connection closed by peer"
 
 M = TypeVar("M")
 
@@ -68,8 +69,8 @@ class FramedConnection(Generic[M]):
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # Unread bytes may remain, such as the peer's reason for closing. The reader
-            # will find the end of the connection after them.
+            # Report no error here: unread bytes may remain, such as the peer's reason
+            # for closing. The reader finds the end of the connection after them.
             sent = len(self._outbox)
         del self._outbox[:sent]
         if self._outbox:

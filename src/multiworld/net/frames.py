@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 4  # of the handshake and of all messages
-MAX_FRAME_BYTES = 16 * 1024 * 1024  # maximum of the body
+PROTOCOL_VERSION = 4  # version of the handshake and of all messages
+MAX_FRAME_BYTES = 16 * 1024 * 1024  # maximum bytes of a frame's body
 
 _LENGTH = struct.Struct(">I")
 

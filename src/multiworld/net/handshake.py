@@ -27,10 +27,10 @@ from multiworld.net.frames import FrameError
 from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 
-HELLO_BYTES = 16 * 1024  # maximum size of a frame before the peer is authenticated
-HELLO_S = 5.0  # maximum seconds for a handshake
-# Maximum number of handshakes in progress. A further connection closes the oldest one,
-# so that peers which answer at once are safe.
+HELLO_BYTES = 16 * 1024  # maximum bytes of a frame before the peer is authenticated
+HELLO_S = 5.0  # maximum seconds of a handshake
+# Maximum number of handshakes in progress. One more closes the oldest one, so that
+# peers that answer quickly are not affected.
 MAX_GREETING = 256
 
 
@@ -67,7 +67,7 @@ def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
     body = yield frames.encode(greeting)
     try:
         answer = frames.decode_body(body, _answers)
-    except FrameError:  # another version may answer differently
+    except FrameError:  # a peer of another protocol version may answer in another form
         version = frames.decode_body(body, _versions)
         if version.multiworld in (0, ours):
             raise

@@ -41,7 +41,7 @@ R = TypeVar("R")
 class Acceptor(Protocol):
     """The owner of accepted connections."""
 
-    hellos: Any  # a subclass of ``Hello``, or several
+    hellos: Any  # a subclass of ``Hello``, or a union of several
 
     def security_for(self, hello: Hello) -> Security | None:
         """Return a connection's security, or None for the listener's own.
@@ -92,7 +92,8 @@ class Listener:
         self._sockets, self._acceptor, self._security = sockets, acceptor, security
         self._logger, self._what = logger, what
         self._hellos = msgspec.json.Decoder(acceptor.hellos)
-        # By "version", "secret", "tls", "malformed", "slow", "crowded", "refused".
+        # Number of refused connections by kind: "version", "secret", "tls",
+        # "malformed", "slow", "crowded" or "refused".
         self.refused: Counter[str] = Counter()
         self._logged: dict[str, tuple[float, int]] = {}
         self._rare_log = RareLog(logger)
@@ -153,8 +154,10 @@ class Listener:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
-                # This process is out of descriptors, or the dialer has hung up.
-                self._rare_log.error("could not accept a connection", error)
+                # This process has too many open files, or the dialer has hung up.
+                self._rare_log.error(
+                    "this process could not accept a connection", error
+                )
                 await asyncio.sleep(0.05)
                 continue
             self._greet(sock, where)
@@ -166,8 +169,8 @@ class Listener:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._try(sock, where), name="multiworld hello")
         self._greeting[task] = sock
-        # A callback, not ``finally`` in the task: a task cancelled before its first
-        # step runs nothing.
+        # A callback instead of ``finally`` in the task, because a task that is
+        # cancelled before its first step runs no code.
         task.add_done_callback(self._over)
         if len(self._greeting) > MAX_GREETING:
             oldest = next(iter(self._greeting))

@@ -18,7 +18,8 @@ class RareLog:
         self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logger, self._clock = logger, clock
-        # When each cause was logged last, and how often it was suppressed since.
+        # The time at which each cause was logged last, and how often it was suppressed
+        # since.
         self._causes: dict[str, tuple[float, int]] = {}
 
     def error(self, what: str, error: Exception | str, cause: str = "") -> None:
@@ -30,7 +31,8 @@ class RareLog:
         if now - logged_at < AGAIN_S:
             self._causes[cause] = logged_at, hidden + 1
             return
-        self._causes.pop(cause, None)  # keeps the dict ordered by time
+        # Removed first, so that the dict stays ordered by time.
+        self._causes.pop(cause, None)
         self._causes[cause] = now, 0
         if len(self._causes) > MAX_CAUSES:
             del self._causes[next(iter(self._causes))]

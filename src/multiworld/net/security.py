@@ -26,8 +26,8 @@ __all__ = ["Security", "Tls"]
 
 logger = logging.getLogger("multiworld.net")
 
-# Minimum length of a secret: guesses can be tested offline against a recorded challenge
-# and its answer. ``openssl rand -hex 32`` makes a good one.
+# Minimum bytes of a secret. A recorded challenge and its answer allow guesses to be
+# tested offline, so a secret must be long: ``openssl rand -hex 32`` makes a good one.
 MINIMUM_BYTES = 16
 
 
@@ -64,14 +64,15 @@ class Tls:
         except ConfigError as error:
             if which not in _last:
                 raise
-            # Certificate and key may be in the middle of a renewal.
+            # The files may be in the middle of a renewal, with a certificate and a key
+            # that do not match yet.
             logger.warning("the previous certificates stay in use: %s", error)
             return _last[which]
         _last[which] = found
         return found
 
 
-_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # last valid contexts
+_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # the last valid contexts
 
 
 @functools.lru_cache(maxsize=16)

@@ -48,7 +48,8 @@ class TlsStream:
     """A connection under TLS, after its TLS handshake."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        # After a partial write, OpenSSL requires the same bytes again: keep the order.
+        # After a partial write, OpenSSL requires the same bytes again, so the caller
+        # must write them before any others.
         self._sock = sock
 
     @property
@@ -170,7 +171,8 @@ async def write_all(stream: Stream, data: bytes) -> None:
             await wait_writable(stream)
 
 
-# Connections in their TLS handshake; a forked child must close them too.
+# Connections whose TLS handshake is in progress. A forked child must close its copies
+# of them, too.
 _handshaking: set[ssl.SSLSocket] = set()
 
 

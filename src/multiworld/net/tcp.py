@@ -13,13 +13,14 @@ from multiworld.net.streams import Stream
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44  # Linux's values, which Python 3.11 does not export
 
-# Maximum pause between retransmissions (from Linux 6.15 on). With the default of two
-# minutes, a connection may stay silent for two more minutes after an outage. But once
-# the maximum is reached, the kernel drops the unsent data of a process that has exited:
-# a shorter maximum would lose it if the receiver is busy for a few seconds.
+# Maximum milliseconds between retransmissions (from Linux 6.15 on). With the default of
+# two minutes, a connection may stay silent for two more minutes after an outage. But
+# once this maximum is reached, the kernel drops the unsent data of a process that has
+# exited: a shorter maximum would lose data if the receiver is busy for a few seconds.
 RETRANSMIT_MS = 30_000
 
-# An address in another network that no host has (RFC 5737: for documentation).
+# An address in another network that no host has (RFC 5737 reserves it for
+# documentation).
 ELSEWHERE = ("198.51.100.1", 9)
 
 
@@ -33,25 +34,28 @@ def persist(sock: socket.socket) -> None:
     """
     options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))
     for option, value in options:
-        with contextlib.suppress(OSError):  # an older kernel
+        with contextlib.suppress(OSError):  # an older kernel lacks the option
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-# Seconds without traffic before a probe, and between probes: on a connection to a
-# store, whose loss must be noticed, and between members, so that routers do not drop an
-# idle connection (usual limits are 350 seconds and more).
+# Seconds without traffic before a probe, and between probes. The first value is for
+# connections to a store, whose loss must be noticed. The second is for connections
+# between members: probes keep routers from dropping an idle connection (their limits
+# are usually 350 seconds or more).
 KEEP_ALIVE_S, IDLE_S = 5, 60
 
 
 def keep_alive(sock: Stream, probe_s: int = KEEP_ALIVE_S) -> None:
     """Send probes on a TCP connection that is hardly used, such as a store's."""
-    # A machine that was restarted rejects the first probe.
+    # If the peer's machine was restarted, it rejects the first probe, which ends the
+    # connection.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
 
 
-# With Linux's default of 208 KiB, a stream stalls again and again.
+# Buffer size in bytes. With Linux's default of 208 KiB, a stream stalls again and
+# again.
 UNIX_BUFFER_BYTES = 1 << 20
 
 
@@ -87,8 +91,8 @@ async def connected(family: int, where: Any) -> socket.socket:
 
 
 async def _connect_unix(sock: socket.socket, where: Any) -> None:
-    # EAGAIN means that the queue is full. asyncio would take it for a connection in
-    # progress, and return an unconnected socket.
+    # EAGAIN means that the listener's queue is full. asyncio would take it for a
+    # connection in progress, and return a socket that is not connected.
     for pause_s in CROWDED_S:
         try:
             sock.connect(where)
@@ -107,7 +111,7 @@ async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
         loop = asyncio.get_running_loop()
         try:
             info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except UnicodeError as error:  # not a valid host name
+        except UnicodeError as error:  # the name is not a valid host name
             raise OSError(f"{host[:80]!r} is not a host name: {error}") from error
         return [(family, where) for family, _, _, _, where in info]
     return [((socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port))]
@@ -122,7 +126,7 @@ def own_address() -> str:
     """Return this machine's address on other networks, or loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(ELSEWHERE)  # sends nothing
+            probe.connect(ELSEWHERE)  # connecting a UDP socket sends nothing
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])

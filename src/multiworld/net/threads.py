@@ -23,7 +23,7 @@ def settle(
     try:
         loop.call_soon_threadsafe(complete)
     except RuntimeError:
-        pass  # the loop has stopped, so nothing waits for the future
+        pass  # the event loop has stopped, so nothing waits for the future
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
@@ -41,12 +41,13 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             result = call()
         except Exception as error:
             settle(loop, future, error=error)
-        except BaseException as error:  # raised by a user's code
+        except BaseException as error:
+            # Code of the program, such as a callback, raised it.
             text = f"it ended its thread by {type(error).__name__}: {error}"
             settle(loop, future, error=RuntimeError(text))
         else:
             settle(loop, future, result)
 
-    # A pool is not used, because all of its threads could be waiting.
+    # A thread of its own, because all threads of a pool could be waiting.
     threading.Thread(target=run, name="multiworld-call", daemon=True).start()
     return future

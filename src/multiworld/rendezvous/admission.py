@@ -62,12 +62,13 @@ from multiworld.rendezvous.world_claims import (
     wait_key,
 )
 
-# Seconds that a holder has to answer before it counts as silent. Its session is open,
-# so an answer takes one round trip and one iteration of its event loop.
+# Seconds after which a holder that was asked and has not answered counts as silent. Its
+# session is open, so an answer takes one round trip and one iteration of its event
+# loop.
 ASK_S = 1.0
 
-# Number of epochs below ``MAX_EPOCH`` that no member can claim to have seen, so that
-# this many remain for joins after a false announcement.
+# Number of epochs below ``MAX_EPOCH`` that no member can claim to have seen. If a
+# member claims a false epoch, this many remain for later joins.
 RESERVE = 1 << 40
 MAX_CLAIMS = 4096  # maximum number of waiting claims of one session
 
@@ -78,7 +79,8 @@ def key_prefix(world: str, epoch: int, nonce: int) -> str:
 
 def next_epoch(highest: int, place: tuple[int, int]) -> int:
     """Return the lowest epoch above ``highest`` in the residue class of ``place``."""
-    # Each store has a residue class of its own, so that no two assign the same epoch.
+    # Each store assigns epochs of one residue class, so that no two stores assign the
+    # same epoch.
     number, count = place
     return highest + 1 + (number - highest) % count
 
@@ -202,7 +204,8 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid:  # the holder keeps its rank during a ``grow``
+        if holder.uid == claim.uid:
+            # The holder itself claims, for a ``grow``, and keeps its rank.
             return self._admit(world, claim)
         return self._ask(world, current, holder.session, claim, now)
 
@@ -244,7 +247,7 @@ class Registry:
     ) -> list[Action]:
         asking = self._asking.get(answer.ask)
         if asking is None or asking.holder != session:
-            return []  # too late, or from a session that was not asked
+            return []  # the answer is too late, or from a session that was not asked
         self._asked(answer.ask)
         if answer.holds:
             return [taken(claim) for claim in asking.claims]
@@ -267,7 +270,8 @@ class Registry:
         world.forming[claim.rank] = claim
         self._wait(claim, rival)
         others = (c for rank, c in world.forming.items() if rank != claim.rank)
-        other = next(others, claim)  # one comparison suffices: the others agree
+        # Comparing with one other claim suffices, because the others agree.
+        other = next(others, claim)
         terms = other.size, other.terms, other.place
         if terms != (claim.size, claim.terms, claim.place):
             return self._dissolve(claim.world, mismatch(world.forming))
@@ -305,12 +309,14 @@ class Registry:
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
-        if world.reforming is not None:  # its survivors missed this incarnation
+        if world.reforming is not None:
+            # The survivors that wait to reform are not in this incarnation.
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
         actions += (reply(claim, outcome) for claim in claims)
-        for waiting in world.forming.values():  # the new members have not been notified
+        # The new members do not know yet which claims wait.
+        for waiting in world.forming.values():
             actions += self._notify(waiting, is_gone=False)
         return actions
 
@@ -321,7 +327,8 @@ class Registry:
         if current is None or world is None:
             return []
         if any(holder.uid == claim.uid for holder in current.holders.values()):
-            return []  # a member in a ``grow``, not a newcomer
+            # The claim is from a member that grows the world, not from a newcomer.
+            return []
         note = NewcomerWaits(
             claim.world, current.epoch, claim.rank, claim.size, is_gone
         )
@@ -341,7 +348,8 @@ class Registry:
         actions: list[Action] = []
         reform = world.reforming
         if reform is None or reform.epoch < claim.epoch:
-            # A store that has lost its state learns the epoch from the survivors.
+            # A store that has lost its state learns the epoch from the survivors'
+            # claims.
             self._highest[claim.world] = max(current, claim.epoch)
             if reform is not None:
                 actions += self._outdated(reform, claim.epoch)
@@ -463,7 +471,7 @@ class Registry:
             ):
                 self._drop_holder(current, rank)
                 current.members -= 1
-                # No member stayed in that incarnation: the previous one may reform.
+                # If no member stayed in that incarnation, the previous one may reform.
                 if not current.members and current.reforms is not None:
                     self._void[name] = current.reforms
                 note = MemberGaveUp(name, current.epoch, rank)

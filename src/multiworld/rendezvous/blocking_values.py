@@ -20,7 +20,8 @@ from multiworld.rendezvous.store_session import refused_by
 
 R = TypeVar("R")
 
-SLACK_S = 5.0  # seconds to wait for a reply beyond the store's own deadline
+# Seconds to wait for the store's reply after the deadline that the store observes.
+SLACK_S = 5.0
 
 
 class BlockingValues:
@@ -83,8 +84,8 @@ class BlockingValues:
             try:
                 outcome = self._outcome(message, waits_s + SLACK_S)
             except BaseException:
-                # The reply may still arrive, and must not be taken for the reply to the
-                # next request.
+                # Close the connection: the reply may still arrive, and the next request
+                # would take it for its own.
                 self._sock.close()
                 raise
         if isinstance(outcome, store_messages.NoValue):

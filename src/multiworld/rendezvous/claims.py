@@ -26,8 +26,9 @@ class Claimed(Claim, frozen=True, kw_only=True):
     """A session claims a rank and waits for the other members."""
 
     session: SessionKey
-    deadline: float  # end of its wait, in seconds on the store's monotonic clock
-    fresh_nonce: int  # of the incarnation, if this claim completes it
+    # Time at which the claim stops waiting, in seconds of the store's monotonic clock.
+    deadline: float
+    fresh_nonce: int  # nonce of the new incarnation, if this claim completes it
 
 
 @dataclass(frozen=True, slots=True)

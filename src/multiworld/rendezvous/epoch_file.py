@@ -14,7 +14,7 @@ from multiworld.errors import ConfigError
 from multiworld.rendezvous.admission import RESERVE
 from multiworld.rendezvous.store_messages import MAX_EPOCH
 
-FORMAT = 1  # the first releases wrote no format
+FORMAT = 1  # files of the first releases name no format
 
 
 class EpochFile:
@@ -39,7 +39,8 @@ class EpochFile:
             if not path.exists():
                 self._lock.close()
                 raise
-            # E.g. disk full: the existing file is valid, only longer than necessary.
+            # The file could not be rewritten, e.g. because the disk is full. The
+            # existing file is valid, only longer than necessary.
         self._file = path.open("a", encoding="utf-8")
 
     def _rewrite(self, path: Path) -> None:
@@ -85,10 +86,12 @@ def _read(path: Path) -> dict[str, int]:
             world, epoch = str(entry["world"]), int(entry["epoch"])
         except (KeyError, TypeError, ValueError) as error:
             if number == len(lines) and not text.endswith("\n"):
-                break  # torn: the machine lost power during the write
+                # This line is incomplete: the machine lost power during the write.
+                break
             rule = f"it is not a file that a store wrote (line {number}: {error})"
             raise ConfigError("state", str(path), rule) from error
-        # An earlier release accepted any epoch that a member claimed to have seen.
+        # Earlier releases stored any epoch that a member claimed to have seen, so limit
+        # it.
         credible = min(epoch, MAX_EPOCH - RESERVE)
         epochs[world] = max(credible, epochs.get(world, 0))
     return epochs

@@ -48,14 +48,16 @@ from multiworld.rendezvous.store_session import (
 logger = logging.getLogger("multiworld.store")
 
 RETURN_S = 2.0  # maximum seconds for one attempt to reconnect to a lost store
-# Maximum seconds between attempts: a restarted store waits 1 s for earlier members.
+# Maximum seconds between attempts to reconnect. It is below the 1 s for which a
+# restarted store waits for the members of existing worlds.
 MAX_RETRY_S = 0.5
-# Stores inside this process, by name; each closes with its last session.
+# Stores inside this process by name; each is closed with its last session.
 _local_services: dict[str, StoreService] = {}
 
 PREFER_S = 5.0  # seconds between checks whether a preferred store is back
 
-# Seconds to wait beyond the deadline for the store's list of missing ranks.
+# Seconds to wait after the deadline, so that the store's list of missing ranks can
+# arrive.
 SLACK_S = 1.0
 
 
@@ -163,7 +165,7 @@ class Joiner:
                         world="",
                         deadline=loop.time() + RETURN_S,
                     )
-                # OSError: its certificate may be in the middle of a renewal.
+                # OSError: a certificate may be in the middle of a renewal.
                 except (errors.MultiWorldError, OSError) as error:
                     logger.info("the store at %s is still down: %s", address, error)
                     wait_s = min(2 * wait_s, MAX_RETRY_S)
@@ -175,7 +177,7 @@ class Joiner:
     def leave(self, address: StoreAddresses) -> None:
         """Release a session; the last user's call closes it and its embedded store."""
         if address not in self._users:
-            return  # the manager has been closed
+            return  # the manager was closed, and all sessions with it
         self._users[address] -= 1
         if self._users[address] > 0:
             return
@@ -208,13 +210,14 @@ class Joiner:
         return found + [wire() for wire in wires if wire is not None]
 
     async def _host(self, addresses: StoreAddresses, deadline: float) -> None:
-        # With several addresses no store is embedded: different members could embed
-        # different ones.
+        # Embed no store if there are several addresses: different members could embed
+        # different stores.
         if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
             return
         (address,) = addresses.stores
         try:
-            # The first address may be free although the store listens on another.
+            # If the name has several addresses, the first may be free although the
+            # store listens on another one.
             several = await self._has_several(address, deadline)
             if several and await self._is_served(address):
                 return
@@ -222,8 +225,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # EADDRINUSE: something serves the address, and ``connect`` checks what.
-            # EADDRNOTAVAIL: the store is on another host.
+            # EADDRINUSE: another process serves the address; ``connect`` checks whether
+            # it is a store. EADDRNOTAVAIL: the address belongs to another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise errors.StoreUnreachableError(
@@ -244,7 +247,7 @@ class Joiner:
             try:
                 async with asyncio.timeout_at(deadline):
                     return len(await resolve_all(address.host, address.port)) > 1
-            except socket.gaierror:  # the name may be published soon
+            except socket.gaierror:  # retry, because the name may be published soon
                 if loop.time() + RETRY_S > deadline:
                     raise
             await asyncio.sleep(RETRY_S)

@@ -12,7 +12,8 @@ class Address:
     host: str
     port: int
     unix: str
-    # The kernel's boot ID and the network namespace's inode, equal on one host.
+    # The kernel's boot ID, and the inode of the network namespace: two members with
+    # equal values are on the same host.
     boot: str
     netns: str
 

@@ -18,7 +18,8 @@ class ReformClaim(SurvivorClaim, frozen=True, kw_only=True):
 
     session: int
     deadline: float
-    fresh_nonce: int  # used if this is the highest rank that survives
+    # Nonce of the new incarnation, if this claim has the highest rank of the survivors.
+    fresh_nonce: int
 
 
 @dataclass(slots=True)

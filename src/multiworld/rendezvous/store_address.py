@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from multiworld.errors import ConfigError
 
-# Forms of an address, for error texts.
+# The valid forms of an address, for error texts.
 RULE = (
     "use 'tcp://HOST:PORT', several of them separated by commas (members use the first "
     "that answers), or 'memory://NAME' within one process"
@@ -73,7 +73,8 @@ def _parse_one(part: str, place: tuple[int, int], text: str) -> StoreAddress:
         url = urlsplit(part)
         port = url.port
         if url.scheme == "tcp":
-            (url.hostname or "").encode("idna")  # or a lookup raises UnicodeError
+            # Raises if the name is invalid; a lookup would raise UnicodeError later.
+            (url.hostname or "").encode("idna")
     except ValueError as error:
         raise ConfigError("store", text, RULE) from error
     if url.scheme == "memory" and url.netloc:

@@ -14,7 +14,7 @@ from multiworld.rendezvous.membership import Member
 
 MAX_NAME = 1024  # maximum number of characters in a world's name
 MAX_SIZE = 65_536  # maximum world size of a claim
-MAX_EPOCH = 1 << 53  # integers below it survive any JSON reader
+MAX_EPOCH = 1 << 53  # JSON readers represent all integers up to this one exactly
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIZE)]
@@ -49,7 +49,7 @@ class Newcomer(Message, frozen=True, kw_only=True):
     world: Name
     rank: Rank
     size: Size
-    terms: str  # options that all members must agree on, in words
+    terms: str  # options that all members must agree on, as text
     seen: Epoch  # highest epoch of this name that the member has seen
 
 
@@ -60,7 +60,7 @@ class Claim(Newcomer, frozen=True, kw_only=True, tag="Claim"):
     uid: str  # globally unique name of the claiming manager
     deadline_s: Seconds
     member: SealedMember
-    place: tuple[Place, Place]  # number of its store, count of stores
+    place: tuple[Place, Place]  # number of its store, number of stores
 
 
 class Survivor(Message, frozen=True, kw_only=True):

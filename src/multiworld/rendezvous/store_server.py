@@ -18,7 +18,7 @@ from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
-# Maximum number of bytes queued for a session; more closes it.
+# Maximum number of bytes queued for a session. With more, the session is closed.
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG = 1024  # maximum number of connections in the listening socket's queue
 
@@ -49,7 +49,8 @@ class StoreServer:
     ) -> StoreServer:
         """Return a store that listens on ``host``:``port``; port 0: any free one."""
         family, where = await resolve(host, port)
-        both = host == "::" and socket.has_dualstack_ipv6()  # every address
+        # "::" stands for every address, IPv4 addresses included.
+        both = host == "::" and socket.has_dualstack_ipv6()
         sock = socket.create_server(
             where[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
@@ -92,7 +93,8 @@ class StoreServer:
         return None
 
     def take(self, stream: Stream, hello: Hello) -> None:
-        keep_alive(stream)  # a host that vanished must not stay a member for ever
+        # Send probes, so that a host that vanished does not stay a member for ever.
+        keep_alive(stream)
         key = 0
 
         def deliver(message: messages.StoreMessage) -> None:
@@ -100,7 +102,7 @@ class StoreServer:
                 framed.send(message)
                 is_open = framed.backlog <= MAX_BACKLOG_BYTES
             except FrameError as error:
-                logger.error("cannot answer a member: %s", error)
+                logger.error("the store cannot answer a member: %s", error)
                 is_open = False
             if not is_open:
                 framed.close()
@@ -120,7 +122,8 @@ class StoreServer:
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """Fail the joins that wait for a member of another protocol version."""
-        # With a secret or TLS, an untrusted peer must not disturb a world.
+        # With a secret or TLS, ignore the dialer: an untrusted peer must not disturb a
+        # world.
         if error.kind != "version" or self._security.secret or self._security.tls:
             return
         place = where[0] if isinstance(where, tuple) else "this host"

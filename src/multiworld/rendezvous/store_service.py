@@ -47,7 +47,8 @@ class StoreService:
         self._loop = asyncio.get_running_loop()
         self._memory = memory
         self._registry = Registry(None if memory is None else memory.epochs())
-        # Claims wait until then: members of existing worlds first report their ranks.
+        # Until this time, claims wait: the members of existing worlds report their
+        # ranks first.
         self._settled_at = self._loop.time() + settle_s
         self._deferred: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self._values = Values()
@@ -174,8 +175,9 @@ class StoreService:
             return
         try:
             self._memory.remember(world, epoch)
-        except OSError as error:  # the waiting members are admitted anyway
-            rare_log.error("cannot store the epochs of worlds", error)
+        except OSError as error:
+            # The waiting members are admitted even if the epoch cannot be stored.
+            rare_log.error("the store cannot record the epochs of worlds", error)
 
     # Values.
 

@@ -29,10 +29,10 @@ logger = logging.getLogger("multiworld.store")
 
 RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer yet
 
-# Seconds in which a store must acknowledge a claim. Otherwise its process is stopped or
-# its host is down, and the session counts as lost.
+# Seconds in which a store must acknowledge a claim. If it does not, its process is
+# stopped or its host is down, and the session counts as lost.
 TAKEN_S = 2.0
-# Seconds to try one of several stores, or of several addresses of a store.
+# Seconds to try one store of several. The addresses of a store share this time.
 CONNECT_S = 2.0
 
 
@@ -199,7 +199,7 @@ async def connect(
     while deadline > loop.time():
         for address in addresses.stores:
             remaining = deadline - loop.time()
-            # A single address gets all the remaining time.
+            # A single store gets all the remaining time.
             limit_s = CONNECT_S if len(addresses.stores) > 1 else remaining
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
@@ -262,7 +262,8 @@ async def _open(
 
 async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
     """Connect to the first address that accepts the connection."""
-    # All addresses together get ``CONNECT_S``, the limit of one of several stores.
+    # All addresses share ``CONNECT_S``, the limit of one store of several. The last one
+    # gets all the remaining time.
     limit_s = CONNECT_S / (len(places) + 1)
     failure = OSError("the name has no address")
     for number, (family, where) in enumerate(places, 1):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Maximum number of characters in all keys, values and awaited keys. A member of a c10d
-# group stores a few hundred.
+# Maximum number of characters of all keys, values and awaited keys together. A member
+# of a c10d group stores a few hundred.
 MAX_HELD = 64 * 1024 * 1024
-COST = 128  # approximate characters to count for a text besides its own
+COST = 128  # characters counted for each text besides its own: its approximate overhead
 
 Waiter = tuple[int, int]  # session number and request number
 
@@ -72,7 +72,7 @@ class Values:
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
         """Return the answer if every key has a value; otherwise register the waiter."""
         if waiter in self._waiting:
-            self._forget(waiter)  # the waiter may have asked before
+            self._forget(waiter)  # the same request may have been sent before
         if self.check(keys):
             return [Answer(waiter, [self._values[key] for key in keys])]
         self._hold(_cost(keys))

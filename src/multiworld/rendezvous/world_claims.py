@@ -10,7 +10,8 @@ from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.claims import Action, Claimed, RequestKey, Send, SessionKey
 from multiworld.rendezvous.reform import Reform, ReformClaim
 
-WaitKey = tuple[str, bool, int]  # world, whether a survivor claims, and rank
+# Name of the world, whether the claim is a survivor's, and rank.
+WaitKey = tuple[str, bool, int]
 
 
 @dataclass(slots=True)
@@ -28,8 +29,9 @@ class Current:
 
     epoch: int
     holders: dict[int, Holder]
-    reforms: int | None = None  # broken epoch that its members survived, or None
-    members: int = 0  # number of members that have not withdrawn their claims
+    # Epoch of the broken incarnation that this one continues; None: it continues none.
+    reforms: int | None = None
+    members: int = 0  # number of members that have not withdrawn
 
 
 class Forming(dict[int, Claimed]):
@@ -62,8 +64,10 @@ class WorldClaims:
     current: Current | None = None
     forming: Forming = field(default_factory=lambda: Forming())
     reforming: Reform | None = None
-    asking: dict[int, int] = field(default_factory=dict)  # question by rank
-    sessions: set[SessionKey] = field(default_factory=set)  # sessions with a rank here
+    # Number of the open question about the holder, by rank.
+    asking: dict[int, int] = field(default_factory=dict)
+    # Sessions that hold a rank in this world.
+    sessions: set[SessionKey] = field(default_factory=set)
 
     @property
     def waits(self) -> bool:
@@ -119,7 +123,7 @@ def taken(claim: Claimed) -> Send:
     return reply(claim, messages.RankTaken())
 
 
-NAMED = 8  # maximum ranks named in the text of a mismatch, which every member receives
+NAMED = 8  # maximum number of ranks named in the text of a mismatch
 
 
 def mismatch(forming: Mapping[int, Claimed]) -> messages.TermsDiffer:

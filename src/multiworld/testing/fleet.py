@@ -41,7 +41,8 @@ class ChildFailedError(AssertionError):
 class _Mail:
     """Messages over a pipe: 8 bytes of length, then a pickle."""
 
-    # Read by the event loop without a thread; an incomplete message never blocks it.
+    # The event loop reads the messages without a thread. An incomplete message never
+    # blocks it.
 
     def __init__(self, connection: Connection) -> None:
         with connection:
@@ -101,7 +102,7 @@ def _end_of(data: bytearray) -> int:
 def _unpickled(content: bytes) -> Any:
     try:
         return pickle.loads(content)
-    except Exception:  # e.g. a class from a module that only the child has
+    except Exception:  # e.g. the report has a class of a module that only the child has
         return "failed", f"its report cannot be read: {traceback.format_exc()}"
 
 

@@ -72,7 +72,7 @@ def _threads() -> dict[tuple[int, int], str]:
             stat = Path(f"/proc/self/task/{tid}/stat").read_text()
             name, _, rest = stat.partition("(")[2].rpartition(")")
             started = int(rest.split()[19])  # field 22 of proc_pid_stat(5)
-            # Native threads inherit the process's name.
+            # A native thread has its process's name unless it sets one of its own.
             own = "" if name == process else f"native {name}"
             found[tid, started] = names.get(tid, own)
     return found

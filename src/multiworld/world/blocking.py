@@ -44,7 +44,8 @@ __all__ = ["World", "WorldManager"]
 
 T = TypeVar("T")
 
-END_S = 10.0  # seconds to wait for other threads' operations when a manager closes
+# Seconds for which a closing manager waits for the operations of other threads.
+END_S = 10.0
 
 
 class _Loop:
@@ -86,7 +87,8 @@ class _Loop:
         except TimeoutError:
             operation.cancel()
             try:
-                # The operation may complete anyway, or have raised this error itself.
+                # The operation may have completed before the cancellation, or have
+                # raised this TimeoutError itself.
                 return operation.ended.result()
             except CancelledError:
                 raise TimeoutError(
@@ -120,7 +122,7 @@ class _Loop:
         return operation
 
     def close(self) -> None:
-        with self._lock:  # no operation begins from here on
+        with self._lock:  # no operation can begin from here on
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
             return
@@ -139,8 +141,8 @@ class _Loop:
 class _Operation(Generic[T]):
     """A coroutine that runs as a task of the loop; ``ended`` settles at its end."""
 
-    # ``run_coroutine_threadsafe`` is not used: cancelling its future drops a result
-    # that the task already has, and does not wait for the task.
+    # ``run_coroutine_threadsafe`` is not used, because cancelling its future drops a
+    # result that the task already has, and does not wait for the task.
     def __init__(
         self, step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
     ) -> None:
@@ -307,7 +309,7 @@ class WorldManager(BlockingManager[World]):
         def next_event() -> Event | None:
             try:
                 return self._loop.call(following())
-            except WorldClosedError:  # the manager is closed
+            except WorldClosedError:  # the manager was closed, so no event follows
                 return None
 
         def iterate() -> Iterator[Event]:

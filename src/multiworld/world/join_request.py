@@ -29,8 +29,8 @@ class JoinRequest:
     def terms(self) -> str:
         """Return the options that all members must agree on, in words."""
         terms = f"backend {self.backend}, host_p2p {self.config.host_p2p}"
-        # If members list the stores in different orders, two stores could assign the
-        # same epoch.
+        # Members must list the stores in the same order: otherwise two stores could
+        # assign the same epoch.
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
 
@@ -70,7 +70,7 @@ def default_store(environment: Mapping[str, str]) -> str:
             "give store=, or set MULTIWORLD_STORE (or MASTER_ADDR and MASTER_PORT) in "
             "the environment",
         )
-    # Under torchrun, torchrun's own store uses that port, so use the next one.
+    # Under torchrun, torchrun's own store listens on that port, so use the next one.
     is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}:{int(port) + is_taken}"
@@ -91,7 +91,8 @@ def _device_of(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
         if found.type == "cuda" and found.index is None and torch.cuda.is_available():
-            # A communicator belongs to one GPU; use this thread's, as torch does.
+            # A communicator belongs to one GPU, so use this thread's current GPU, as
+            # torch does.
             return torch.device("cuda", torch.cuda.current_device())
         return found
     except (RuntimeError, TypeError) as error:

@@ -30,8 +30,8 @@ Notice = messages.MemberGaveUp | messages.NewcomerWaits
 # Maximum number of notices kept for a world that this process has not yet entered.
 MAX_EARLY = 256
 
-# A late join blames a member only this many seconds after the admission: the deadline
-# may have been nearly over at the admission.
+# Minimum seconds between the admission and a late join that declares members lost: the
+# deadline may have been nearly over at the admission.
 CONNECT_S = 2.0
 
 LATE = "it was admitted and did not connect in time"
@@ -57,13 +57,16 @@ class Admission:
         self.joiner = Joiner(self, watchdog.security)
         self._worlds: dict[str, World] = {}
         self._local_members: dict[str, LocalMember] = {}
-        self._met: set[LocalMember] = set()  # members that count as users of a session
+        # Members that count as users of their session.
+        self._met: set[LocalMember] = set()
         self._seen: dict[str, int] = {}
-        # Notices of incarnations that the store has just admitted this process to: they
+        # Notices about incarnations that this process has not entered yet: they may
         # arrive right after the admission, before the joining task runs again.
         self._early: dict[str, list[Notice]] = {}
-        self._claiming: Counter[str] = Counter()  # claims in flight, by world
-        self._failed: set[str] = set()  # worlds whose next incarnation did not open
+        # Number of claims in progress, by world.
+        self._claiming: Counter[str] = Counter()
+        # Worlds whose next incarnation could not be opened.
+        self._failed: set[str] = set()
         services.over, services.closed = self._over, self.release
 
     @property
@@ -111,7 +114,8 @@ class Admission:
         name, where = request.name, request.where
         local: LocalMember | None = None
         try:
-            # A broken world, or one that a member has left, is replaced here.
+            # Joining replaces a broken world of this name, or one that a member has
+            # left.
             if name in self._local_members:
                 await self.end(self._local_members[name])
             claim = messages.Newcomer(
@@ -131,7 +135,7 @@ class Admission:
             if local is None:
                 self.joiner.leave(where)
             else:
-                session.withdraw(name)  # so that others stop waiting for its links
+                session.withdraw(name)  # the others then stop waiting for this process
                 local.close_nowait()
                 self.release(local)
             raise
@@ -181,14 +185,16 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            # Others have connected, so the missing members had time: report a loss.
+            # Some members have connected, so the missing ones had time to connect, too:
+            # report their loss.
             some = 0 < len(local.unlinked) < local.incarnation.size - 1
             if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:
                     local.report(WasLost(rank, LATE))
             raise late from error
         except MemberUnreachableError as error:
-            # Report the loss to the others, too: none can continue without that member.
+            # Report the loss to the other members, too: none can continue without the
+            # lost one.
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
@@ -211,7 +217,8 @@ class Admission:
             try:
                 await self._open(local, deadline)
             except errors.WorldBrokenError as error:
-                # If another member was lost meanwhile, continue without it, too.
+                # If another member was lost meanwhile, try again without it. Otherwise
+                # give up.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local, error)
                     raise
@@ -244,7 +251,8 @@ class Admission:
         try:
             await claiming
         except BaseException:
-            if admitted.session is not None:  # others wait in that session's store
+            # The other survivors wait for this member in that session's store.
+            if admitted.session is not None:
                 admitted.session.withdraw(old.incarnation.world)
             self.joiner.leave(old.request.where)
             raise
@@ -258,8 +266,9 @@ class Admission:
         try:
             while True:
                 lost = local.lost | local.left
-                # A claim with more lost members replaces the previous claim, which is
-                # not withdrawn, because it may already have been granted.
+                # A claim that names more lost members replaces the previous claim. The
+                # previous one is not withdrawn, because it may already have been
+                # granted.
                 wanted = messages.Survivor(
                     world=local.incarnation.world,
                     epoch=local.incarnation.epoch,
@@ -351,8 +360,8 @@ class Admission:
         assert incarnation is not None
         new = self._begin(old.request, session, incarnation)
         old.supersede()
-        # Close the old one in the background, because the other members may be waiting
-        # in the new one.
+        # Do not wait until the old incarnation is closed, because the other members may
+        # be waiting in the new one.
         ending = self._loop.create_task(
             self.end(old), name=f"multiworld leave {incarnation.world}"
         )
@@ -375,7 +384,7 @@ class Admission:
         if local.phase is Phase.JOINING:
             session = self.joiner.session(local.request.where)
             if session is not None:
-                session.withdraw(name)  # the others learn that this member gave up
+                session.withdraw(name)  # the others are then notified
             local.close_nowait()
         if local.phase is Phase.CLOSED:
             self.release(local)
@@ -463,8 +472,8 @@ def _noted(local: LocalMember, notice: Notice) -> None:
         case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
             local.member_waits(rank, size, is_gone=is_gone)
             is_joining = local.phase is Phase.JOINING and not is_gone
-            # A newcomer that expects another size waits for the next incarnation, after
-            # a reform.
+            # A newcomer that expects another size does not ask again: it waits for the
+            # next incarnation, after a reform.
             asks_again = size == local.incarnation.size and rank in local.missing
             if is_joining and asks_again:
                 why = "it asks again: it has not heard that it was admitted"

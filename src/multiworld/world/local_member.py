@@ -26,12 +26,13 @@ from multiworld.world.join_request import JoinRequest
 
 T = TypeVar("T")
 
-# Seconds for the control link to report why a data connection failed. When a process
-# dies, both connections end together, so the report only has to be read.
+# Seconds in which the control link must report why a data connection failed. If the
+# peer's process died, both connections ended together, so its report only has to be
+# read.
 LINK_GRACE_S = 1.0
 
-# Seconds to wait for the last data of a lost member on another host: the end of the
-# control link may overtake it.
+# Seconds to wait for data of a lost member on another host that is still in the
+# network: the end of the control link may overtake it.
 ENDING_S = 1.0
 
 logger = logging.getLogger("multiworld")
@@ -47,7 +48,7 @@ class ManagerServices:
 
     watchdog: WatchDog
     publish: Callable[[Event], None]
-    # Takes a connection that must stay open after its world is closed.
+    # Keeps a connection that must stay open after its world is closed.
     linger: Callable[[Lingering], None]
     closing: set[asyncio.Task[None]]  # tasks that close incarnations in the background
     # Called when an incarnation can carry no more traffic.
@@ -86,7 +87,8 @@ class LocalMember:
         self._ready_ranks = {self.rank}
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
-        # Losses, by rank, whose report waits until the member's last data has arrived.
+        # Lost members, by rank: each loss is reported once the member's last data has
+        # arrived.
         self._ending: dict[int, tuple[lifecycle.WasLost, asyncio.TimerHandle]] = {}
         self._is_forked = False
         self.backend_name = request.backend
@@ -252,7 +254,8 @@ class LocalMember:
 
     def close_nowait(self) -> None:
         """Leave politely, without waiting for data that the network has not taken."""
-        if self._is_forked:  # the shared memory belongs to the parent
+        if self._is_forked:
+            # This is a forked child, and the shared memory belongs to its parent.
             return
         self.report(lifecycle.CloseAsked())
         is_over = self._over.done()
@@ -274,7 +277,8 @@ class LocalMember:
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
-        # The control links stay, so that a broken world learns of more lost members.
+        # Keep the control links, by which a broken world learns of further lost
+        # members.
         self.backend.close_nowait()
         self._services.over(self)
 
@@ -372,7 +376,8 @@ class LocalMember:
                     self._publish(event)
                 case lifecycle.FailMember(rank):
                     self._cancel_grace(rank)
-                    # The failed connection may be to this member.
+                    # A failed connection of an unknown member may be the one to this
+                    # member.
                     self._cancel_grace(None)
                     self.backend.member_left(rank)
                 case lifecycle.EndMember(rank):
@@ -402,7 +407,8 @@ class LocalMember:
     def _abort(self) -> None:
         try:
             self.backend.abort()
-        except Exception:  # connections must be closed and the others notified
+        except Exception:
+            # The connections must still be closed, and the other members notified.
             logger.exception("world %r ends after an error", self._life.world)
 
     def _tell_all(self, message: control.WorldMessage) -> None:
@@ -420,14 +426,15 @@ class LocalMember:
         if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
         if rank is None and self._life.left:
-            return  # the connection's owner is unknown; it may be a member that left
+            # The failed connection is an unknown member's, perhaps one's that has left.
+            return
         self._grace[rank] = self._loop.call_later(
             LINK_GRACE_S, self._grace_over, rank, evidence
         )
 
     def _grace_over(self, rank: int | None, evidence: str) -> None:
         self._grace.pop(rank, None)
-        if self._ending:  # a loss caused this, here or at the peer
+        if self._ending:  # the loss of a member caused the failure, here or at the peer
             self._ending_over(next(iter(self._ending)))
             return
         what = "a data connection" if rank is None else f"the connection to rank {rank}"

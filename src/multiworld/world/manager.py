@@ -31,7 +31,7 @@ from multiworld.world.world import World
 
 __all__ = ["BrokenWorldException", "WorldManager"]
 
-DEFAULT_PORT = 29500  # for ``port=-1``: torch's default for a store
+DEFAULT_PORT = 29500  # port for ``port=-1``: torch's default port of a store
 
 _managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
 
@@ -211,7 +211,8 @@ class WorldManager:
         except BaseException:
             is_over = joining.done() and not joining.cancelled()
             made = joining.result() if is_over and not joining.exception() else None
-            # The join may have completed before the cancelled caller could know.
+            # Remove a world whose join completed before the caller was cancelled: the
+            # caller never received it.
             if made is not None and self.worlds.get(name) is made:
                 self.remove_world(name)
             raise
@@ -492,7 +493,8 @@ class WorldManager:
                 return
         self.world(world_name)
         local = self._admission.take_out(world_name)
-        local.report(CloseAsked())  # notify the others now, even if the loop stops next
+        # Sends the notice now, in case the loop stops before the task below runs.
+        local.report(CloseAsked())
         task = self._loop.create_task(
             self._admission.end(local), name=f"multiworld leave {world_name}"
         )
@@ -503,17 +505,17 @@ class WorldManager:
 
     def _close_after_fork(self) -> None:
         """Close all inherited descriptors, which would hide the parent's death."""
-        self._is_forked = True  # the loop's selector is left as it is
+        self._is_forked = True  # the inherited event loop's selector stays as it is
         found = self._watchdog.filenos() + self._admission.joiner.filenos()
         for local in self._admission.local_members():
             found += local.filenos()
             local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
-        # Keep the numbers in use: inherited objects still hold them, and would later
-        # close any file that reuses a number.
+        # Keep the descriptors' numbers in use: inherited objects still hold the
+        # numbers, and would close any other file that gets one of them.
         try:
             nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no file can be opened, so none reuses the numbers
+        except OSError:  # no other file can be opened either, so none gets the numbers
             nothing = -1
         for fd in found:
             if fd >= 0:

@@ -13,10 +13,11 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.manager")
 
 FIRST_S = 0.1
-LAST_S = 5.0  # pauses double up to this, to spare a store that is down
+LAST_S = 5.0  # pauses double up to this many seconds, to spare a store that is down
 
-# Errors after which another attempt may succeed: members and stores come back, and a
-# dead process's rank becomes free. Other errors (such as a wrong secret) are raised.
+# Errors after which another attempt may succeed: members and stores may come back, and
+# the rank of a dead process becomes free. Other errors, such as a wrong secret, are
+# raised.
 RETRIED = (
     errors.JoinTimeoutError,
     errors.RankTakenError,
@@ -28,7 +29,8 @@ RETRIED = (
 def pause_s(failures: int, chance: float) -> float:
     """Return the seconds to wait after failed attempts: exponential backoff."""
     longest = min(LAST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
-    # "Equal jitter": processes that failed together do not retry together.
+    # "Equal jitter": half of the pause is random, so that processes that failed
+    # together do not retry together.
     return longest * (0.5 + 0.5 * chance)
 
 
@@ -39,8 +41,8 @@ async def keep(
     has_failed: Callable[[], bool],
 ) -> AsyncIterator[World]:
     """Yield a ready world, and its next incarnation whenever the last one has ended."""
-    # ``has_failed``: a ``grow`` or ``reform`` of the program has closed the world, and
-    # its next incarnation could not be opened.
+    # ``has_failed`` returns True if a ``grow`` or ``reform`` of the program has closed
+    # the world and could not open its next incarnation.
     failures = 0
     while True:
         try:
@@ -63,7 +65,8 @@ async def keep(
         while True:
             yield world
             await world.wait_incomplete()
-            # The program may have reformed or grown the world in the meantime.
+            # While this generator waited, the program may have reformed or grown the
+            # world.
             newer = newest()
             if newer is None or newer is world or not newer.is_ready:
                 break

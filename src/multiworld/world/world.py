@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "World", "WorldStatistics"]
 
-MAX_TAG = 2**62 - 1  # larger tags announce messages of native groups
+# The maximum tag of a message; larger tags announce messages of native groups.
+MAX_TAG = 2**62 - 1
 
-VERDICT_S = 1.0  # seconds beyond ``silence_s`` to wait for the cause of a native error
+# Seconds beyond ``silence_s`` to wait until the failure detector has found the cause of
+# a native error.
+VERDICT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +217,8 @@ class World(CollectiveMethods):
 
     async def _await_device(self) -> None:
         """Wait for the GPU, then raise the world's error if the world is broken."""
-        # A loss ends the GPU's kernels early, with wrong results but no error.
+        # The loss of a member ends the GPU's kernels early, with wrong results but no
+        # error, so check the world afterwards.
         device = self._member.device
         if device.type == "cuda":
             await in_thread(lambda: torch.cuda.synchronize(device))
@@ -226,7 +230,7 @@ class World(CollectiveMethods):
             async with asyncio.timeout(self._member.config.silence_s + VERDICT_S):
                 await self.wait_incomplete()
         except TimeoutError:
-            pass  # the error has another cause
+            pass  # the world is not broken, so the error has another cause
 
     def raise_if_over(self, cause: BaseException | None = None) -> None:
         """Raise this world's error if it is broken or closed, or a member has left.

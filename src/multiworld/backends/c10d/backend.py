@@ -47,10 +47,12 @@ class C10dBackend:
         self._runner = WorkRunner(view, name)
         self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
-        # Locks by rank and tag. ``Turns`` drops unused ones, because a program may use
-        # each tag only once.
+        # Locks by rank and tag. ``Turns`` drops a lock that nobody uses, because a
+        # program may use each tag only once.
         self._sending, self._receiving = Turns(), Turns()
-        self._headers: dict[tuple[int, int], Any] = {}  # of receives that were refused
+        # Announcements, by source and tag, whose tensor is not received yet: a receive
+        # that does not match one is refused, and the next receive uses it.
+        self._headers: dict[tuple[int, int], Any] = {}
 
     async def open(self) -> None:
         await self._direct.open()
@@ -111,8 +113,9 @@ class C10dBackend:
             try:
                 await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
-                # The header may have been sent. The receiver would then expect this
-                # size of the next tensor, and Gloo ends the process if it differs.
+                # The announcement may already have been sent. The receiver would then
+                # expect this size of the next tensor, and Gloo ends the process if the
+                # size differs.
                 reason = f"rank {self._rank} cancelled a send that was announced"
                 self._view.report(Failed(reason))
                 raise
@@ -222,8 +225,8 @@ class C10dBackend:
             self._direct.on_message(rank, message)
 
     def member_left(self, rank: int) -> None:
-        # Collectives of the group continue: a member with an unfinished collective
-        # sends EndCollectives before it leaves.
+        # The native group's collectives continue here: a member that leaves during an
+        # unfinished collective sends ``EndCollectives`` first.
         self._direct.member_left(rank)
 
     def member_ended(self, rank: int) -> None:

@@ -17,7 +17,8 @@ from multiworld.backends.reduction import (
 )
 from multiworld.errors import UnsupportedOperationError
 
-# For dtypes that Gloo cannot reduce; the results are equal modulo 2^bits.
+# The wider dtype in which to reduce each dtype that Gloo cannot reduce. After the
+# conversion back, the results are equal modulo 2^bits.
 _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -98,7 +99,7 @@ class Reduction:
         if self._is_ordered:
             return
         if self._name == "AVG" and like.dtype in _HALF and library == "gloo":
-            self._wider = torch.float32  # rounded once, at the end
+            self._wider = torch.float32  # so that the average is rounded only once
             return
         if like.dtype in _NATIVE:
             return

@@ -76,7 +76,8 @@ class GroupCollectives:
             collectives.BARRIER: self._barrier,
         }
         self._turn = asyncio.Lock()
-        self._numbers = itertools.count()  # equal at all members
+        # Numbers of the collectives, the same at all members.
+        self._numbers = itertools.count()
         self._limit = timedelta(seconds=view.config.operation_s)
 
     # Arguments are checked when a collective is called. It is prepared, run and
@@ -93,14 +94,16 @@ class GroupCollectives:
         try:
             async with self._turn:
                 await steps
-        except asyncio.CancelledError:  # the others cannot know how far it got
+        except asyncio.CancelledError:
+            # The other members cannot know how far this one got.
             name = call.collective.name
             reason = f"rank {self._rank} cancelled {name} before it was complete"
             self._view.report(Failed(reason))
             raise
         except MultiWorldError:
             raise
-        except Exception as error:  # e.g. out of memory: the others would hang
+        except Exception as error:
+            # E.g. out of memory. Unless this is reported, the other members hang.
             reason = f"rank {self._rank} failed in {call.collective.name}: {error}"
             self._view.report(Failed(reason))
             raise
@@ -272,7 +275,9 @@ class GroupCollectives:
         try:
             await self._run_numbered(number, call, native)
         except MemberLeftError:
-            raise  # stays unfinished: when this member leaves, others may wait for it
+            # The collective stays in ``unfinished``: others may wait for this member in
+            # it, and must be notified if this member leaves.
+            raise
         except Exception:
             self._runner.unfinished.discard(number)
             raise
@@ -290,8 +295,8 @@ class GroupCollectives:
                 number, lambda group: native.start(group, work)
             )
         except MemberLeftError as error:
-            # Members that completed this collective would wait for this member in the
-            # next one.
+            # Members that completed this collective would otherwise wait for this
+            # member in the next one.
             self._direct.collectives.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part

@@ -17,8 +17,8 @@ from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
-# Gloo's connect timeout. Gloo waits five times as long for an admitted member that
-# died.
+# Seconds of Gloo's connect timeout. Gloo waits five times as long for a member that was
+# admitted and died.
 CONNECT_S = 2.0
 
 
@@ -110,7 +110,8 @@ class Group:
         if self._connections is not None:
             self._connections.cut()
         elif self.name == "nccl" and self.native is not None:
-            # Abort all groups that break in this loop iteration at once: see nccl.
+            # Abort all groups that break in this iteration of the event loop together:
+            # see ``nccl.Aborter``.
             self._is_aborted = True
             nccl.aborter.add(self.native)
             self._call_soon(nccl.aborter.abort_all)

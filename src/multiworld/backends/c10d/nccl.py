@@ -17,8 +17,9 @@ from torch.distributed import Store
 
 from multiworld.backends import torch_names
 
-# torch reads these when it constructs a group. They disable the handler that aborts the
-# process, the monitor that kills the process if the handler hangs, and dumps.
+# Variables that torch reads when it constructs a group. These values disable the
+# handler that aborts the process, the monitor that kills the process if the handler
+# hangs, and dumps.
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -49,8 +50,8 @@ def make_nccl(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Any:
     """Return an NCCL group that is connected, and can be aborted at any time."""
-    # Non-blocking: a call returns even if a peer is dead. Connected eagerly: an
-    # unreachable peer fails the join, not the first operation.
+    # The group is non-blocking, so that a call returns even if a peer is dead. It
+    # connects now, so that an unreachable peer fails the join, not the first operation.
     options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
         group = torch_names.nccl_class()(store, rank, size, options)
@@ -99,9 +100,9 @@ class Aborter:
 
 
 def _abort(native: Any) -> None:
-    # One group that cannot be aborted must not disturb the others.
+    # Ignore errors: if one group cannot be aborted, the others still must be.
     with contextlib.suppress(RuntimeError):
         native.abort()
 
 
-aborter = Aborter()  # of the process: several managers can share a device
+aborter = Aborter()  # one for the process, because several managers can share a device

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from multiworld.backends import torch_names
 
-# First of the made-up global ranks: above every rank of a default group, within 32
-# bits. None is used twice: DeviceMesh compares meshes by global ranks alone, and would
-# send on another world's group. This process keeps its rank in the default group, by
-# which a mesh finds its own position.
+# First of the made-up global ranks: above every rank of a default group, and within 32
+# bits. No number is used twice, because DeviceMesh compares meshes by global ranks
+# alone and would otherwise send on another world's group. This process keeps its rank
+# in the default group, by which a mesh finds its own position.
 FIRST_ID = 1 << 20
 
 _ids = itertools.count(FIRST_ID)

@@ -19,7 +19,8 @@ from multiworld.net.tcp import persist
 
 SocketAddress = tuple[str, int]
 
-_MINIMUM = 28  # bytes of a sockaddr_in6
+# Minimum bytes of a published socket address: those of a ``sockaddr_in6``.
+_MINIMUM = 28
 
 
 def parse_published(blob: bytes) -> SocketAddress:
@@ -47,7 +48,8 @@ class Connections:
     """Connected sockets of one world, found once, when all members are connected."""
 
     def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
-        self._own, self._peers = own, peers  # the members' listeners
+        # Addresses of this member's listener, and of the other members' listeners.
+        self._own, self._peers = own, peers
         # Gloo makes all connections at the start and none later, so the list is
         # complete. Each descriptor is checked before every use: another file may have
         # reused its number.
@@ -81,7 +83,7 @@ class Connections:
                 return None
             sock = socket.socket(fileno=os.dup(fd))
         except OSError:
-            return None  # closed in the meantime
+            return None  # the descriptor was closed in the meantime
         try:
             if self._is_ours(sock):
                 return sock

@@ -16,7 +16,9 @@ from multiworld.errors import UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.net.threads import in_thread, settle
 
-LEFT_GRACE_S = 1.0  # for the collectives that a member completed before it left
+# Seconds that collectives get to complete after a member has left: the member may have
+# done its part in them before it left.
+LEFT_GRACE_S = 1.0
 
 
 class WorkRunner:
@@ -30,7 +32,8 @@ class WorkRunner:
         self._collectives: dict[asyncio.Future[Any], int] = {}
         # Numbers of the collectives that were called and have not succeeded.
         self.unfinished: set[int] = set()
-        self._abandoned: tuple[int, int] | None = None  # rank; first collective
+        # ``abandoned``: the rank that left, and the first collective that fails.
+        self._abandoned: tuple[int, int] | None = None
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None  # None before it is made and after it is freed
 
@@ -47,7 +50,8 @@ class WorkRunner:
 
     def abandoned(self, rank: int, number: int) -> None:
         """Fail collective ``number``, during which a member leaves, and later ones."""
-        # Gloo fails only at the ranks that exchange data with that member.
+        # Gloo itself fails only at the ranks that exchange data with that member, so
+        # fail the collective here.
         if self._abandoned is None or number < self._abandoned[1]:
             self._abandoned = rank, number
         waiting = [future for future, n in self._collectives.items() if n >= number]
@@ -112,7 +116,7 @@ class WorkRunner:
                 "host tensors, or convert the tensor"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
-        await self._view.wait_incomplete()  # until the failure detector has decided
+        await self._view.wait_incomplete()  # let the failure detector decide first
         if self._view.left and not self._view.is_broken:
             # The member left during the collective.
             raise self._view.left_error(min(self._view.left)) from error

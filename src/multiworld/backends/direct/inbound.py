@@ -27,7 +27,9 @@ STAGE_BYTES = 128 * 1024
 # Bytes to read beyond a large payload: the next header, but too little of the next
 # payload for much of it to be copied twice.
 AHEAD_BYTES = wire.SIZE + 8 * 8
-MAX_ELEMENTS = 2**63 - 1  # torch's limit; the product leaves out empty dimensions
+# Torch's limit on the product of all dimensions of a tensor, without dimensions of size
+# 0.
+MAX_ELEMENTS = 2**63 - 1
 LARGE_BYTES = 32 * 1024  # payload size from which a copy costs more than a system call
 
 _NOTHING = memoryview(b"")
@@ -39,7 +41,8 @@ MAX_IDLE = 16  # maximum number of idle staging buffers in a process
 
 def _idle_stage() -> memoryview:
     try:
-        return _IDLE.pop()  # checking first would race with other threads' loops
+        # Checking first would race with the event loops of other threads.
+        return _IDLE.pop()
     except IndexError:
         return memoryview(bytearray(STAGE_BYTES))
 
@@ -413,7 +416,8 @@ class Inbound:
 
     def _free_block(self, header: Header, arrival: Arrival) -> None:
         """Free the block of a message that was copied or withdrawn."""
-        if header.flags & wire.LENT and not arrival.is_lent:  # a lent tensor does so
+        # A lent tensor frees its block itself.
+        if header.flags & wire.LENT and not arrival.is_lent:
             self._block(header, 0).free()
 
 
@@ -421,6 +425,6 @@ def _merge(arrival: Arrival, begin: int, payload: memoryview) -> None:
     assert arrival.merge is not None
     try:
         arrival.merge(begin, payload)
-    except Exception as error:  # the lane cannot skip this part
+    except Exception as error:  # the lane cannot skip the part that failed
         raise HeaderError(f"a payload cannot be reduced: {error}") from error
     arrival.is_merged = True

@@ -32,8 +32,10 @@ TURN_BYTES = FRAGMENT_BYTES
 SHARED_IS_FASTER = 16
 # Bytes of a large payload to wait for before TCP wakes the reader.
 LOW_WATER_BYTES = 256 * 1024
-HOLD_TURNS = 4  # iterations of the loop for which a message is held for a receive
-TAKE_IN_BYTES = 16 * 1024 * 1024  # maximum to read from the kernel when a world breaks
+# Maximum iterations of the event loop for which a message is held for a receive.
+HOLD_TURNS = 4
+# Maximum bytes to read from the kernel when a world breaks.
+TAKE_IN_BYTES = 16 * 1024 * 1024
 
 
 class LaneOwner(Protocol):
@@ -82,10 +84,12 @@ class Lane:
             shared=self._memory if self._memory.is_usable else None,
         )
         self._drained: asyncio.Future[None] | None = None
-        self._is_dead = False  # the connection ended: nothing more can arrive
+        self._is_dead = False  # the connection ended, so nothing more can arrive
         self._is_paused = False
-        self._is_leaving = False  # our fin is queued: what arrives is dropped
-        self._refusal: ErrorMaker | None = None  # why nothing more can be sent
+        # This side's fin is queued, and what still arrives is dropped.
+        self._is_leaving = False
+        # Makes the error of further sends; None: sending is allowed.
+        self._refusal: ErrorMaker | None = None
         self._closed = self._loop.create_future()
         self._messages = self._bytes = 0
         self._is_holding = False
@@ -108,7 +112,7 @@ class Lane:
         self._messages += 1
         self._bytes += description.size
         message = self._start(description, memory, owner)
-        if message is None:  # all of it is in the kernel or the ring
+        if message is None:  # all of the message is in the kernel or in the ring
             # Yield only after queueing the message, to keep sends in call order.
             if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
                 await self.give_way()
@@ -193,7 +197,7 @@ class Lane:
 
     def poll(self) -> None:
         if self._inbound.is_held:
-            self._go_on()  # the caller waits for this message, or for a later one
+            self._go_on()  # the caller waits for the held message, or for a later one
         elif self._socket.is_reading:
             self._on_readable()
 
@@ -252,7 +256,7 @@ class Lane:
     def take_in(self) -> None:
         """Read what the kernel holds, which its sender considers sent."""
         if self._is_paused:
-            return  # a message is being moved to other memory
+            return  # the message being received is being moved to other memory
         self._mailbox.lift_budget()
         moved = 0
         try:
@@ -272,7 +276,8 @@ class Lane:
         except (BlockingIOError, InterruptedError):
             self._inbound.release_stage()
         except (OSError, HeaderError):
-            return  # the end, or a corrupt frame: nothing more can be read
+            # The connection ended, or a frame is corrupt: nothing more can be read.
+            return
 
     def _let_go(self) -> None:
         """Put messages that wait for a receive or for room into the mailbox."""
@@ -280,7 +285,8 @@ class Lane:
             self._inbound.retry()
 
     def _drain(self) -> None:
-        self._inbound.free_memory()  # a leaving member may wait for free slots
+        # A leaving peer may be waiting for free slots of its ring.
+        self._inbound.free_memory()
         if not self._socket.drain(TURN_BYTES):
             self._end("connection closed by peer")
 
@@ -378,7 +384,8 @@ class Lane:
             self._outbound.put_fin()
             self._flush()
         if self._socket.is_open and not self._is_dead:
-            self._inbound.free_memory()  # the peer may be waiting only for this
+            # The peer may be waiting only for free slots of its ring.
+            self._inbound.free_memory()
             self._socket.read_on()
 
     async def wait_drained(self) -> None:
@@ -389,7 +396,8 @@ class Lane:
         ):
             if self._drained is None or self._drained.done():
                 self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)  # there may be several waiters
+            # Shielded, because several callers may wait for it.
+            await asyncio.shield(self._drained)
 
     def finish_close(self, linger_s: float) -> bool:
         is_needed = not self._socket.is_local and self._outbound.is_idle

@@ -21,8 +21,8 @@ from multiworld.backends.header import HeaderError
 # first interval, and the maximum that it doubles to.
 LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
-# Maximum number of descriptors whose frames have not been parsed. A read takes one
-# descriptor, and at most the frame of the previous descriptor is incomplete.
+# Maximum number of descriptors whose frames have not been parsed. One read takes one
+# descriptor, and only the previous descriptor's frame can still be incomplete.
 MAX_DESCRIPTORS = 8
 
 
@@ -42,7 +42,8 @@ class LaneMemory:
         # Accept the peer's shared memory even if this side's own is disabled.
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
-        self._descriptors: deque[int] = deque()  # arrived, and not mapped yet
+        # Descriptors that have arrived and are not mapped yet.
+        self._descriptors: deque[int] = deque()
         self.keep = self._keep if self.is_usable else None  # see ``LaneSocket.read``
         self._looking: asyncio.TimerHandle | None = None
         self._look_s = LOOK_S
@@ -101,7 +102,8 @@ class LaneMemory:
         frames = self._outbound.frames
         self._look_s = min(2 * self._look_s, LOOK_MAX_S)
         self._flush()
-        if self._outbound.frames != frames:  # the receiver does free slots
+        if self._outbound.frames != frames:
+            # A frame was sent, so the receiver is freeing slots.
             self._look_s = LOOK_S
             if self._looking is not None:
                 self._stop_looking()
@@ -118,11 +120,12 @@ class LaneMemory:
         """Keep the descriptors that a read has found, until their frames are parsed."""
         for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
             if len(self._descriptors) >= MAX_DESCRIPTORS:
-                os.close(fd)  # no frame has announced the others
+                os.close(fd)  # more descriptors than the frames can have announced
             else:
                 self._descriptors.append(fd)
 
-    # Receiving. ``HeaderError``: the announced memory has not arrived, or differs.
+    # Receiving. These methods raise ``HeaderError`` if the announced memory has not
+    # arrived, or differs from its announcement.
 
     def open_window(self, slots: int) -> shared_memory.Window:
         """Map the shared memory whose descriptor has arrived."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from multiworld.net.streams import Stream
 
-RIGHTS_BYTES = socket.CMSG_SPACE(4)  # room for one descriptor
+RIGHTS_BYTES = socket.CMSG_SPACE(4)  # bytes of ancillary data for one descriptor
 
 
 class LaneSocket:
@@ -45,7 +45,8 @@ class LaneSocket:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            # The reader will find the end of the connection, after all sent data.
+            # Raise nothing: the reader finds the end of the connection, after all data
+            # that the peer sent.
             self.is_mute = True
             return 0
 
@@ -64,7 +65,8 @@ class LaneSocket:
         count, rights, flags, _ = self.sock.recvmsg_into(  # type: ignore[call-arg]
             buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        if flags & socket.MSG_CTRUNC:  # else the next descriptor would take its place
+        if flags & socket.MSG_CTRUNC:
+            # A descriptor was lost, and the next one would be taken for it.
             raise OSError(
                 "a descriptor was lost, because this process has reached its limit of "
                 "open files; raise the limit with `ulimit -n`"
@@ -104,7 +106,8 @@ class LaneSocket:
         """Call ``on_readable`` for many packets of a payload at once, not for each."""
         if not self._is_tcp or wanted == self._low_water or not self.is_open:
             return
-        # Safe: the rest of a frame always arrives, or the connection ends.
+        # The reader cannot wait forever for ``wanted`` bytes: either the rest of the
+        # frame arrives, or the connection ends.
         self._low_water = wanted
         with contextlib.suppress(OSError):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted))

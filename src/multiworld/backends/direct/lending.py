@@ -29,16 +29,21 @@ from multiworld.backends.direct.memory_maps import (
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 from multiworld.backends.header import HeaderError
 
-# Maximum: a larger message does not fit into the cache, while its pieces in the ring
-# do. Reading it back from memory would cost as much as the second copy.
+# Bytes of messages that are lent. A larger message does not fit into the cache, while
+# its pieces in the ring do, and reading it back from memory would cost as much as the
+# second copy that lending saves.
 MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
-STEP_BYTES = 256 * 1024  # unit of the sizes of blocks, so that similar messages fit
-MARK_BYTES = mmap.PAGESIZE  # after the message; a mark is 1 while in use
-MAX_BLOCKS = 8  # maximum of a lane: only a few blocks fit into the cache
-LANE_BYTES = 32 * 1024 * 1024  # maximum in the blocks of a lane
-PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
+# Unit of the sizes of blocks in bytes, so that messages of similar sizes use the same
+# block.
+STEP_BYTES = 256 * 1024
+# Bytes after the message, for marks; a mark is 1 while its owner uses the block.
+MARK_BYTES = mmap.PAGESIZE
+MAX_BLOCKS = 8  # maximum number of blocks of a lane: only a few fit into the cache
+LANE_BYTES = 32 * 1024 * 1024  # maximum bytes in the blocks of a lane
+PROCESS_BYTES = 256 * 1024 * 1024  # maximum bytes in the blocks of all lanes
 
-# Number of marks, one byte each: the receiver's, then those of its forks.
+# Number of marks of a block, one byte each: the receiver's mark, then those of its
+# forks.
 MARKS = 64
 NO_MARKS = bytes(MARKS)
 
@@ -49,7 +54,8 @@ class _Total:
 
     def __init__(self) -> None:
         self.bytes = 0
-        # For lanes of several event loops, each in its thread.
+        # A lock, because the lanes of several event loops, each in its own thread, use
+        # this.
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
@@ -73,11 +79,13 @@ class Mapping:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        # Populated at once: a page fault for each page would cost more than the copy.
+        # Populate the mapping at once: a page fault for each page would cost more than
+        # the copy that lending saves.
         self.address = map_shared(fd, size, is_populated=True)
-        # With ``__del__``, a fork during its run would still find the mapping.
+        # A finalizer instead of ``__del__``: a fork while ``__del__`` runs would still
+        # find the mapping in ``_received``.
         weakref.finalize(self, unmap, self.address, size).atexit = False
-        self.memory = view_at(self.address, size)  # valid as long as this object
+        self.memory = view_at(self.address, size)  # valid as long as this object exists
 
     def keep_copy(self, mark: int) -> None:
         """Replace the shared memory by a private copy in place; clear a mark."""
@@ -93,7 +101,8 @@ class _Mapped:
         self._mapping = Mapping(fd, size + MARK_BYTES)
 
 
-# Mappings of received tensors by address, for ``fork``.
+# Mappings of received tensors by address. ``_Forks`` copies their tensors for a forked
+# child.
 _received: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
 
 
@@ -123,7 +132,9 @@ class _Forks:
 
     def _copy(self) -> None:
         global _total
-        _total.forget_lock()  # the fork may have copied a held lock
+        # Another thread may have held the lock at the fork, and nobody would release
+        # it.
+        _total.forget_lock()
         _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)
@@ -182,7 +193,8 @@ class Borrowed(_Mapped):
 
     def tensor(self, description: Description) -> Tensor:
         """Return the message's tensor; the block is free once the tensor is gone."""
-        # A ctypes array allows weak references; the finalizer keeps the mapping.
+        # The tensor's memory is a ctypes array, because it allows weak references. The
+        # finalizer keeps the mapping alive.
         lease = (ctypes.c_ubyte * self.size).from_address(self._mapping.address)
         weakref.finalize(lease, _free, self._mapping, self.size).atexit = False
         dtype, shape, count = form_of(description)
@@ -205,7 +217,7 @@ class Lender:
     """The blocks of one lane."""
 
     def __init__(self, announce: Callable[[Block], bool]) -> None:
-        # Passes a new block to the receiver; False if it cannot.
+        # Announces a new block to the receiver; returns False if it cannot.
         self._announce = announce
         _watch_forks()
         self._total = _total
@@ -239,7 +251,8 @@ class Lender:
 
     def _fitting(self, size: int) -> Block | None:
         """Return the first free block that is not much too large."""
-        # Always the first: then few blocks are in use, and they stay in the cache.
+        # Always take the first one: few blocks are then in use, and they stay in the
+        # cache.
         for block in self._blocks.values():
             if size <= block.size < 2 * max(size, STEP_BYTES) and block.is_free:
                 return block

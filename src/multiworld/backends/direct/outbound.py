@@ -18,8 +18,8 @@ from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 from multiworld.backends.header import FRAGMENT_BYTES, Header
 
-# Smallest message for shared memory: from here on, two copies in user space and a
-# wake-up cost less than the kernel's two copies.
+# Minimum bytes of a message that goes through shared memory: from this size on, two
+# copies in user space and a wake-up cost less than the kernel's two copies.
 SHARED_BYTES = 128 * 1024
 
 
@@ -30,7 +30,8 @@ class Outgoing:
     description: Description
     memory: memoryview
     owner: object  # keeps ``memory`` alive
-    future: Future[None] | None  # completes when ``memory`` is reusable
+    # Done once the caller may reuse ``memory``; None: nobody waits.
+    future: Future[None] | None
     offset: int = 0
     fragment: int = 0
     block: Block | None = None
@@ -44,7 +45,7 @@ class Outbound:
         self.ring: Ring | None = None
         self.lender: Lender | None = None
         self.is_starving = False  # a fragment waits for a free slot of the ring
-        self.shared_bytes = 0  # copied to the ring by the last frame
+        self.shared_bytes = 0  # bytes that the last frame copied to the ring
         self._sequence = 0
         self._queue: deque[Outgoing] = deque()
         self._current: Outgoing | None = None
@@ -117,7 +118,8 @@ class Outbound:
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
-            # A message that waited for its first slot is unknown to the receiver.
+            # A message with no frame sent yet is unknown to the receiver, so it is not
+            # withdrawn.
             if 0 < message.offset < message.description.size:
                 self._control_frames.append(wire.WITHDRAW)
             self._done(message)
@@ -198,7 +200,8 @@ class Outbound:
         begin: int,  # offset of the payload in the message, in bytes
         fragment: int,
         payload: memoryview,
-        slot: int | None = None,  # or block of the payload; None: it is on the socket
+        # Slot or block with the payload; None: the socket carries it.
+        slot: int | None = None,
         where: int = wire.SHARED,
     ) -> bytes:
         """Return the header of a message's next frame, and count the frame."""

@@ -17,23 +17,27 @@ from typing import Any
 from multiworld.backends.direct.memory_maps import shared_view
 from multiworld.backends.header import HeaderError
 
-# Twice the payload of a socket frame: copies are as fast, with half as many frames. It
-# is a multiple of every dtype's size, so that a slot holds whole elements.
+# Twice the payload of a socket frame: copies are as fast, with half as many frames. The
+# size is a multiple of every dtype's size, so that a slot holds whole elements.
 SLOT_BYTES = 512 * 1024
 MAX_SLOTS = 64  # maximum number of slots in a ring
-_WAITING = MAX_SLOTS  # offset of a byte after the marks; 1 while the sender waits
-CONTROL_BYTES = 4096  # bytes before the first slot, for the marks: one page
+# Offset of the byte after the marks, which is 1 while the sender waits.
+_WAITING = MAX_SLOTS
+# Bytes before the first slot, for the marks and ``_WAITING``: one page.
+CONTROL_BYTES = 4096
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_usable(sock: Any) -> bool:
     """Return whether payloads on this connection can go through shared memory."""
-    # A system call orders the sender's copy before the receiver's. Only the processor
-    # orders the receiver's copy before its mark: no load may pass a later store.
+    # The sender's copy comes before the receiver's, because a system call lies between.
+    # Only the processor guarantees that the receiver's copy ends before it clears the
+    # mark: no load may be delayed past a later store.
     return (
         sys.platform == "linux"
-        and platform.machine() == "x86_64"  # guarantees that order
+        # This architecture delays no load past a later store.
+        and platform.machine() == "x86_64"
         and isinstance(sock, socket.socket)
         and sock.family == socket.AF_UNIX
     )
@@ -102,7 +106,8 @@ class Ring(_Mapped):
     @property
     def _free(self) -> int:
         """Number of the first free slot, or -1."""
-        # Always the first: then few slots are in use, and they stay in the cache.
+        # Always take the first one: few slots are then in use, and they stay in the
+        # cache.
         return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
@@ -150,7 +155,8 @@ class Window(_Mapped):
         """Mark a slot free; return True if the caller must ring the bell."""
         memory = self._memory
         memory[slot] = 0
-        # Ring only once half of the slots are free, to wake the sender less often.
+        # Wake the sender only once half of the slots are free, so that it wakes up less
+        # often.
         if (
             not memory[_WAITING]
             or 2 * bytes(memory[: self.slots]).count(0) < self.slots

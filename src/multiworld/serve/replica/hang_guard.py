@@ -19,8 +19,8 @@ class HangGuard:
         self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         # ``look`` exits the process if something hangs. Its argument is the monotonic
-        # time at which the process last resumed after a pause: only time since then
-        # counts.
+        # time at which the process last resumed after a pause, because the time before
+        # does not count.
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
         self._is_started = self._is_stopped = False

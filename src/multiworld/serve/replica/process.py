@@ -62,10 +62,10 @@ logger = logging.getLogger("multiworld.serve")
 
 LAST_S = 0.5  # maximum seconds to send the last report to the controller
 IDLE_S = 0.1  # seconds without work after which a finishing worker exits
-LOOK_S = 1.0  # seconds between checks for a controller and gateways
-SEND_S = 5.0  # maximum seconds to send an exiting worker's messages
+LOOK_S = 1.0  # seconds between checks whether a controller or a gateway exists
+SEND_S = 5.0  # maximum seconds to send the remaining messages of an exiting worker
 MEMORY_LOOK_S = 0.1  # seconds between checks of the memory in use
-TELL_S = 0.5  # seconds between the report of excessive memory use and the exit
+TELL_S = 0.5  # seconds between the report that memory was exceeded and the exit
 OUTGROWN = 99  # exit code of a process that used more memory than it booked
 
 
@@ -79,7 +79,8 @@ class _Parts(NamedTuple):
 
 def compute_s_of(spec: ModelSpec, stage: int) -> float | None:
     """Return the maximum seconds of a batch; None: the deadlines limit it."""
-    # An embedding engine that hangs may still answer its health route.
+    # An embedding engine needs a limit, because one that hangs may still answer its
+    # health route.
     return spec.stages[stage].compute_s or (2 * HUNG_S if spec.engine else None)
 
 
@@ -153,7 +154,7 @@ def _generation_of(
     def loaded(device: str) -> messages.StageLoaded:
         is_fixed = generation.deterministic
         has_own = is_fixed and device == "cpu" and facts.dtype in ("", "float32")
-        # Different code may compute different bits, so the fingerprint names it.
+        # Name the code in the fingerprint, because other code may compute other bits.
         more = [f"layers {DIGEST}"] if has_own and can_run() else []
         if is_fixed and device == "cpu" and facts.dtype == "bfloat16":
             more.append(f"products {instructions()}")
@@ -223,8 +224,8 @@ class WorkerProcess:
             is_of_work = is_of_work and computing.exception() is not None
             if not is_of_work or self._worker.is_idle:
                 raise
-            # Exit at once: after a clean shutdown, gateways do not suspect the running
-            # requests.
+            # Exit at once: after a clean shutdown, gateways would not suspect the
+            # requests that were running.
             logger.exception("%s failed while computing", self._args.name)
             os._exit(1)
         finally:
@@ -251,14 +252,15 @@ class WorkerProcess:
             )
             group = RankGroup(world)
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
-        if self._args.spec.engine is None:  # torch does not limit an external engine
+        # An external engine's memory cannot be limited through torch.
+        if self._args.spec.engine is None:
             limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         spec = self._args.spec
         folder = await asyncio.to_thread(folder_of, spec)
         await self._runner.load(
             StageContext(device=device, group=group, gpus=self._args.gpus)
         )
-        logger.info("loaded in %.3f s", self._clock() - began)
+        logger.info("the stage was loaded in %.3f s", self._clock() - began)
         if await asyncio.to_thread(folder_of, spec) != folder:
             changed = await asyncio.to_thread(changed_since, spec)
             raise SpecError(refusal(changed or str(folder)))
@@ -316,7 +318,8 @@ class WorkerProcess:
         limit = memory_limit(self._args)
         used = await outgrown(limit)
         self._agent.send(messages.MemoryExceeded(used, limit))
-        await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
+        # Meanwhile, the controller kills this process if it can.
+        await asyncio.sleep(TELL_S)
         os._exit(OUTGROWN)
 
     async def _finish(self) -> None:
@@ -332,7 +335,7 @@ class WorkerProcess:
             async with asyncio.timeout(SEND_S):
                 await self._worker.wait_sent()
         except TimeoutError:
-            pass  # a peer that does not read will see this process as lost
+            pass  # the peer does not read; it will see this process as lost
 
 
 def memory_limit(args: ProcessArgs) -> int:
@@ -381,10 +384,10 @@ def gpu_memory_of(device: str) -> int:
 
 def cut(seconds: float) -> None:
     """Simulate a network partition: no reads, writes or heartbeats for ``seconds``."""
-    # This blocks the event loop on purpose, and stops the heartbeat helper.
+    # Block the event loop on purpose, and stop the heartbeat helper.
     helpers = family_of(os.getpid())[1:]
-    # Another process resumes the helper. This process is usually killed meanwhile; a
-    # stopped helper would not notice that, and would never exit.
+    # Let another process resume the helper. This process is usually killed before; the
+    # helper, while stopped, would not notice that, and would never exit.
     waking = f"sleep {seconds}; kill -CONT {' '.join(map(str, helpers))}"
     subprocess.Popen(
         ["sh", "-c", waking],
@@ -414,7 +417,8 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
     model = build_model(args.spec)
     name = stage_name(args.spec, model, args.stage)
     runner = Executor(model.stages[args.stage], name, limits.threads)
-    # A forked rank's memory counts with its leader's; a separate actor's does not.
+    # Count no memory for a forked rank, because it counts with its leader's. A rank in
+    # a separate actor has a limit of its own.
     limit = 0 if args.rank is None else memory_limit(args)
     guard = asyncio.get_running_loop().create_task(_exit_if_outgrown(limit))
     try:
@@ -424,7 +428,7 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
             )
             await follow(world, runner, args.device)
     except MultiWorldError as error:
-        logger.error("rank %d: %s", rank, error)
+        logger.error("rank %d exits: %s", rank, error)
         return 1
     finally:
         guard.cancel()

@@ -30,9 +30,11 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512
-KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # candidates for the last piece
-# Candidate row counts of a call. On some processors, MKL's kernels take 6 rows at a
-# time and round the remaining rows differently: there 12 and 24 work, not 16.
+# Candidate numbers of keys in the last piece of a sequence.
+KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)
+# Candidate numbers of rows in a call. On some processors, MKL's kernels take 6 rows at
+# a time and round the remaining rows differently: there, 12 and 24 rows work, 16 do
+# not.
 ROWS = (4, 12, 16, 24, 64, 256)
 
 
@@ -41,7 +43,7 @@ class Sizes:
     """Call sizes that give bit-identical results."""
 
     rows: tuple[int, ...]
-    keys: tuple[int, ...]  # in the last piece
+    keys: tuple[int, ...]  # numbers of keys in the last piece
     sequences: int
 
 
@@ -164,7 +166,8 @@ class _Trial:
 
     def _computed(self, rows: int, keys: int, at: Tensor, shift: int = 0) -> Tensor:
         """Return the attention of all queries, in calls of the given size."""
-        # ``shift`` moves each query this many rows towards the end of its call.
+        # ``shift`` moves each query this many rows towards the end of its call, to test
+        # whether a row's position changes its bits.
         allowed = torch.arange(keys)[None] <= at.roll(shift)[:, None]
         masks = torch.split(allowed, rows)
         seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
@@ -234,7 +237,7 @@ class InvariantAttention(Attention):
     ) -> Tensor:
         """Return the attention of sequences, [sequences, heads, rows, size]."""
         sequences, heads, count, _ = query.shape
-        # Query heads that share keys are computed as rows of one head.
+        # Query heads that share keys become rows of one head.
         group = heads // key.shape[1]
         queries = query.reshape(sequences, key.shape[1], group * count, -1)
         tiles = cover(sizes, group * count)
@@ -265,8 +268,8 @@ class InvariantAttention(Attention):
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the additive mask (0 or -inf), [sequences, 1, rows, keys]."""
-        # An id is a safe key, because ``begins`` live as long as this object. With a
-        # Boolean mask, torch would build the additive mask anew in every layer.
+        # An id is a safe key, because ``begins`` live as long as this object. The mask
+        # is additive, because torch would convert a Boolean one anew in every layer.
         form = (id(begins), group, window)
         mask = self._masks.get(form)
         if mask is None:

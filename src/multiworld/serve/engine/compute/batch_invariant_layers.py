@@ -28,17 +28,20 @@ from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.bfloat16_products import Bfloat16Linear
 from multiworld.serve.engine.models.packed_linear import PackedLinear
 
-# Candidate row counts. Separate kernels compute fewer than 4 rows.
+# Candidate numbers of rows in a call. None is below 4: separate kernels compute fewer
+# rows.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
 REFERENCE = 16  # rows of the reference calls, with which other calls are compared
-OUTPUTS = 250_000  # minimum outputs to compare, because few differ in bfloat16
-# Maximum multiplications in a tested call: some hundredths of a second on one core.
+# Minimum number of outputs to compare, because few differ in bfloat16.
+OUTPUTS = 250_000
+# Maximum number of multiplications in a tested call, which takes some hundredths of a
+# second on one core.
 MAX_PRODUCTS = 1e9
 
 # Elements per thread above which torch adds a thread (GRAIN_SIZE in TensorIterator.h).
 GRAIN = 32_768
-# The vector loops of all processors leave no remainder of a multiple of this many
-# elements: two vectors of bfloat16 with AVX512.
+# Row sizes that are multiples of this many elements leave no remainder for the vector
+# loops of any processor: two vectors of bfloat16 with AVX512.
 VECTORS = 64
 # Elementwise functions: all classes of this module of transformers, and these of torch.
 ACTIVATIONS = "transformers.activations"

@@ -26,9 +26,9 @@ from multiworld.serve.engine.compute.layer_code import (
 )
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
-MAX_SIZE = 256  # maximum size of a head
-SMALL = 64  # maximum size of a small head
-SHORT = 512  # maximum number of tokens of a short prompt
+MAX_SIZE = 256  # maximum head size
+SMALL = 64  # maximum head size in a step of a single sequence
+SHORT = 512  # maximum number of keys of a prefill chunk
 FLOAT32 = (torch.float32,)
 
 AttentionOf = Callable[[KvCache, Sequence[Rows]], Attention]
@@ -41,9 +41,9 @@ def compiled(otherwise: AttentionOf) -> AttentionOf:
 
 def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
     """Return the attention that is likely to be the fastest for a step."""
-    # torch's attention takes 0.5 to 0.8 times as long for chunks of long prompts (2,000
-    # keys, AVX512), 0.2 to 0.6 times for all chunks in bfloat16 (AMX), and 0.3 to 0.6
-    # times for a single row with large heads.
+    # torch's attention is faster in some cases. It takes 0.5 to 0.8 times as long for
+    # chunks of long prompts (2,000 keys, AVX512), 0.2 to 0.6 times for all chunks in
+    # bfloat16 (AMX), and 0.3 to 0.6 times for a single row with large heads.
     is_long = any(r.count > 1 and r.begin + r.count > SHORT for r in rows)
     if is_long or not can_run():
         return StepAttention(cache, rows)
@@ -68,7 +68,8 @@ class CompiledAttention(Attention):
         self._attend = library().multiworld_attend
         self._threads = torch.get_num_threads()
         self._other: Attention | None = None
-        # By shapes and strides, which most layers share; None: ``otherwise`` is used.
+        # Forms of calls, by shapes and strides; most layers share one. None: the C code
+        # does not support the call, so ``otherwise`` computes it.
         self._forms: dict[object, Form | None] = {}
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -117,7 +118,7 @@ class CompiledAttention(Attention):
             return None
         if query.dtype not in self._dtypes or {key.dtype, value.dtype} != {query.dtype}:
             return None
-        # The C code does not check its arguments.
+        # Check the arguments here, because the C code does not.
         same = len(key) == len(value) and query.shape[2] == key.shape[2]
         if not same or not len(key) or len(query) % len(key):
             shapes = ", ".join(str(tuple(each.shape)) for each in given)

@@ -29,9 +29,10 @@ from multiworld.serve.engine.models.integer_linear import IntegerLinear
 
 logger = logging.getLogger("multiworld.serve")
 
-# Maximum errors in the trial, relative to what a layer adds to a row. In int8, the last
-# bit of a norm can change an integer. SmolLM2 has an error of 3e-4 in int8, 1e-6 in
-# float32, and 4e-3 in bfloat16. GELU in place of SiLU causes an error of 8e-2.
+# Maximum errors in the trial, relative to what a layer adds to a row. In int8, an error
+# in the last bit of a norm can change an integer. SmolLM2 has errors of 3e-4 in int8,
+# 1e-6 in float32, and 4e-3 in bfloat16. A wrong activation (GELU instead of SiLU)
+# causes an error of 8e-2.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 INT8_TOLERANCE = 3e-3
 
@@ -60,7 +61,8 @@ class CompiledLayer:
         self._after = _Norm(layer.post_attention_layernorm)
         own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         norms = [None if norm is None else _Norm(norm) for norm in own]
-        self._norms = norms  # keeps the weights alive, whose addresses follow
+        # Keeps the weights alive whose addresses are in ``_weights``.
+        self._norms = norms
         self._weights = [0 if norm is None else norm.address for norm in norms]
         self._epsilon = norms[0].epsilon if norms[0] is not None else 0.0
         self._code = library()
@@ -167,8 +169,8 @@ class _Trial(Attention):
             each.repeat_interleave(len(query) // len(each), 0)
             for each in (call.key, call.value)
         )
-        # The dot product of a row's query and key would hide wrong rotations, because
-        # rotating both does not change it.
+        # Do not use the dot product of a row's query and key: it would hide wrong
+        # rotations, because rotating both in the same way does not change it.
         found = value * query.tanh() + key.tanh()
         return found.transpose(0, 1).contiguous()
 
@@ -211,7 +213,8 @@ def _has_parts(layer: nn.Module) -> bool:
         return False
     width, inner = attention.o_proj.out_features, mlp.gate_proj.out_features
     key, value = (each.out_features for each in (attention.k_proj, attention.v_proj))
-    # In some models ``q_proj`` computes gates, too.
+    # In some models ``q_proj`` also computes gates, and then has more outputs than
+    # ``o_proj`` has inputs.
     is_square = getattr(attention.o_proj, "in_features", None) == (
         attention.q_proj.out_features
     )
@@ -263,7 +266,8 @@ def compile_layers(stage: Any) -> int:
 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
-        # Near and far positions: some models scale queries from a certain position on.
+        # Test both near and far positions: some models scale queries from a certain
+        # position on.
         last = stage.max_positions
         positions = torch.tensor([1, 3, last // 2, 2 * last])
         given = stage.example(len(positions), 0)
@@ -273,7 +277,8 @@ def compile_layers(stage: Any) -> int:
     finally:
         for handle in handles:
             handle.remove()
-        # A far position changes some rotary embeddings; near positions reset them.
+        # A far position changes some rotary embeddings; computing near positions resets
+        # them.
         positions = torch.arange(4)
         stage(stage.example(4, 0), positions, _Trial(), positions[:1])
     return sum(_replace(stage, trial, call) for call in calls)
@@ -287,7 +292,7 @@ def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
     made = CompiledLayer(call.layer, stage.attend, options)
     if not isinstance(call.found, Tensor) or call.found.shape != call.hidden.shape:
         return False
-    # A large row would hide what the layer adds to it, so rows are scaled down. Scaling
+    # Scale rows down, because a large row would hide what the layer adds to it. Scaling
     # does not change what is added, because the layer normalizes its input.
     added, size = _norms(call.found - call.hidden), _norms(call.hidden)
     if not (added > 0.0).all() or not _is_silu(call.layer.mlp.act_fn):

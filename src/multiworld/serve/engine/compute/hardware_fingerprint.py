@@ -25,7 +25,7 @@ def processor() -> str:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if not line.strip():
-            break  # the other cores are the same
+            break  # read only the first core, because the others are the same
         found[name.strip()] = value.strip()
     names = ("model name", "cpu family", "model", "stepping")
     return " ".join(found.get(name, "") for name in names)
@@ -52,7 +52,7 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         if kept["name"] == name:
             return [int(size) for size in kept["sizes"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not cached yet, or the file is damaged
+        pass  # the sizes are not cached yet, or the file is damaged
     sizes = find()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,5 +60,5 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         fresh.write_text(json.dumps({"name": name, "sizes": sizes}))
         fresh.replace(path)
     except OSError:
-        pass  # the sizes are measured again next time
+        pass  # the sizes could not be cached, and are measured again next time
     return sizes

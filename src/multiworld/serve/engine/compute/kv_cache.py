@@ -21,11 +21,11 @@ from torch.nn import functional
 from multiworld.serve.engine.compute.kv_memory import SLOTS, KvMemory, Run
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
-# Keys and values by layer, [key heads, tokens, size] each, on the host.
+# Keys and values by layer, on the host; both are [key heads, tokens, size].
 Layers = dict[int, tuple[Tensor, Tensor]]
 
-# Minimum number of rows, for fast matmul kernels. In bfloat16 on an EPYC with 300 keys,
-# one row takes 292 us, and four take 46 us.
+# Minimum number of rows of a matmul, because kernels for fewer are slow. In bfloat16 on
+# an EPYC with 300 keys, one row takes 292 us, and four rows take 46 us.
 MIN_ROWS = 4
 
 
@@ -68,7 +68,7 @@ class KvCache:
         self,
         block_size: int = 16,
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
-        granule: int | None = None,  # None: ``block_size``
+        granule: int | None = None,  # None: use ``block_size``
     ) -> None:
         self.block_size = block_size
         self.granule = block_size if granule is None else granule
@@ -106,7 +106,7 @@ class KvCache:
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values, [key heads, rows, size]; return the full sequence."""
         end = rows.begin + rows.count
-        # Memory after the end, up to ``room``, has arbitrary values, but no NaN.
+        # The memory between the end and ``room`` has arbitrary values, but no NaN.
         needed = max(end, room)
         self._memory.make_room(rows.sequence, needed, is_exact=room > 0)
         keys, values = self._memory.of(rows.sequence, layer, (key, value))
@@ -123,8 +123,9 @@ class KvCache:
         self, rows: Sequence[Rows], layer: int, like: tuple[Tensor, Tensor]
     ) -> array[int]:
         """Return the ``Rows`` of the C code: six numbers for each sequence."""
-        # Addresses of its keys and of its values, their capacity in tokens, position of
-        # its first row, number of its rows, and number of rows before it in the step.
+        # The numbers are the addresses of its keys and of its values, their capacity in
+        # tokens, the position of its first row, the number of its rows, and the number
+        # of rows before it in the step.
         found, offset = array("q"), 0
         for each in rows:
             keys, values, room = self._memory.address(each.sequence, layer, like)
@@ -137,10 +138,11 @@ class KvCache:
     def batches(
         self,
         rows: Sequence[Rows],
-        # Maps a sequence's length to the number of tokens to allocate; a batch has only
-        # sequences with the same number.
+        # Maps a sequence's length to the number of tokens to allocate. All sequences of
+        # a batch have the same number.
         room: Callable[[int], int] | None = None,
-        max_count: int = SLOTS,  # maximum sequences in a batch; the minimum is 2
+        # Maximum number of sequences in a batch; the minimum is 2.
+        max_count: int = SLOTS,
     ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
         """Allocate memory; return the step's batches, and other rows with offsets."""
         single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
@@ -172,7 +174,7 @@ class KvCache:
         self, batch: Batch, layer: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Append a batch; return its memory, [sequences, key heads, tokens, size]."""
-        # Memory after the end of a sequence has arbitrary values, but no NaN.
+        # The memory after the end of a sequence has arbitrary values, but no NaN.
         memory = self._memory.of_run(batch.run, layer, (key, value))
         end = batch.run.slot + len(batch.at)
         for whole, new in zip(memory, (key, value), strict=True):
@@ -289,9 +291,9 @@ def of_single_rows(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return the attention of one row of each sequence, [sequences, heads, size]."""
-    # Keys: [sequences, key heads, tokens, size]. Query heads that share keys are
-    # computed as rows of one head: bfloat16 matmuls with one row are several times
-    # slower.
+    # Keys and values are [sequences, key heads, tokens, size]. Query heads that share
+    # keys become rows of one head, because bfloat16 matmuls with a single row are
+    # several times slower.
     sequences, heads = key.shape[:2]
     group = len(query) // heads
     rows = query.transpose(0, 1).reshape(sequences, heads, group, -1)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from multiworld.serve.text.engine_limits import GROWTH
 
-# Maximum number of sequences in a slab. SmolLM2 in float32 on two cores with 160 keys:
-# one row takes 47 us, four rows together 100 us, and eight 160 us.
+# Maximum number of sequences in a slab. For SmolLM2 in float32 on two cores with 160
+# keys, one row takes 47 us, four rows together take 100 us, and eight take 160 us.
 SLOTS = 4
-# Maximum tokens in a slab: with more, attention is limited by arithmetic, not by calls.
+# Maximum number of tokens in a slab of several sequences: with more, attention is
+# limited by arithmetic, not by the number of calls.
 SHARED_TOKENS = 1024
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -79,7 +80,7 @@ class KvMemory:
         if found is not None and found[0].tokens >= tokens:
             return
         size = -(-tokens // self._block_size) * self._block_size
-        if not is_exact:  # exact sizes are only rounded up to blocks
+        if not is_exact:  # an exact size is only rounded up to whole blocks
             size = self.size_for(tokens)
         size_class = self._size_classes.setdefault(size, _SizeClass(size))
         number, slot = divmod(len(size_class.sequences), size_class.slots)
@@ -165,7 +166,8 @@ class KvMemory:
         slab = size_class.slabs[number]
         found = slab.get(layer)
         if found is None:
-            # The system allocates memory only when it is written to.
+            # Untouched parts cost nothing: the system provides memory only when it is
+            # written to.
             keys, values = (
                 torch.empty(
                     (

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("layers.c")
 
 DTYPES = (torch.float32, torch.bfloat16)
-LANES = 8  # numbers in a vector; sizes of rows and heads are multiples of it
+LANES = 8  # numbers in a vector; the sizes of rows and heads must be multiples of it
 
 DIGEST = "a1483ae402855df4"
 """Result of ``digest`` on every processor."""
 
-_TOKENS, _SIZE = 120, 64  # tokens and head size of the inputs of ``digest``
+_TOKENS, _SIZE = 120, 64  # number of tokens, and head size, of the inputs of ``digest``
 
 
 class Form(ctypes.Structure):
@@ -100,7 +100,7 @@ def _results(dtype: torch.dtype) -> tuple[Tensor, ...]:
     given = [each.data_ptr() for each in (query, key, value)]
     at = rows.buffer_info()[0]
     code.multiworld_attend(ctypes.addressof(form), *given, at, 1, found.data_ptr(), 1)
-    # The same numbers, as hidden states: [120, 6 x 64] and [120, 2 x 64].
+    # Use the same numbers as hidden states: [120, 6 x 64] and [120, 2 x 64].
     wide, narrow = query.flatten(), key.flatten()
     both, normed = torch.empty_like(wide), torch.empty_like(wide)
     weight, x, out = value.data_ptr(), wide.data_ptr(), normed.data_ptr()

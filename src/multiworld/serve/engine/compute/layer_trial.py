@@ -12,7 +12,8 @@ from torch import Tensor
 from multiworld.errors import ModelFailedError
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
-Part = tuple[int, int]  # sequence (0 or 1), and number of its next rows
+# Number of the sequence (0 or 1), and number of its next rows to compute.
+Part = tuple[int, int]
 
 # Ways to divide 64 rows of sequence 0 into steps, some with rows of sequence 1.
 STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (

@@ -16,8 +16,9 @@ from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.bfloat16_products import instructions
 from multiworld.serve.engine.models.packed_linear import packed_product
 
-SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
-EMULATED = 100.0  # result if oneDNN cannot even pack the weights
+# Width and rows of the timed matmul, and number of its runs.
+SIZE, ROWS, RUNS = 1024, 16, 9
+EMULATED = 100.0  # the result if oneDNN cannot even pack the weights
 # Environment variables that restrict the instructions in use.
 VARIABLES = (
     "MULTIWORLD_COMPILE",
@@ -29,7 +30,7 @@ VARIABLES = (
 
 def bfloat16_cost() -> float:
     """Return the time of a bfloat16 matmul as a multiple of the float32 time."""
-    # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
+    # Measure once per hardware fingerprint, in about 0.1 s, on one thread.
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(
         f"bfloat16 beside float32 in percent, products {instructions()}, {played}",

@@ -33,9 +33,9 @@ from multiworld.serve.engine.models.attention import Attention, AttentionCall
 
 logger = logging.getLogger("multiworld.serve")
 
-MIN_PAGES = 64  # minimum number of pages to allocate
-# Reserved pages: ``ZERO`` always contains zeros and pads tables; padding rows of a step
-# are written to ``SCRATCH``.
+MIN_PAGES = 64  # minimum number of pages of a layer
+# Reserved pages. ``ZERO`` always contains zeros, and pads page tables. ``SCRATCH``
+# receives the keys and values of a step's padding rows.
 ZERO, SCRATCH = RESERVED = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
@@ -46,7 +46,7 @@ def torch_kernel() -> Callable[..., Tensor] | None:
     try:
         # Imported late, because the import loads torch's compiler (1 s, 100 MB).
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # this torch is built without it
+    except ImportError:  # torch was built without this kernel
         return None
     kernel = cast("Callable[..., Tensor]", varlen_attn)
     takes_pages = "block_table" in inspect.signature(kernel).parameters
@@ -61,9 +61,10 @@ class PagedKvCache:
     ) -> None:
         self.page_size = self.granule = page_size
         self.transfers = transfers
-        # Initial number of pages of a layer; doubled when they do not suffice.
+        # Initial number of pages of a layer. It is doubled whenever the pages are used
+        # up.
         needed = len(RESERVED) - (-tokens // page_size)
-        self.count = max(MIN_PAGES, needed)  # pages of a layer
+        self.count = max(MIN_PAGES, needed)  # current number of pages of a layer
         self._free = list(range(len(RESERVED), self.count))
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
@@ -124,7 +125,8 @@ class PagedKvCache:
         def doubled(pages: Tensor) -> Tensor:
             return torch.cat([pages, torch.zeros_like(pages)])
 
-        # Memory may run out, so replace the pages of all layers at once, or of none.
+        # Replace the pages of all layers at once, or of none, because memory may run
+        # out.
         self._pools = {
             layer: (doubled(keys), doubled(values))
             for layer, (keys, values) in self._pools.items()
@@ -254,7 +256,8 @@ class PagedAttention(Attention):
         )
         self._others = [n for n, each in enumerate(rows) if each.count > 1]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
-        # Tables of the sequences with one row, and masks of their keys, by window.
+        # For the sequences with one row, by attention window: their page tables, and
+        # the masks of their keys.
         self._singles_by: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -321,8 +324,8 @@ class SingleRowsAttention(Attention):
     def __init__(
         self,
         cache: PagedKvCache,
-        slots: Tensor,  # of the rows, [rows], int64
-        ends: Tensor,  # lengths of the sequences, their rows included, [rows]
+        slots: Tensor,  # positions of the rows' tokens in the pool, [rows], int64
+        ends: Tensor,  # lengths of the sequences, including their new rows, [rows]
         table: Tensor,  # pages of each sequence, [rows, pages], int32
     ) -> None:
         self._cache, self._slots, self._table = cache, slots, table
@@ -403,7 +406,8 @@ def over_pages(
     window: int | None,
 ) -> Tensor:
     """Return the attention of rows, [rows, heads, size], by torch's kernel."""
-    # One split, so that a row's bits do not depend on the lengths of other sequences.
+    # Do not split the keys (``num_splits``): the bits of a row would otherwise depend
+    # on the lengths of other sequences.
     kernel = torch_kernel()
     assert kernel is not None
     return kernel(

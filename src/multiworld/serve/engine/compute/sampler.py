@@ -42,15 +42,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, threshold
 
-if TYPE_CHECKING:  # names and meanings are vLLM's
+if TYPE_CHECKING:  # the names of the parameters, and their meanings, are vLLM's
     from multiworld.serve.wire.generation_messages import Sampling as Parameters
 
-BLOCK = 128  # words of the vocabulary in a block
-COLUMN = 16  # words of a column; columns are compared by their largest words first
-FEW = 64  # likeliest words that ``top_k`` and ``top_p`` consider first
-# Bytes of logits whose probabilities are computed at a time, to stay in the cache.
+BLOCK = 128  # number of words of the vocabulary in a block
+# Number of words in a column; only the columns with the largest maxima are searched.
+COLUMN = 16
+FEW = 64  # number of likeliest words that ``top_k`` and ``top_p`` consider first
+# Maximum bytes of logits whose probabilities are computed at once, so that they stay in
+# the cache.
 CHUNK_BYTES = 4 * 2**20
-WORDS = 2**32  # number of the first word's clock; the clocks of blocks start at 0
+# Number of the first word's random clock. The clocks of blocks have the numbers from 0
+# on, so that no number is used twice.
+WORDS = 2**32
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0, as in vLLM
 
 # Values that each byte of a mask adds to the logits of its eight words.
@@ -78,7 +82,8 @@ class TokenHistory:
         prompt: int,
         ends: Sequence[int] = (),
     ) -> None:
-        # ``prompt``: its number of tokens; ``ends``: tokens that end the sequence.
+        # ``prompt`` is its number of tokens; ``ends`` are the tokens that end the
+        # sequence.
         self.parameters, self.prompt, self.ends = parameters, prompt, tuple(ends)
         self.tokens = list(tokens)
         self._presence = float(parameters.presence_penalty)
@@ -170,8 +175,9 @@ def sample(
     masks: Sequence[Tensor | None] = (),
 ) -> list[Choice | ValueError]:
     """Return each sequence's next token, or a ValueError if none can be sampled."""
-    # ``masks``: empty, or one mask per sequence, with the words that its structure
-    # allows: a bit each, lowest first, [vocabulary / 8 or more], uint8; None: all.
+    # ``masks`` is empty, or has one mask per sequence. A mask has a bit for each word
+    # that the sequence's structure allows, lowest bit first: [vocabulary / 8 or more],
+    # uint8. None: all words are allowed.
     width = logits.shape[-1]
     foreign = [n for n, h in enumerate(histories) if not h.is_within(width)]
     if foreign:
@@ -182,7 +188,8 @@ def sample(
     before = _adjust(logits, histories, masks)
     blocks = _blocks(logits)
     maxima = blocks.amax(-1)
-    largest: list[float] = maxima.amax(-1).tolist()  # NaN if any logit is
+    # NaN if any logit of the row is NaN.
+    largest: list[float] = maxima.amax(-1).tolist()
     rows = [row for row, one in enumerate(largest) if math.isfinite(one)]
     tokens: dict[int, int] = {}
     greedy, few, many = _kinds(rows, histories)
@@ -232,16 +239,16 @@ def _adjust(
     logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """Apply masks, biases, penalties and ``min_tokens`` to logits."""
-    # Returns the overwritten logits, except those that masks changed, as indices and
-    # values, in order. Here index_select and scatter_ are 4 to 10 times as fast as
-    # indexing.
+    # Returns the logits that were overwritten, except by masks, as indices and values,
+    # in the order of the changes. Here index_select and scatter_ are 4 to 10 times as
+    # fast as indexing.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
             row += _BITS.index_select(0, mask.to(torch.int32)).flatten()[: len(row)]
     flat, width = logits.view(-1), logits.shape[-1]
     biased = [(n * width, h.bias) for n, h in enumerate(histories) if h.bias]
-    if biased:  # before the penalties, as in vLLM
+    if biased:  # biases come before the penalties, as in vLLM
         places = torch.cat([at + words for at, (words, _) in biased])
         changes.append((places, found := flat.index_select(0, places)))
         found = found + torch.cat([values for _, (_, values) in biased])
@@ -265,7 +272,8 @@ def _adjust(
             places = n * width + torch.tensor(ends, dtype=torch.int64)
             values = flat[places]
             flat[places] = -math.inf
-            if float(logits[n].amax()) == -math.inf:  # a structure allows only the end
+            if float(logits[n].amax()) == -math.inf:
+                # The structure allows only end tokens, so allow them.
                 flat[places] = values
             else:
                 changes.append((places, values))
@@ -308,7 +316,7 @@ def _largest(blocks: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     which = maxima.topk(min(FEW, maxima.shape[-1]), sorted=False).indices
     at = which + torch.arange(len(blocks))[:, None] * blocks.shape[1]
     largest = blocks.reshape(-1, BLOCK).index_select(0, at.flatten())
-    # The FEW largest of all are in the columns with the largest maxima.
+    # The FEW largest values of a row are in the FEW columns with the largest maxima.
     columns = largest.view(len(blocks), COLUMN, -1)
     width = columns.shape[2]
     first = columns.amax(1).topk(min(FEW, width), sorted=False).indices
@@ -334,8 +342,8 @@ def _drawn_of_few(
     likely *= (found >= last) & (
         likely >= _column([p.min_p for p in parameters]) * likely[:, :1]
     )
-    # A word remains if the likelier words sum to less than top_p; the first always
-    # remains.
+    # A word remains if the likelier words sum to less than ``top_p``. The likeliest
+    # word always remains.
     sums = likely.cumsum(-1)
     top_p = _column([p.top_p for p in parameters])
     kept = (sums - likely < top_p * sums[:, -1:]) & (likely > 0)
@@ -345,7 +353,8 @@ def _drawn_of_few(
     chosen = _drawn_by_word(likely, words, _hashes([histories[i] for i in rows]))
     has_more = (found[:, -1:] == last)[:, 0].tolist()
     triples = zip(rows, chosen, has_more, strict=True)
-    # In rows left out, more than FEW words may be as likely as the last one kept.
+    # A row is left out if its FEWth word is as likely as the last word that ``top_k``
+    # keeps, because further words may be, too.
     return {i: token for i, token, more in triples if not more}
 
 
@@ -389,7 +398,8 @@ def _drawn_of_likeliest(
     parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], hashes: Tensor
 ) -> list[int | None]:
     """Draw words for rows in which at most FEW words remain; None for others."""
-    # ``parts``: probabilities, [rows, blocks, BLOCK]; ``whole``: their sums, [rows, 1].
+    # ``parts`` are probabilities, [rows, blocks, BLOCK]; ``whole`` are their sums,
+    # [rows, 1].
     found, words = _largest(parts, parts.amax(-1))
     likely = found.double()
     min_p = _column([p.min_p for p in parameters])
@@ -403,11 +413,11 @@ def _drawn_of_likeliest(
     is_known = (
         (is_min_known | (min_p == 0))
         & (last < FEW)
-        & (likely[:, -1:] < bound)  # so that no other word is as likely
+        & (likely[:, -1:] < bound)  # so that no word outside ``found`` is as likely
         & (_column([p.top_k for p in parameters], torch.int64) == 0)
     )
     chosen = _drawn_by_word(likely * (likely >= bound), words, hashes)
-    # None: more words remain, or ``top_k`` is not small.
+    # A row gets None if words outside ``found`` may remain, or if it has a ``top_k``.
     pairs = zip(chosen, is_known[:, 0].tolist(), strict=True)
     return [word if is_sure else None for word, is_sure in pairs]
 
@@ -424,7 +434,8 @@ def _drawn_by_block(parts: Tensor, sums: Tensor, hashes: Tensor) -> list[int]:
 
 def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
     """Draw one of a few words for each row, as ``_drawn_by_block`` would."""
-    # ``likely``: float64, [rows, words]; ``words``: their numbers in the vocabulary.
+    # ``likely`` are probabilities, float64, [rows, words]; ``words`` are the words'
+    # numbers in the vocabulary.
     blocks = words // BLOCK
     sums = likely.new_zeros(len(words), int(blocks.amax()) + 1)
     sums.scatter_add_(1, blocks, likely)
@@ -438,7 +449,7 @@ def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
 
 def _threshold(likely: Tensor, parameters: Parameters) -> float:
     """Return the probability of the least likely word that remains; 0: all remain."""
-    # ``likely``: [vocabulary, padded to blocks], float32.
+    # ``likely`` is [vocabulary, padded to whole blocks], float32.
     min_probability = 0.0
     top_k, top_p = parameters.top_k, parameters.top_p
     maxima = likely.view(-1, BLOCK).amax(-1)
@@ -458,19 +469,21 @@ def _nucleus(
     likely: Tensor, maxima: Tensor, min_probability: float, top_p: float
 ) -> float:
     """Return the largest threshold at which the remaining words reach ``top_p``."""
-    # ``top_p`` is the share of the words at or above the threshold, among the words at
-    # or above ``min_probability``.
+    # ``top_p`` is reached if the words at or above the threshold have this share of the
+    # probability of all words at or above ``min_probability``.
     whole = _mass(likely, min_probability)
     goal = top_p * whole
     found, _ = _largest(likely.view(1, -1, BLOCK), maxima[None])
     sums = found[0].double().cumsum(0)
     if float(sums[-1]) >= goal:
         return float(found[0, int(torch.searchsorted(sums, goal))])
-    # All words below ``small`` together have less than whole - goal, so none remains.
+    # All words less likely than ``small`` together have less than ``whole - goal``, so
+    # the threshold is not below ``small``.
     small = 0.99 * (whole - goal) / len(likely)
     low, high = _bits(max(min_probability, small)), _bits(float(found[0, -1])) + 1
     below, above = _mass(likely, _float(low)), float(sums[-1])
-    # With only one word in between, any threshold there keeps the same words.
+    # Stop if at most one word lies in between: any threshold there then keeps the same
+    # words.
     while high - low > 1 and below - above > 1.5 * _float(low):
         middle = (low + high) // 2
         mass = _mass(likely, _float(middle))
@@ -485,7 +498,8 @@ def _mass(likely: Tensor, min_probability: float) -> float:
     """Return the sum of all probabilities at or above ``min_probability``."""
     if min_probability > 0:
         likely = threshold(likely, _below(min_probability), 0.0)
-    # By blocks: a sum of more than 32,768 numbers depends on the number of threads.
+    # Sum by blocks, because torch divides a sum of more than 32,768 numbers between its
+    # threads, so that the result would depend on their number.
     return float(likely.view(-1, BLOCK).sum(-1).double().sum())
 
 
@@ -548,13 +562,13 @@ def hash_of(seed: int, choice: int, index: int) -> int:
 
 def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
     """Return exponential variates with mean 1, float64, [rows, numbers]."""
-    # ``hashes``: [rows, 1], int64; ``numbers``: [rows or 1, numbers], int64, 0 or more.
-    # SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014).
+    # ``hashes`` are [rows, 1], int64; ``numbers`` are [rows or 1, numbers], int64, 0 or
+    # more. This is SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014).
     mixed = hashes + (numbers + 1) * _GAMMA
     mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
     mixed = mixed ^ _shifted(mixed, 31)
-    # In (0, 1): 52 random bits, plus half of the last one.
+    # Numbers in (0, 1): 52 random bits, plus half of the last bit, so that none is 0.
     uniform = (_shifted(mixed, 12).double() + 0.5) * 2.0**-52
     return uniform.log().neg()
 

@@ -55,11 +55,12 @@ from multiworld.serve.wire.protocol import Key, StreamId
 
 logger = logging.getLogger("multiworld.serve")
 
-# Maximum number of prompt rows scored in one call, which copies their logits.
+# Maximum number of prompt rows that are scored in one call, because it copies their
+# logits.
 SCORED_AT_ONCE = 32
 
-# (Rows, positions, attention, wanted) to hidden states or logits:
-# ``DecoderStage.forward``. Sampling overwrites the logits.
+# The signature of ``DecoderStage.forward``: (rows, positions, attention, wanted) to
+# hidden states, or logits in the last stage. Sampling overwrites the logits.
 StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
 
 
@@ -70,7 +71,8 @@ class Tail:
     start: SequenceStart
     history: TokenHistory
     matcher: Matcher | None = None
-    # Log-probabilities of its prompt's tokens so far, if requested.
+    # Log-probabilities of the prompt's tokens that are scored so far, if they are
+    # requested.
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
         default_factory=list
     )
@@ -83,7 +85,7 @@ class Tail:
     def prepare(self, part: StepPart) -> Tensor | None:
         """Return a mask of the tokens that a structure allows next; None: all."""
         count = part.begin + part.count
-        self.history.truncate(count)  # later tokens are sampled again
+        self.history.truncate(count)  # tokens after these are sampled again
         if self.matcher is None:
             return None
         self.matcher.truncate(count - self.start.prompt)
@@ -105,11 +107,12 @@ class Computed:
     """Results of a step."""
 
     parts: tuple[StepPart, ...]
-    hidden: Tensor | None = None  # of all rows, [rows, hidden]; None in the last stage
+    # Hidden states of all rows, [rows, hidden]; None in the last stage.
+    hidden: Tensor | None = None
     tokens: tuple[TokenItem, ...] = ()
-    # Sequences for which the model raised an error.
+    # Sequences that failed, with the errors that the model raised for them.
     failed: tuple[tuple[Key, Exception], ...] = ()
-    # Copies of blocks to cache. They lack output rows that earlier steps computed.
+    # Copies of blocks to cache. They lack the output rows that earlier steps computed.
     blocks: tuple[tuple[BlockSpan, Block], ...] = ()
 
     def rows(self) -> dict[Key, Tensor]:
@@ -125,10 +128,11 @@ class Chores:
     """Tasks for an engine before its next step."""
 
     free: Sequence[StreamId] = ()
-    drop: Sequence[StreamId] = ()  # their KV blocks are freed, and recomputed later
-    # Sequences that start, or continue as another attempt.
+    # The KV blocks of these sequences are freed, and recomputed later.
+    drop: Sequence[StreamId] = ()
+    # Sequences that start here, or whose next attempt starts.
     open: Sequence[tuple[SequenceStart, Matcher | None]] = ()
-    # Cached blocks that a stream starts with, and their number of tokens, by stream.
+    # By stream: the cached blocks with which it starts, and their number of tokens.
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -139,9 +143,11 @@ def engine_of(
     *,
     is_last: bool,
     model: Generation,
-    is_deterministic: bool,  # raises ModelFailedError if impossible
-    transfers: Transfers = HOST,  # to the device that the stage was loaded on
-    tokens: int = 0,  # initial capacity of the KV cache, on a GPU
+    # If it cannot be guaranteed, ``ModelFailedError`` is raised.
+    is_deterministic: bool,
+    # Copies tensors to the device that the stage was loaded on.
+    transfers: Transfers = HOST,
+    tokens: int = 0,  # initial capacity of the KV cache in tokens, on a GPU
 ) -> StageEngine:
     """Return the engine of a loaded stage; on a CPU its weights are packed."""
     if not transfers.is_host:
@@ -166,7 +172,7 @@ def engine_of(
     if not is_deterministic:
         cache = KvCache(attention=fastest)
         return StageEngine(function, is_last, model, cache, transfers)
-    # Until the first step, use the granule of the largest piece.
+    # The first step sets the granule. Until then, use the one of the largest piece.
     attention = compiled(InvariantAttention)
     make = functools.partial(KvCache, attention=attention, granule=PIECE)
     if is_module and hasattr(function, "example"):
@@ -208,14 +214,14 @@ class StageEngine:
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute a step; if it fails, compute each of its parts separately."""
-        # ``rows``: token ids, [rows], or hidden states, [rows, hidden].
+        # ``rows`` are token ids, [rows], or hidden states, [rows, hidden].
         is_retried = False
         try:
             with torch.inference_mode():
                 return self._compute(parts, rows)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and self.graphs is not None:
-                is_retried = self.graphs.clear()  # then retry
+                is_retried = self.graphs.clear()  # True if that freed memory
             if len(parts) == 1 and not is_retried:
                 _log(error)
                 return Computed((), failed=((parts[0].key, error),))
@@ -235,13 +241,13 @@ class StageEngine:
 
     def with_blocks(self, found: Computed, spans: Sequence[BlockSpan]) -> Computed:
         """Return the results of a step with copies of the blocks that it completed."""
-        # Call this before the next chores, which may free the memory of the blocks.
+        # Call this before the next ``tidy``, which may free the memory of the blocks.
         parts, outputs = {part.key: part for part in found.parts}, found.rows()
         blocks: list[tuple[BlockSpan, Block]] = []
         for span in spans:
             part, rows = parts.get(span.key), outputs.get(span.key)
             if part is None:
-                continue  # this part failed
+                continue  # computing this part failed
             if rows is not None:
                 first = max(0, span.begin - part.begin)
                 rows = rows[first : span.end - part.begin].clone()
@@ -292,7 +298,7 @@ class StageEngine:
                     self._score(part, found[begin:end])
                 if part.samples:
                     asking.append((part, end - 1, tail.prepare(part)))
-            except Exception as error:  # affects only this sequence
+            except Exception as error:  # an error here fails only this sequence
                 failed[part.key] = error
         last = [row for _, row, _ in asking]
         chosen = sample(
@@ -326,7 +332,7 @@ class StageEngine:
     def _score(self, part: StepPart, logits: Tensor) -> None:
         """Record the log-probabilities of the prompt tokens that follow these rows."""
         tail = self._tails[part.key[:2]]
-        del tail.scored[part.begin :]  # these scores are recomputed
+        del tail.scored[part.begin :]  # this and later tokens are scored again
         most = tail.start.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.start.prompt - 1)
         for begin in range(part.begin, end, SCORED_AT_ONCE):
@@ -343,8 +349,9 @@ class StageEngine:
 
 def _log(error: Exception) -> None:
     """Log why a sequence failed, unless that is expected."""
-    # Cancelled: the sequence ended before its structure was compiled.
+    # A CancelledError is expected: the sequence ended before its structure was
+    # compiled.
     if isinstance(error, InvalidRequestError):
-        logger.info("refused a sequence: %s", error)
+        logger.info("this stage refused a sequence: %s", error)
     elif not isinstance(error, MissingTokensError | CancelledError):
         logger.error("a sequence failed in this stage", exc_info=error)

@@ -34,20 +34,22 @@ from multiworld.serve.engine.compute.paged_kv_cache import (
 logger = logging.getLogger("multiworld.serve")
 
 Call = Callable[[], Tensor]
-# Records the kernels that a call launches; returns a call that launches them again and
+# Records the kernels that a call launches. Returns a call that launches them again and
 # returns the same tensor.
 Record = Callable[[Call], Call]
 
-# Minimum number of pages of a sequence, so that all short sequences use one graph.
+# Minimum number of pages of a sequence in a graph, so that all short sequences use the
+# same graphs.
 MIN_PAGES = 16
-# Maximum number of tokens that a graph attends to, padding included: graphs keep the
-# memory of the gathered keys and values of a layer.
+# Maximum number of tokens that a graph attends to, including padding: each graph keeps
+# the memory for one layer's gathered keys and values.
 MAX_TOKENS = 1 << 15
 
 
 def recorder(device: torch.device) -> Record:
     """Return the recorder of a GPU."""
-    # Its graphs share memory, so copy the result of a graph before another graph runs.
+    # All its graphs share memory, so the caller must copy a graph's result before
+    # another graph runs.
     last: weakref.ref[torch.cuda.CUDAGraph] | None = None
     stream: torch.cuda.Stream | None = None
 
@@ -56,12 +58,14 @@ def recorder(device: torch.device) -> Record:
         if stream is None:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         graph, other = torch.cuda.CUDAGraph(), None if last is None else last()
-        # The memory of a pool is freed with the last of its graphs.
+        # Use the memory pool of the latest graph that still exists: a pool is freed
+        # together with the last of its graphs.
         pool = None if other is None else other.pool()
         with torch.cuda.device(device):
             before = torch.cuda.current_stream()
             try:
-                # Other threads may use the GPU meanwhile.
+                # ``thread_local``, because other threads may use the GPU during the
+                # recording.
                 with torch.cuda.graph(
                     graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ):
@@ -107,7 +111,8 @@ class StepGraphs:
         if shape[0] * shape[1] * cache.page_size > MAX_TOKENS:
             return None
         cache.make_room(sequences)
-        if cache.count != self._count:  # the cache has grown, so its memory has moved
+        if cache.count != self._count:
+            # The cache has grown, so its memory has moved, and the graphs are invalid.
             self._count = cache.count
             self.clear()
         inputs = _inputs(cache, sequences, rows, *shape)
@@ -115,7 +120,8 @@ class StepGraphs:
         if step is None:
             step = _PaddedStep(self._function, cache, inputs)
             found = step.compute()
-            self._steps[shape] = step  # only now: it has succeeded
+            # Keep the step only now that it was computed without an error.
+            self._steps[shape] = step
         elif step.replay is None:
             padding = _inputs(cache, (), rows[:0], *shape)
             found = self._recorded(step, inputs, padding, len(rows))
@@ -131,14 +137,14 @@ class StepGraphs:
         assert self._record is not None
         replay: Call | None = None
         why = ""
-        # Record a step of padding rows. If the host makes decisions that depend on the
-        # rows, the graph repeats those for padding. Its results for the inputs are then
-        # wrong, and it is discarded.
+        # Record a step of padding rows only. If the host makes decisions that depend on
+        # the rows, the graph repeats those made for padding. Its results for ``inputs``
+        # are then wrong, and the graph is discarded.
         step.fill(padding)
         try:
             replay = self._record(step.compute)
         except torch.OutOfMemoryError:
-            pass  # try again in a later step
+            pass  # there is no memory for a graph now; a later step tries again
         except Exception as error:
             why = repr(error.__context__ or error)
         step.fill(inputs)
@@ -178,7 +184,8 @@ class _PaddedStep:
         self, function: Callable[..., Tensor], cache: PagedKvCache, inputs: _Inputs
     ) -> None:
         self._function, self._cache = function, cache
-        # Copies: on a CPU, an upload is the tensor itself.
+        # These tensors are copied, because an upload on a CPU returns the tensor
+        # itself.
         upload, hidden = cache.transfers.upload, inputs.hidden
         self._inputs = _Inputs(
             upload(inputs.numbers.clone()),

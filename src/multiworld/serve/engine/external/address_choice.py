@@ -22,9 +22,11 @@ from multiworld.serve.engine.external.whole_engine import (
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 5.0  # seconds between checks for a server without a replica
+# Seconds between checks whether a shared server can be exchanged for an unused one.
+LOOK_S = 5.0
 FAILED_S = 60.0  # seconds until a server that could not be used is tried again
-TOKEN_BYTES = 16  # bytes of a token id in an event, which may repeat the whole prompt
+# Bytes of a token id in a server-sent event, which may repeat the whole prompt.
+TOKEN_BYTES = 16
 MAX_CLAIMS = 64  # maximum number of replicas on this host that use one server
 
 
@@ -32,9 +34,10 @@ class ServerArguments(msgspec.Struct, forbid_unknown_fields=True):
     """``engine_args`` of ``engine: openai``."""
 
     urls: list[str]
-    model: str = ""  # name at the servers; empty: the only one they have
+    # Name of the model at the servers; empty: the only one that they serve.
+    model: str = ""
     api_key_env: str = ""  # environment variable with the API key; empty: none is sent
-    health: str = "/health"  # route that answers with 200 while a server serves
+    health: str = "/health"  # route that answers with status 200 while a server serves
 
 
 class _Model(msgspec.Struct):
@@ -56,20 +59,22 @@ class ServerChoice:
     def __init__(
         self,
         settings: EngineSettings,
-        # Raises EngineLostError if a server that answers cannot be used.
+        # Raises EngineLostError for a server that answers but cannot be used.
         check: Callable[[EngineServer], Awaitable[object]],
     ) -> None:
         self.args, self._check = _arguments(settings.args), check
         self._silence_s = 2 * settings.hung_s
         self._longest = settings.longest
-        # Replicas on several hosts do not all start with the same server.
+        # Start with another server in each replica, so that not all replicas use the
+        # first.
         number = settings.replica.rpartition("/")[2]
         first = int(number) % len(self.args.urls) if number.isdecimal() else 0
         self._urls = [*self.args.urls[first:], *self.args.urls[:first]]
         self._failed_at: dict[str, float] = {}
-        self._url = ""  # of the chosen server
+        self._url = ""  # address of the chosen server
         self._claim: socket.socket | None = None
-        self._number = 0  # of the claim, among claims to this server on this host
+        # Number of this replica's claim among the claims on this host to that server.
+        self._number = 0
 
     @property
     def is_shared(self) -> bool:
@@ -190,8 +195,7 @@ class ServerChoice:
 
     async def _unused_server(self) -> str:
         """Return a server that answers and that no replica uses; empty: none."""
-        # The other replicas may have left this replica's server; then it has no other
-        # user.
+        # If the other users of this replica's server have left it, stay there.
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:
@@ -209,7 +213,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except EngineLostError as error:  # a server that answers may not compute
+            except EngineLostError as error:  # the server answers, but cannot compute
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

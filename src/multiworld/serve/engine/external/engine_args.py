@@ -9,7 +9,8 @@ from typing import Any
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.engine.external.whole_engine import EngineSettings, Run
 
-# Arguments of any engine's server that would change its address or the names it serves.
+# Arguments that would change a server's address or the names that it serves, whatever
+# the engine.
 ELSEWHERE = (
     "uds",
     "root_path",

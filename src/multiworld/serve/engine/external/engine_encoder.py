@@ -53,11 +53,13 @@ RESERVED = dict.fromkeys(
 )
 
 ROUTE = "/v1/embeddings"
-LLAMA_ROWS = 8192  # maximum tokens of a text for llama.cpp
+LLAMA_ROWS = 8192  # maximum number of tokens of a text for llama.cpp
 LOOK_S = 0.5  # seconds between checks whether a process of the engine is stopped
-PROBE_S = 60.0  # seconds for the first answer of a server that somebody else runs
+# Seconds for the first answer of a server that this service did not start.
+PROBE_S = 60.0
 PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # seconds between requests to a busy server
-# Seconds to wait for the exit of this replica while its engine does not answer.
+# Seconds for which a request waits while the engine does not answer. Meanwhile, the
+# thread that watches the engine should have ended this replica.
 LOST_S = 30.0
 
 
@@ -117,7 +119,9 @@ _EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
 class EngineEncoder:
     """The function of an embedding stage, which calls the engine's server."""
 
-    is_on_host = True  # tensors stay on the host; only the server uses the device
+    # Tells the executor that inputs and outputs stay on the host; only the server uses
+    # the device.
+    is_on_host = True
 
     def __init__(self, engine: str, settings: EngineSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -126,7 +130,7 @@ class EngineEncoder:
             self._choice = ServerChoice(settings, self._check)
         else:
             refuse_reserved(settings.args, RESERVED)
-            _command_of(engine, settings, 0)  # checks the arguments
+            _command_of(engine, settings, 0)  # raises if the arguments are invalid
         self._loop: asyncio.Runner | None = None
         self._server: EngineServer | None = None
         self._model = settings.path  # name of the model at the server
@@ -135,7 +139,7 @@ class EngineEncoder:
 
     def started(self) -> EngineEncoder:
         """Start the server, or choose one; wait until it answers."""
-        self._loop = asyncio.Runner()  # the event loop of this thread
+        self._loop = asyncio.Runner()  # event loop of this replica's compute thread
         try:
             self._server = self._loop.run(self._found())
         except BaseException:
@@ -143,7 +147,7 @@ class EngineEncoder:
             raise
         lost = partial(_lost, self._server)
         if self._choice is not None:
-            # A client for the thread that watches.
+            # The thread that watches the server needs a client of its own.
             other = self._choice.client_of(self._server.url)
             lost = partial(_lost_elsewhere, self._choice, other)
         watch = threading.Thread(
@@ -191,7 +195,7 @@ class EngineEncoder:
         assert self._server is not None
         try:
             why = asyncio.run(lost())
-        except Exception as error:  # for instance, no file descriptor is left
+        except Exception as error:  # for instance, the process has too many open files
             why = f"it cannot be watched: {type(error).__name__}: {error}"
         logger.error("the engine is lost: %s; this replica exits", why)
         self._server.kill()
@@ -227,7 +231,7 @@ class EngineEncoder:
             data = await self._server.post(ROUTE, body)
         except RunFailedError:
             await self._wait_lost()
-            # The server had closed the idle connection, or was busy.
+            # The server is not lost: it had closed the idle connection, or was busy.
             try:
                 data = await self._later(body)
             except RunFailedError:
@@ -288,10 +292,11 @@ def _vector(text: str) -> Tensor:
 
 def _command_of(engine: str, settings: EngineSettings, port: int) -> list[str]:
     if engine == VLLM:
-        # One tenant must not find the cached prompts of another.
+        # The prefix cache is off, because one tenant could find out the prompts of
+        # another.
         own = {"runner": "pooling", "enable_prefix_caching": False}
         return vllm.server_command(settings, port, own)
-    # A text is computed in one piece, so it must fit into one physical batch.
+    # llama.cpp computes a text in one piece, so it must fit into one physical batch.
     folder = Path(settings.path).expanduser()
     config = read_json(folder / "config.json")
     rows = min(LLAMA_ROWS, max_length_of(folder, config))

@@ -22,7 +22,8 @@ class EngineFolder:
         made = Path(tempfile.mkdtemp(prefix="multiworld-new-"))
         self._lock = _open(made)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The folder gets this name only once it is locked.
+        # Give the folder a name with ``PREFIX`` only once it is locked: starting
+        # replicas remove unlocked folders with such names.
         self.path = made.rename(made.with_name(PREFIX + made.name.rpartition("-")[2]))
         _remove_unused(made.parent)
 
@@ -43,11 +44,11 @@ def _remove_unused(parent: Path) -> None:
         try:
             lock = _open(path)
         except OSError:
-            continue  # the folder belongs to another user, or is gone
+            continue  # the folder belongs to another user, or was removed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            pass  # its replica is still running
+            pass  # the replica that locked the folder is still running
         finally:
             os.close(lock)

@@ -27,12 +27,13 @@ from multiworld.serve.machines import leash
 from multiworld.serve.machines.usage import family_of
 
 END_S = 5.0  # seconds for an engine to exit before it is killed
-KILLED_S = 1.0  # seconds for a killed engine to disappear; it may hang in a driver
+# Seconds for a killed engine to disappear, because it may hang in a driver.
+KILLED_S = 1.0
 LAST_S = 1.0  # seconds to read the last output of an engine that has exited
 BURST = 2**20  # bytes of output that may go to the log at once
-RATE = 256  # further bytes of output a second that may go to the log
-LAST_LINES = 50  # number of last lines, which always go to the log
-LINE_BYTES = 2**16  # maximum bytes of a line
+RATE = 256  # bytes of output per second that may go to the log beyond that
+LAST_LINES = 50  # number of last lines of output, which always go to the log
+LINE_BYTES = 2**16  # maximum bytes of a line of output
 FAMILY_S = 1.0  # seconds for which the list of an engine's processes stays valid
 
 
@@ -59,7 +60,8 @@ def pass_on(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Write the lines of a pipe into the log, within the allowance, until its end."""
-    # llama.cpp writes a kilobyte for every token.
+    # The log has an allowance, because e.g. llama.cpp writes a kilobyte for every
+    # token.
     write = write or functools.partial(os.write, 2)
     allowance, last = Allowance(clock()), deque[bytes](maxlen=LAST_LINES)
 
@@ -88,7 +90,7 @@ class EngineProcess:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        cores: int = 0,  # cores for this engine alone; 0: it may use all
+        cores: int = 0,  # number of cores for this engine alone; 0: it may use all
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -137,7 +139,8 @@ class EngineProcess:
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
-        await asyncio.to_thread(self._output.join, LAST_S)  # its last output
+        # Wait for the engine's last output.
+        await asyncio.to_thread(self._output.join, LAST_S)
         return self._process.wait()
 
     def stopped_s(self) -> float:
@@ -175,7 +178,8 @@ class EngineProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._leash < 0:
-            return  # the number of the group may be reused
+            # The engine was released, and its process group's number may be reused.
+            return
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -210,7 +214,8 @@ class HeldPort:
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         while not self.number:
             number = free_port()
-            with contextlib.suppress(OSError):  # reserved by another engine
+            # Fails if another engine has reserved the port.
+            with contextlib.suppress(OSError):
                 self._claim.bind(f"\0multiworld engine port {number}")
                 self.number = number
 

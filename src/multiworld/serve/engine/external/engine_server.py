@@ -30,11 +30,13 @@ logger = logging.getLogger("multiworld.serve")
 
 HEALTH_S = 0.25  # seconds between health checks
 ANSWER_S = 5.0  # seconds for a server to accept a connection or answer a health check
-# Failed checks in a row after which somebody else's server is lost.
+# Number of failed health checks in a row after which a server that this service did not
+# start counts as lost.
 MAX_FAILED_CHECKS = 4
-MAX_LINE = 2**22  # bytes of a line of a stream; vLLM's first one repeats the prompt
-MAX_ANSWER = 2**24  # bytes of an answer that is not a stream
-MAX_ERROR = 500  # characters of a server's error that are reported
+# Maximum bytes of a line of a stream; vLLM's first line repeats the prompt.
+MAX_LINE = 2**22
+MAX_ANSWER = 2**24  # maximum bytes of an answer that is not a stream
+MAX_ERROR = 500  # maximum characters of a server's error that are reported
 
 
 class EngineServer:
@@ -56,7 +58,8 @@ class EngineServer:
     ) -> None:
         self.title, self.url, self._health = title, url, health
         self._silence_s, self._max_line = silence_s, max_line
-        self._busy_until = 0.0  # loop time until which Retry-After asks to wait
+        # Time of the event loop until which the server asked to wait (Retry-After).
+        self._busy_until = 0.0
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -81,7 +84,8 @@ class EngineServer:
     ) -> None:
         """Start the server as a child, and wait until it answers health checks."""
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
-        # A starting vLLM counts memory that another engine allocates as its own.
+        # Engines that share a GPU start one after the other: a starting vLLM would
+        # count memory that another engine allocates as its own.
         is_shared = settings.gpu_memory_share is not None
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
         try:
@@ -199,7 +203,8 @@ class EngineServer:
                 self.url + path,
                 data=msgspec.json.encode(body),
                 headers=self._headers | ORIGIN.get().headers,
-                timeout=_timeout(None),  # the replica's worker watches for silence
+                # No timeout, because the replica's worker watches for silence.
+                timeout=_timeout(None),
                 allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
@@ -213,7 +218,7 @@ class EngineServer:
                     yield data
         except (
             aiohttp.ClientError,
-            aiohttp.http.HttpProcessingError,  # a line is too long
+            aiohttp.http.HttpProcessingError,  # raised e.g. if a line is too long
             TimeoutError,
             OSError,
             ValueError,
@@ -229,7 +234,7 @@ class EngineServer:
             self._http = aiohttp.ClientSession(
                 timeout=_timeout(self._silence_s),
                 connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=self._max_line // 2,  # lines may be twice as long
+                read_bufsize=self._max_line // 2,  # a line may have twice this size
             )
         return self._http
 
@@ -273,7 +278,8 @@ class RefusedError(RunFailedError):
 
 BUSY = 429, 503
 MAX_WAIT_S = 60.0  # maximum seconds that a server may ask for with Retry-After
-LATER = 401, 403, 408  # worth another attempt; for instance, keys may change
+# Statuses after which another attempt may succeed; for instance, API keys may change.
+LATER = 401, 403, 408
 
 
 def wait_of(retry_after: str, now: float) -> float:

@@ -36,7 +36,9 @@ async def all_locked(kind: str, names: Iterable[str]) -> AsyncIterator[None]:
     held: list[int] = []
     try:
         try:
-            for name in sorted(set(names)):  # one order, to avoid deadlock
+            # Sorted, so that all processes take the locks in one order and cannot
+            # deadlock.
+            for name in sorted(set(names)):
                 while (lock := host_lock(kind, name)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
                 held.append(lock)

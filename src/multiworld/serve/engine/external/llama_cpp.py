@@ -19,7 +19,8 @@ from multiworld.serve.engine.external.token_server_engine import TokenServerEngi
 from multiworld.serve.engine.external.token_servers import LlamaCpp
 from multiworld.serve.engine.external.whole_engine import EngineSettings
 
-# Arguments that the service sets itself; values: the spec field to use, or empty.
+# Arguments that the service sets itself, each with the field of the spec to use
+# instead; empty: there is none.
 RESERVED = {
     "host": "",
     "port": "",
@@ -46,7 +47,8 @@ class LlamaCppEngine(TokenServerEngine):
     """The llama.cpp server of a replica."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._parallel = settings.max_num_seqs + 1  # one more, for a probe
+        # One slot more than sequences, for a probe.
+        self._parallel = settings.max_num_seqs + 1
         self._context = self._parallel * (settings.max_model_len or 0)
         super().__init__(settings, self._context)
         self._dialect = LlamaCpp(tuple(settings.adapters))
@@ -68,7 +70,8 @@ class LlamaCppEngine(TokenServerEngine):
         own: dict[str, Any] = {
             "parallel": self._parallel,
             "ctx_size": self._context,
-            # One tenant must not find the cached prompts of another.
+            # The cache is off, because one tenant could find out the prompts of
+            # another.
             "cache_ram": 0,
         }
         command = server_command(settings, port, own)
@@ -90,7 +93,7 @@ def server_command(
         "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
     }
     if not {"mmap", "no_mmap", "load_mode"} & settings.args.keys():
-        # A mapped file could be overwritten while it is served.
+        # Do not map the file: it could be overwritten while it is served.
         every["no_mmap"] = True
     flags = flags_of({**every, **own, **settings.args, "model": weights_of(settings)})
     if not settings.python:

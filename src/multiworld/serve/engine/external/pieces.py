@@ -29,12 +29,12 @@ GREEDY_BELOW = 1e-5  # temperatures below this count as 0, as in vLLM
 class Piece:
     """One request of a sequence."""
 
-    tokens: tuple[int, ...]  # the prompt, and the output tokens before the piece
-    known: tuple[int, ...]  # output tokens of the piece that earlier requests returned
-    count: int  # maximum number of tokens to generate, ``known`` included
-    seed: int  # of the request, 31 bits
-    bias: dict[int, float]  # to add to logits, by token
-    min_tokens: int  # of the piece; no end token may come earlier
+    tokens: tuple[int, ...]  # the prompt, and the output tokens before this piece
+    known: tuple[int, ...]  # output tokens of this piece that earlier requests returned
+    count: int  # maximum number of tokens of this piece, including ``known``
+    seed: int  # seed of the request, 31 bits
+    bias: dict[int, float]  # values to add to the logits, by token
+    min_tokens: int  # number of this piece's first tokens that must not be end tokens
 
 
 def next_piece(
@@ -77,9 +77,10 @@ def size_of(sampling: Sampling, size: int | None) -> int | None:
     """Return the maximum number of tokens of a piece; None: no maximum."""
     if size is not None and sampling.presence_penalty:
         return 1
-    # A server applies its penalties after the biases, and accepts a limited number of
-    # biases. So penalties by the server and by biases give different results, and a
-    # sequence must always be divided into the same pieces.
+    # All requests of a sequence must use the same pieces, because penalties that the
+    # server computes and penalties given as biases lead to different results: a server
+    # applies its own penalties after the biases, and accepts only a limited number of
+    # biases.
     is_whole = is_greedy(sampling) and not sampling.frequency_penalty
     return None if is_whole and size != 1 else size
 

@@ -11,7 +11,7 @@ from multiworld.serve.engine.models.factory import import_factory
 
 HERE = "multiworld.serve.engine.external"
 
-# Functions that make the adapters of known engines, by the engine's name.
+# For each known engine, the function that makes its adapter.
 ENGINES = {
     "vllm": f"{HERE}.vllm:VllmEngine",
     "llama.cpp": f"{HERE}.llama_cpp:LlamaCppEngine",

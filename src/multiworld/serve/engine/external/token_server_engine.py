@@ -25,7 +25,7 @@ from multiworld.serve.wire.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")
 
-Owner = tuple[str, str]  # the tenant of a sequence, and its adapter
+Owner = tuple[str, str]  # tenant and adapter of a sequence
 
 
 class Slots:
@@ -64,7 +64,7 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:  # compared in C
+        if one[low:middle] == other[low:middle]:  # comparing slices runs in C
             low = middle
         else:
             high = middle - 1
@@ -76,7 +76,8 @@ END_S = 0.25  # seconds to wait for the end of an answer after its last token
 
 async def _wait_end(answers: AsyncGenerator[list[EngineToken]]) -> None:
     """Wait briefly for the end of an answer, so that its connection is reused."""
-    # All tokens have arrived, so it is no error if the server never ends the answer.
+    # It is no error if the server never ends the answer, because all tokens have
+    # arrived.
     with contextlib.suppress(TimeoutError, RunFailedError):
         async with asyncio.timeout(END_S):
             async for _ in answers:
@@ -96,9 +97,10 @@ class TokenServerEngine:
         self.phase = "waiting"
         self._server: EngineServer | None = None
         self._dialect: Dialect | None = None
-        # Capacity of the server in tokens; 0: not known.
+        # ``_capacity``: the server's KV memory in tokens; 0: unknown.
         self._capacity, self._tokens = capacity, 0
-        # One more for a probe or a preparation, which are not part of ``max_num_seqs``.
+        # One slot more, for a probe or a prepared sequence: they do not count for
+        # ``max_num_seqs``.
         self._slots = Slots(settings.max_num_seqs + 1)
 
     @property
@@ -170,11 +172,13 @@ class TokenServerEngine:
                             return
                 if len(tokens) == before and anew:
                     raise RunFailedError(f"{self.title} ended a sequence early")
-                # The server did not repeat the known tokens, so start a piece here.
+                # If this request returned no new token, start a new piece here: the
+                # server did not repeat the known tokens.
                 anew, keep = len(tokens) == before, True
         finally:
             self._tokens -= len(tokens)
-            # Without an answer, the slot may still have the tokens of another tenant.
+            # If the server has not answered, the slot may still have another tenant's
+            # tokens.
             owner = (run.tenant, run.adapter) if has_answered else None
             self._slots.free(slot, owner, tokens)
 

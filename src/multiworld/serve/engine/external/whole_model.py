@@ -31,7 +31,8 @@ from multiworld.serve.spec.stage import (
 from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
 
-PART = re.compile(r"-\d+-of-\d+$")  # suffix of the name of one part of a GGUF file
+# Suffix of the file names of a GGUF file in several parts.
+PART = re.compile(r"-\d+-of-\d+$")
 
 
 def model(path: str, spec: ModelSpec) -> Model:
@@ -40,7 +41,7 @@ def model(path: str, spec: ModelSpec) -> Model:
     folder = Path(path).expanduser()
     if spec.embeddings:
         load = functools.partial(_load_encoder, spec)
-        load(StageContext())  # checks the arguments
+        load(StageContext())  # raises if the arguments are invalid
         return engine_encoder.model(folder, spec.engine, spec.engine_args, load)
     config = read_json(folder / "config.json")
     folder_facts.check_tokenizer(folder)
@@ -58,10 +59,11 @@ def model(path: str, spec: ModelSpec) -> Model:
     )
     make, settings = maker_of(spec.engine), settings_of("", spec, facts)
     try:
-        made = make(settings)  # checks the arguments
+        made = make(settings)  # raises if the arguments are invalid
     except MultiWorldError:
         raise
-    except Exception as error:  # raised by somebody else's adapter
+    except Exception as error:
+        # An adapter, which may be someone else's code, may raise anything.
         raise SpecError(
             f"engine: {spec.engine} raised {type(error).__name__}: {error}"
         ) from error
@@ -97,7 +99,8 @@ def _identity_of(adapters: Mapping[str, str]) -> list[object]:
 def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
     """Return a name for the weights together with the engine's options."""
     try:
-        if spec.engine == OPENAI:  # the servers have the weights
+        if spec.engine == OPENAI:
+            # The weights are not in the folder, but at the servers.
             files = [folder / "config.json", folder / "tokenizer.json"]
             return weights.name_of_files(filter(Path.is_file, files), what)
         if spec.engine == LLAMA_CPP:
@@ -107,7 +110,7 @@ def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
             return weights.name_of_files(files, what)
         return weights.name_of(folder, what)
     except SpecError:
-        return ""  # the weights are in a format that only the engine knows
+        return ""  # only the engine knows the format of the weights
 
 
 def settings_of(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Names of xllamacpp's parameters, by the names of flags that differ from them.
+# Names of xllamacpp's parameters that differ from the names of the flags.
 NAMES = {
     "ctx_size": "n_ctx",
     "parallel": "n_parallel",
@@ -26,7 +26,7 @@ NAMES = {
 
 def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) -> Any:
     """Set parameters by flags; ``adapter`` makes the value for an adapter's file."""
-    # ``--n-ctx 5`` sets ``n_ctx``.
+    # A flag sets the parameter of the same name: ``--n-ctx 5`` sets ``n_ctx``.
     for flag, text in itertools.pairwise([*flags, "--"]):
         if not flag.startswith("--") or flag == "--":
             continue

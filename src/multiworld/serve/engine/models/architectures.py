@@ -27,13 +27,15 @@ TESTED = (
 
 COMPARED = frozenset(TESTED.replace(";", ",").split(", "))
 
-# Names of the chain of layers, in architectures without a plan.
+# Possible names of the chain of layers, for architectures without a plan.
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
 
-EMBEDDINGS = ("embeddings",)  # modules that take ``inputs_embeds`` themselves
-POSITIONS = ("wpe", "decoder.embed_positions")  # added to the token embeddings
+EMBEDDINGS = ("embeddings",)  # modules that themselves take ``inputs_embeds``
+# Modules whose outputs are added to the token embeddings.
+POSITIONS = ("wpe", "decoder.embed_positions")
 
-# Names of token embeddings and projections, which precede ``inputs_embeds``.
+# Names of token embeddings and of projections after them. ``inputs_embeds`` replaces
+# their output.
 TOKENS = (
     "wte",
     "word_embeddings",
@@ -42,7 +44,7 @@ TOKENS = (
     "embeddings_project",
 )
 
-# Names of modules after the last layer.
+# Names of modules that follow the last layer.
 AFTER = (
     "ln_f",
     "final_norm",
@@ -58,7 +60,8 @@ AFTER = (
     "decoder.project_out",
 )
 
-# Names of factors that models apply to the embeddings, and to ``inputs_embeds``, too.
+# Names of factors that models apply to the token embeddings. They apply them to
+# ``inputs_embeds``, too, so later stages set them to 1.
 FACTORS = ("embedding_multiplier",)
 
 
@@ -113,7 +116,7 @@ def architecture_of(whole: nn.Module, folder: Path) -> Architecture:
 def anatomy_from_plan(plan: dict[str, Any]) -> Architecture:
     """Return the architecture that a ``base_model_pp_plan`` describes."""
     names = list(plan)
-    # The first module that takes the attention mask.
+    # The chain of layers is the first module that takes the attention mask.
     chain = next(n for n in names if "attention_mask" in plan[n][0])
     at = names.index(chain)
     tokens = [name for name in names[:at] if "input_ids" in plan[name][0]]
@@ -122,7 +125,8 @@ def anatomy_from_plan(plan: dict[str, Any]) -> Architecture:
 
 def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Architecture:
     present = dict(whole.named_modules())
-    if "encoder.rel_embeddings" in present:  # in DeBERTa, the norm is for these
+    # In DeBERTa, the norm applies to the relative embeddings, not after the layers.
+    if "encoder.rel_embeddings" in present:
         present.pop("encoder.LayerNorm", None)
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
@@ -158,7 +162,7 @@ def strip(
     table = _table_of(whole) if keeps_tokens and not span.is_first else None
     chain = whole.get_submodule(architecture.chain)
     assert isinstance(chain, nn.ModuleList)
-    # The other layers keep their numbers, which are in the names of weights.
+    # The other layers keep their numbers, because the names of weights contain them.
     for number in range(span.count):
         if not span.begin <= number < span.end:
             chain[number] = Identity()

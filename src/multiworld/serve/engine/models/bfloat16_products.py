@@ -22,10 +22,10 @@ SOURCE = Path(__file__).with_name("bfloat16_products.c")
 
 DIGEST = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
 
-BLOCK = 32  # outputs of a block
-PAIR = 2  # inputs that one instruction multiplies and adds
-TILE = 32  # inputs in a row of a tile
-TILE_ROWS = 32  # rows that tiles take at a time
+BLOCK = 32  # number of outputs in a block
+PAIR = 2  # number of inputs that one instruction multiplies and adds
+TILE = 32  # number of inputs in a row of a tile
+TILE_ROWS = 32  # number of rows that tiles take at once
 
 
 class Instructions(IntEnum):
@@ -69,7 +69,7 @@ class Bfloat16Linear:
         self.outputs, self.inputs = weight.shape
         multiple = TILE if self.inputs >= TILE else PAIR
         self._inputs = -(-self.inputs // multiple) * multiple
-        # Kept alive, because ``_packed`` has their addresses.
+        # Keep the tensors alive, because ``_packed`` has their addresses.
         self._weights = _blocks(weight.detach(), self._inputs)
         self._bias = torch.zeros(-(-self.outputs // BLOCK) * BLOCK)
         if bias is not None:
@@ -128,7 +128,7 @@ def best() -> Instructions:
 
 def instructions() -> str:
     """Return a name for the code and its instructions; empty if it cannot run."""
-    # Results depend on both.
+    # The results depend on both the code and its instructions.
     try:
         kind = best()
     except NotImplementedError:

@@ -27,7 +27,8 @@ from multiworld.serve.engine.models.caches import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# Every operation on floats is rounded; errno and floating-point exceptions are ignored.
+# The compiler must round every operation on floats. It may ignore errno and
+# floating-point exceptions.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILE_S = 20.0
 
@@ -75,7 +76,7 @@ def _loaded(source: Path) -> ctypes.CDLL:
 def _openmp() -> str:
     """Return the path of torch's OpenMP, which this process has loaded."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    # A path is the sixth column, and may have spaces.
+    # A mapped file's path is the sixth column, and may contain spaces.
     columns = (line.split(maxsplit=5) for line in maps.splitlines())
     mapped = {row[5] for row in columns if len(row) > 5}
     paths = sorted(path for path in mapped if Path(path).name.startswith("libgomp"))
@@ -93,7 +94,7 @@ def _compilers() -> list[str]:
     if given:
         return [given]
     found = {name: shutil.which(name) for name in ("cc", "gcc")}
-    # Both names often lead to the same program.
+    # ``cc`` and ``gcc`` are often the same program; try it only once.
     programs = {os.path.realpath(path): name for name, path in found.items() if path}
     return sorted(programs.values())
 
@@ -109,7 +110,7 @@ def _folder() -> Path | None:
     try:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # for instance, there is no home directory
+    except (OSError, RuntimeError):  # for instance, the user has no home directory
         return None
     return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
 
@@ -133,7 +134,8 @@ def _compiled(source: Path, compiler: str) -> ctypes.CDLL:
     folder = _folder()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         unlinked, made = Path(scratch) / "unlinked.o", Path(scratch) / "made.so"
-        # Functions of OpenMP stay undefined here: torch's OpenMP provides them.
+        # Compile and link in two steps, so that OpenMP's functions stay undefined:
+        # torch's OpenMP provides them.
         compile_it = *FLAGS, "-fopenmp", "-fPIC", "-c", str(source), "-o", str(unlinked)
         _run(compiler, *compile_it)
         _run(compiler, "-shared", str(unlinked), "-o", str(made))
@@ -141,7 +143,9 @@ def _compiled(source: Path, compiler: str) -> ctypes.CDLL:
         found = ctypes.CDLL(str(made))
         if folder:
             with made.open("rb") as written:
-                os.fsync(written)  # a half-written file would crash processes
+                # A file that is only partly on the disk after a power loss would crash
+                # processes.
+                os.fsync(written)
             made.replace(folder / _file(source, compiler))
         return found
 
@@ -153,7 +157,8 @@ def _run(compiler: str, *arguments: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # so that its children are killed with it
+        # A session of its own, so that the compiler's children can be killed with it.
+        start_new_session=True,
     ) as running:
         try:
             _, errors = running.communicate(timeout=COMPILE_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-# Older versions have no such function and build nothing.
+# Older versions of transformers have no such function, and build nothing.
 with contextlib.suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -27,15 +27,16 @@ from multiworld.serve.engine.models.architectures import (
 )
 from multiworld.serve.engine.models.partition import Span
 
-# Architectures that cannot run without layers; tests compare their stages.
+# Architectures that cannot run without layers. Tests compare their stages instead.
 NEED_LAYERS = ("deberta-v2",)
 
 REMEDY = (
     "serve it in one stage, use an engine, or write a factory that returns its stages"
 )
 
-WORDS, ROWS = 64, 5  # tokens of the vocabulary, and of the sequence
-MAX_NUMBERS = 10**8  # maximum number of weights outside the layers in a trial
+WORDS, ROWS = 64, 5  # tokens in the vocabulary, and in the sequence, of a trial
+# Maximum number of weights outside the layers of a model in a trial.
+MAX_NUMBERS = 10**8
 
 
 def check(kind: Any, config: Any, folder: Path) -> None:
@@ -44,7 +45,7 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         is_same = _is_same(kind, copy.deepcopy(config), folder)
     except SpecError:
         raise
-    except Exception as error:  # the model may not run without layers
+    except Exception as error:  # this architecture may not run without layers
         raise SpecError(
             f"{folder}: a trial could not show that {config.model_type} can be cut "
             f"into stages ({type(error).__name__}: {error}); {REMEDY}"
@@ -69,7 +70,7 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     base.set_submodule(architecture.chain, chain)
     holder = base.get_submodule(architecture.chain.rpartition(".")[0])
     if getattr(holder, "conv", None) is not None:
-        return False  # DeBERTa's convolution is between the first two layers
+        return False  # DeBERTa's convolution runs between the first two layers
     if config.model_type in NEED_LAYERS:
         return True
     size = sum(tensor.numel() for tensor in _tensors(base))
@@ -86,7 +87,8 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     together = _run(last, inputs_embeds=passed)
     calls = _counted(whole, architecture.after)
     in_one = _run(whole, input_ids=ids)
-    # ``strip`` removes these modules from earlier stages, so they must not run twice.
+    # Earlier stages run without these modules, because ``strip`` removes them there. So
+    # the whole model must run each of them at most once.
     is_once = all(count <= 1 for count in Counter(calls).values())
     return is_once and torch.equal(hidden, passed) and torch.equal(together, in_one)
 
@@ -109,7 +111,7 @@ def _fill(base: nn.Module) -> None:
         elif name.endswith("position_ids"):
             values = torch.arange(tensor.numel()).view(tensor.shape)
             tensor.data.copy_(values.clamp(max=ROWS + 2))
-        else:  # such as token types
+        else:  # for instance, token types
             tensor.data.zero_()
 
 
@@ -118,7 +120,7 @@ def _tensors(base: nn.Module) -> list[Tensor]:
 
 
 def _part(base: nn.Module, span: Span, architecture: Architecture) -> nn.Module:
-    # The parts share the tensors, which nobody writes.
+    # The parts share their tensors, which are never written to.
     part = copy.deepcopy(base, {id(tensor): tensor for tensor in _tensors(base)})
     strip(part, span, architecture)
     part.set_submodule(architecture.chain, nn.ModuleList())

@@ -20,18 +20,18 @@ from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from multiworld.serve.text import tokenizer_files
 from multiworld.serve.text.folder_json import read_json
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number
 
 
 def model(
     path: str,
     stages: int = 1,
-    cut: Sequence[int] | None = None,  # first layer of every stage but the first
+    cut: Sequence[int] | None = None,  # first layers of all stages but the first
     dtype: str | None = None,  # None: as in the folder, or float32 if quantized
     deterministic: bool = False,  # bit-identical outputs under all conditions
-    # ``int8``: weights of one byte, matrix products with exact sums.
+    # ``int8``: weights of one byte each, and matrix products with exact sums.
     quantization: str | None = None,
-    # "auto": the folder's sampling defaults; "none": OpenAI's.
+    # "auto": use the folder's defaults for sampling; "none": use OpenAI's.
     generation_config: str = "auto",
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers."""
@@ -39,7 +39,7 @@ def model(
     config = read_json(folder / "config.json")
     stored_integers.check_config(folder, config, quantization)
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
-    # By default, stages have about equal numbers of layers.
+    # Unless ``cut`` is given, the stages get about equal numbers of layers.
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
     dtype = huggingface.dtype_of(config, dtype, quantization, folder)
     if deterministic and config.get("attn_logit_softcapping"):
@@ -106,16 +106,18 @@ def _kv_numbers(config: dict[str, Any], layer: int, folder: Path) -> int:
     """Return how many numbers the key and the value of a token have in a layer."""
     config = {**config, **_of_layer(config, layer)}
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
-    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent, cached expanded
+    if (nope := config.get("qk_nope_head_dim")) is not None:
+        # Latent attention, whose keys and values are cached in expanded form.
         key = int(nope) + int(config.get("qk_rope_head_dim") or 0)
         return heads * (key + int(config.get("v_head_dim") or key))
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
     size = int(config.get("head_dim") or config.get("kv_channels") or hidden // heads)
     kept = int(config.get("num_key_value_heads") or heads)
     if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
-        kept = 1  # config files of older versions lack ``multi_query``
+        # The config files of older versions lack ``multi_query``, which is then on.
+        kept = 1
     if config.get("model_type") == "jetmoe":
-        # Each expert of a token gets a copy of the token's key and value.
+        # The key and the value of a token are cached once for each of its experts.
         kept *= int(config.get("num_experts_per_tok", 1))
     return 2 * size * kept
 

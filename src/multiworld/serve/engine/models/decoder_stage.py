@@ -24,11 +24,12 @@ from multiworld.serve.engine.models.architectures import architecture_of
 from multiworld.serve.engine.models.attention import Attention, AttentionCall
 from multiworld.serve.engine.models.partition import Span
 
-ATTENTION = "multiworld"  # name of our attention in transformers
+# The name under which our attention is registered in transformers.
+ATTENTION = "multiworld"
 
 REMEDY = "use `engine: vllm`, or another model"
 
-# Arguments by which layers ask for other kinds of attention.
+# Arguments with which layers ask for kinds of attention that are not supported.
 OTHER_ATTENTION = {
     "s_aux": "sinks",
     "sinks": "sinks",
@@ -37,7 +38,7 @@ OTHER_ATTENTION = {
     "block_indices": "chosen blocks",
 }
 
-# Rotary embeddings that depend on the longest position of a step.
+# Finds rotary embeddings that depend on the longest position in a step.
 CHANGING_ROTATION = re.compile("'(rope_type|type)': '(dynamic|longrope)'")
 
 MAX_POSITIONS = re.compile(r"'\w*max_position\w*': (\d+)")
@@ -51,7 +52,7 @@ def load(
     dtype: str,
     device: str,
     quantization: str | None = None,
-    # Numbers booked for the key and value of a token, if known.
+    # How many numbers are booked for the key and value of a token, if that is known.
     kv_numbers: int | None = None,
 ) -> DecoderStage:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
@@ -77,7 +78,7 @@ def load(
         whole = transformer_stage.load_owned(
             folder, kind, config, span, dtype, quantization
         )
-    except KeyError as error:  # older classes have their own table of attentions
+    except KeyError as error:  # an older class looks up ATTENTION in a table of its own
         if error.args != (ATTENTION,):
             raise
         raise _without_interface(folder, 0, span) from error
@@ -106,7 +107,7 @@ def _check_attention(
             stage(rows, positions, seen, positions)
     except SpecError:
         raise
-    except Exception as error:  # raised in an architecture that no test covers
+    except Exception as error:  # an architecture that no test covers may raise anything
         kind = getattr(stage.whole.config, "model_type", "the model")
         raise SpecError(
             f"{folder}: {kind} cannot be computed in stages ({type(error).__name__}: "
@@ -153,7 +154,7 @@ class _Seen(Attention):
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        self.kv_numbers = 0  # numbers for a token, in all layers
+        self.kv_numbers = 0  # numbers in a token's key and value, in all layers
         self.has_window = False
 
     def compute(self, call: AttentionCall) -> Tensor:
@@ -276,9 +277,10 @@ class DecoderStage(nn.Module):
         self, rows: Tensor, positions: Tensor, attention: Attention, wanted: Tensor
     ) -> Tensor:
         """Compute the layers of this stage for the rows of a step."""
-        # ``rows``: token ids, [rows], int64, in the first stage, else [rows, hidden].
-        # Result: [rows, hidden], or in the last stage logits of the rows ``wanted``,
-        # [wanted, vocabulary], float32.
+        # ``rows`` are token ids, [rows], int64, in the first stage, and otherwise
+        # hidden states, [rows, hidden]. Returns hidden states, [rows, hidden], or in
+        # the last stage the logits of the rows ``wanted``, [wanted, vocabulary],
+        # float32.
         name = "input_ids" if self._span.is_first else "inputs_embeds"
         given = {name: rows[None], "position_ids": positions[None], "use_cache": False}
         with self.attending(attention):

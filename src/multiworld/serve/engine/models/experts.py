@@ -21,18 +21,19 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.ModuleList(map(_linear, found.gate_up_proj.detach()))
         self.down = nn.ModuleList(map(_linear, found.down_proj.detach()))
-        self.act_fn = found.act_fn  # used by ``_apply_gate``
+        self.act_fn = found.act_fn  # ``_apply_gate`` uses it
         self._apply_gate = found._apply_gate
         del found.gate_up_proj, found.down_proj
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, [rows, hidden]."""
-        # ``hidden``: [rows, hidden]; ``chosen``: numbers of each row's experts, [rows,
-        # experts of a token], int64; ``weights``: their factors, in the same shape.
+        # ``hidden`` is [rows, hidden]. ``chosen`` has the numbers of each row's
+        # experts, [rows, experts of a token], int64. ``weights`` has their factors, in
+        # the same shape.
         found = torch.zeros_like(hidden)
         for number in sorted(set(chosen.flatten().tolist())):
             if number >= len(self.down):
-                continue  # a number that stands for no expert
+                continue  # the number stands for "no expert"
             rows, places = (chosen == number).nonzero(as_tuple=True)
             inner = self._apply_gate(self.gate_up[number](hidden[rows]))
             out = self.down[number](inner) * weights[rows, places, None]

@@ -16,14 +16,16 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
 HUGGINGFACE = (
-    "multiworld.serve.engine.models.huggingface:model"  # for models given by ``path``
+    # The factory of models with a ``path``.
+    "multiworld.serve.engine.models.huggingface:model"
 )
-DECODER = "multiworld.serve.engine.models.decoder:model"  # for text generation
+# The factory of models that generate text.
+DECODER = "multiworld.serve.engine.models.decoder:model"
 
-# Factory of models that a whole engine computes.
+# The factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.engine.external.whole_model:model"
 
-# Fields of a model's spec that are part of an identity, besides files and code.
+# The fields of a model's spec that are part of its identity, besides files and code.
 SETTINGS = {
     "factory",
     "options",
@@ -46,7 +48,8 @@ def build_model(spec: ModelSpec) -> Model:
         model: Model = function(folder_of(spec), spec)
         _check_limits(model, spec)
         return model
-    # A factory gets those arguments that it has parameters for, and ``options``.
+    # The factory gets those of these arguments that it has parameters for, and
+    # ``options``.
     offered: dict[str, Any] = {
         "path": folder_of(spec),
         "stages": count,
@@ -202,7 +205,8 @@ def import_factory(factory: str) -> Callable[..., Any]:
         imported = importlib.import_module(module)
         found: Callable[..., Any] = getattr(imported, name)
         imported_sources.note(imported)
-    except Exception as error:  # importing runs the user's code
+    except Exception as error:
+        # Importing runs the user's code, which may raise anything.
         raise SpecError(
             f"factory {factory!r} cannot be imported: {error}; give "
             "package.module:function, importable from where the service is started"
@@ -214,7 +218,7 @@ def import_factory(factory: str) -> Callable[..., Any]:
 
 def import_new(app: AppSpec, known: Mapping[str, Mapping[str, ModelSpec]]) -> None:
     """Build versions that are not ``known``, and import all policies."""
-    # Errors are ignored here: they are reported where the code is used.
+    # Ignore errors here: they are reported where the code is used.
     for name, spec in app.models.items():
         if spec.version not in known.get(name, {}):
             with contextlib.suppress(Exception):
@@ -248,7 +252,7 @@ def _call_factory(
         return function(**options)
     except MultiWorldError:
         raise
-    except Exception as error:  # raised by the user's code
+    except Exception as error:  # the user's code may raise anything
         raise SpecError(
             f"factory {factory!r} failed with {dict(options)}: "
             f"{type(error).__name__}: {error}"

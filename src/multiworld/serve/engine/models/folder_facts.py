@@ -21,7 +21,7 @@ DEFAULTS = {
     "repetition_penalty": (0.01, 100.0),
 }
 
-COLDEST = 1e-5  # temperatures below this are greedy
+COLDEST = 1e-5  # temperatures below this count as 0
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -45,7 +45,7 @@ def check_kinds(kinds: Sequence[str], folder: Path) -> None:
         )
 
 
-MAX_TOKENS = 2**20  # maximum tokens of a sequence if a folder names none
+MAX_TOKENS = 2**20  # maximum number of tokens of a sequence if the folder names none
 
 
 def defaults(folder: Path, source: str) -> dict[str, float]:

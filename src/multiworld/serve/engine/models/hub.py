@@ -12,7 +12,8 @@ from multiworld.serve.engine.models.caches import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
-ANSWER_S = 10.0  # seconds for the hub to answer, if there are files in the cache
+# Maximum seconds to wait for the hub if the cache has files of the model.
+ANSWER_S = 10.0
 
 # Files of a model that stages and tokenizers read.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -37,7 +38,8 @@ def _answers(path: str, revision: str) -> bool:
 
     try:
         HfApi().model_info(path, revision=revision, timeout=ANSWER_S)
-    except Exception:  # the HTTP library depends on the version
+    except Exception:
+        # The types of its errors depend on the version of the HTTP library.
         return False
     return True
 
@@ -65,11 +67,13 @@ def folder_of(path: str, revision: str | None) -> str:
         raise SpecError(
             f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
         ) from error
-    # A revision that was fetched completely is never looked up again. A file marks it,
-    # because another program may have fetched only some of its files into the cache.
+    # A revision that was fetched completely is never looked up again. A marker file
+    # records that, because another program may have put only some of its files into the
+    # cache.
     found = ""
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):  # not fetched yet
+        # LocalEntryNotFoundError: the revision was not fetched yet.
+        with contextlib.suppress(LocalEntryNotFoundError):
             found = snapshot_download(
                 path, revision=revision, allow_patterns=FILES, local_files_only=True
             )

@@ -20,7 +20,8 @@ from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, Ten
 from multiworld.serve.text.folder_json import read_if_there, read_json
 from multiworld.serve.text.text_inputs import Tokenizer
 
-EXAMPLE_TOKENS = 24  # about one sentence, so that measurements are typical
+# Number of tokens in the example: about one sentence, as in typical requests.
+EXAMPLE_TOKENS = 24
 
 # Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``.
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
@@ -29,12 +30,14 @@ DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 def model(
     path: str,
     stages: int = 1,
-    max_length: int | None = None,  # maximum tokens of a text; by default the folder's
-    # First layers of all stages but the first; by default, layers are divided evenly.
+    # Maximum number of tokens of a text; None: the folder's.
+    max_length: int | None = None,
+    # First layers of all stages but the first; None: stages get equal numbers of
+    # layers.
     cut: Sequence[int] | None = None,
-    # Dtype to compute in; by default the folder's, or ``float32`` with int8.
+    # Dtype to compute in; None: the folder's, or ``float32`` with int8.
     dtype: str | None = None,
-    # ``int8``: weights of one byte, matrix products with exact sums.
+    # ``int8``: weights of one byte each, and matrix products with exact sums.
     quantization: str | None = None,
 ) -> Model:
     """Return the model in a folder, cut into stages between layers.
@@ -130,7 +133,7 @@ def check_ids(vocabulary: int, longest: int, tensors: Tensors) -> None:
         )
 
 
-# Suffixes of architectures with a head; heads are not served.
+# Suffixes of the names of classes with a head. Heads are not served.
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
 
 
@@ -189,10 +192,10 @@ def example(vocabulary: int, longest: int) -> Tensors:
     }
 
 
-# Names of the number of layers in ``config.json``, by architecture.
+# Names of the field for the number of layers in ``config.json``; architectures differ.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-# Names of the hidden size in ``config.json``, by architecture.
+# Names of the field for the hidden size in ``config.json``; architectures differ.
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 
 
@@ -207,7 +210,7 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
     )
 
 
-# Architectures that count positions from the padding token's number plus one.
+# Architectures whose positions start at the padding token's number plus one.
 COUNTED_FROM_PADDING = (
     "camembert",
     "data2vec-text",
@@ -234,8 +237,8 @@ def configured_length(config: dict[str, Any], default: int) -> int:
     return int(found or default)
 
 
-# Rotary embeddings that change for all rows of a step once one of its sequences is
-# longer than the original maximum.
+# Kinds of rotary embeddings that change for all rows of a step as soon as one of its
+# sequences is longer than the original maximum.
 CHANGING = ("longrope", "su", "dynamic")
 
 

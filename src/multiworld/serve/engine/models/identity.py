@@ -14,7 +14,7 @@ from pathlib import Path
 from multiworld.errors import SpecError
 from multiworld.serve.spec.identity import CHANGED, FileMark, Identity
 
-# Files of a folder that determine the output. Other files may change.
+# The files in a folder that determine a model's output. Other files may change.
 PATTERNS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -35,20 +35,22 @@ PATTERNS = (
 )
 
 WHOLE_BYTES = 1 << 30  # maximum bytes of a file that is hashed completely
-SAMPLES, SAMPLE_BYTES = 64, 1 << 18  # number and bytes of hashed parts of a larger file
+# Number and bytes of the parts that are hashed of a larger file.
+SAMPLES, SAMPLE_BYTES = 64, 1 << 18
 COPIED_BYTES = 1 << 26  # maximum bytes of a file that is copied if it cannot be cloned
 
-FICLONE = 0x40049409  # ioctl: share the blocks of another file (linux/fs.h)
+FICLONE = 0x40049409  # the ioctl that shares the blocks of another file (linux/fs.h)
 
-# Digests by path and state, for processes that check the same file repeatedly.
+# Digests by path and state of a file, for processes that check the same file
+# repeatedly.
 _digests: dict[tuple[object, ...], str] = {}
 
 
 def identity_of(
-    folder: str | None,  # of the model, if it has one
-    others: Mapping[str, Path],  # files elsewhere, by absolute path
-    code: Mapping[str, str],  # hashes of source files, by module name
-    settings: object,  # options of the spec that define the version
+    folder: str | None,  # folder of the model, if it has one
+    others: Mapping[str, Path],  # files outside that folder, by absolute path
+    code: Mapping[str, str],  # hashes of source files, by name of the module
+    settings: object,  # the options of the spec that are part of the identity
     copies: Path | None = None,  # folder for copies of the files; None: none
 ) -> Identity:
     """Return the identity of a version; copies keep it loadable if files change."""
@@ -57,7 +59,9 @@ def identity_of(
     kept = ""
     if copies is not None and found:
         fresh = copies / f"new-{os.urandom(8).hex()}"
-        _keep(found, fresh)  # before the files are marked: a link changes their ctime
+        # Keep the files before marking them, because a link to a file changes its
+        # ctime.
+        _keep(found, fresh)
         kept = str(fresh)
     files = {name: mark_of(path) for name, path in found.items()}
     elsewhere = {name: mark_of(path) for name, path in others.items()}
@@ -150,7 +154,8 @@ def _differs(path: Path, mark: FileMark) -> bool:
             return True
     except OSError:
         return True
-    # A file that was written to in place may differ between the hashed samples.
+    # The hashed samples are equal. A file that was written to in place may still differ
+    # between them, so it counts as changed if its time has.
     is_same_file = _inode_of(now)[:2] == mark.inode[:2]
     return not mark.is_whole and is_same_file and not is_same_time
 
@@ -177,7 +182,7 @@ def _parts_of(size: int) -> Iterator[tuple[int, int]]:
     if size <= WHOLE_BYTES:
         yield 0, size
         return
-    # The first part has the header of a safetensors file.
+    # The first part is larger, so that it covers the header of a safetensors file.
     yield 0, 16 * SAMPLE_BYTES
     step = (size - SAMPLE_BYTES) // SAMPLES
     for number in range(1, SAMPLES + 1):

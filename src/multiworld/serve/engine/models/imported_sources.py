@@ -14,10 +14,11 @@ from types import ModuleType
 
 from multiworld.errors import SpecError
 
-# Hashes of source files when they were imported, by path.
+# By path: the hashes that source files had when they were imported.
 _sources: dict[str, str] = {}
 
-# Modules here are not recorded: they are installed, not written for a model.
+# Modules in these folders are not recorded, because they are installed, not written for
+# a model.
 INSTALLED = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib")
 )
@@ -103,7 +104,8 @@ def _imports_of(module: ModuleType) -> set[str]:
     """Return the names of the modules that a module's source may import."""
     try:
         tree = ast.parse(Path(str(module.__file__)).read_bytes())
-    except (OSError, ValueError, SyntaxError):  # not Python, or incompletely written
+    except (OSError, ValueError, SyntaxError):
+        # The file is not Python, or only partly written.
         return set()
     found: set[str] = set()
     for node in ast.walk(tree):

@@ -29,29 +29,36 @@ from multiworld.errors import ModelFailedError
 from multiworld.serve.engine.models.integer_products import CompiledProducts
 from multiworld.serve.engine.models.stored_integers import Stored
 
-LEVELS = 63  # largest magnitude of a high integer
-SHIFT = 64  # zero point: the operator takes unsigned activations
-ROUNDING = 1.5 * 2**23  # float32 numbers from here on have no fraction bits
-FINER = 128  # low steps in one high step; the low integer is at most 64
+LEVELS = 63  # largest magnitude of a high integer; low integers refine these
+SHIFT = 64  # zero point of activations, because the operator takes unsigned integers
+# From here on, float32 numbers have no fraction bits, so adding this rounds.
+ROUNDING = 1.5 * 2**23
+# Number of low steps in one high step; a low integer is at most 64 in magnitude.
+FINER = 128
 
-# Row counts for oneDNN, which makes a kernel for each; other calls are padded.
+# The numbers of rows that oneDNN gets; rows are padded to these, because oneDNN makes a
+# kernel for each number.
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
-# Names of linears to which transformers' attention and feed-forward give the same rows.
+# Names of linears that get the same rows in transformers' attention and feed-forward,
+# so that they are computed together.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
 )
 
-# Modules that choose experts, and names of such linears; these stay floats.
+# Classes of modules that choose experts, and names of linears that do. These stay
+# floats.
 ROUTER = re.compile("(Router|Gate|Gating)$")
 ROUTERS = "gate", "router"
 
-# Row counts that are checked: one per variant of the code, tiles included.
+# Numbers of rows for which a kernel is checked: one for each variant of the compiled
+# code, including tiles.
 ROWS_CHECKED = (11, 7, 4, 2, 1)
 
-# Why a kernel is not used, by kernel and shape; empty: the kernel is exact.
+# Results of checks, by kernel and shape: why the kernel is not used; empty: it is
+# exact.
 checked: dict[tuple[str, torch.Size, tuple[int, ...]], str] = {}
 
 
@@ -63,7 +70,7 @@ class IntegerLinear(nn.Module):
         self.in_features = weights.inputs
         self.out_features = weights.outputs[number]
         self.bias = None if bias is None else bias.detach().float()
-        # ``number``: index among the linears that share ``weights``.
+        # ``number`` is this linear's index among those that share ``weights``.
         self._weights, self._number = weights, number
 
     @property
@@ -94,7 +101,8 @@ class Weights:
             scale = torch.cat([scale for _, scale in weights])
         self.outputs = [len(scale) for _, scale in weights]
         self.inputs = integers.shape[1]
-        # The first linear computes all results: query, key and value in one call.
+        # The product of the first linear computes those of the others, too: query, key
+        # and value in one call.
         self._given: Tensor | None = None
         self._found: list[Tensor | None] = []
         self._kernel = packed(integers, scale, self.outputs)
@@ -102,7 +110,8 @@ class Weights:
     def product(self, given: Tensor, number: int) -> Tensor:
         """Return the product of one of the linears, [rows, outputs], float32."""
         found = self._found[number] if given is self._given else None
-        # The first linear always computes, so results of a failed step are never used.
+        # The first linear always computes anew, so that results of a failed step are
+        # never used.
         if number == 0 or found is None:
             rows = given.reshape(-1, self.inputs).float()
             self._given, self._found = given, [*self._kernel.products(rows)]
@@ -179,8 +188,8 @@ class OneDnn(TorchKernel):
         return SIZES[bisect_left(SIZES, count)]
 
     def sums(self, given: Tensor) -> Tensor:
-        # The addition rounds, because the sum has no fraction bits. The last byte of
-        # the sum is the integer.
+        # The addition rounds, because its result has no fraction bits. The last byte of
+        # the result is the integer.
         integers = given.add_(ROUNDING + SHIFT).view(torch.int32).to(torch.uint8)
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(integers, 1.0, SHIFT, self._packed),
@@ -194,7 +203,8 @@ class Fbgemm(TorchKernel):
     def pack(self, integers: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         with warnings.catch_warnings():
-            # torch will remove quantized tensors; then oneDNN is used.
+            # Ignore the warning that torch will remove quantized tensors: oneDNN is
+            # used then.
             warnings.simplefilter("ignore", UserWarning)
             quantized = torch._make_per_channel_quantized_tensor(
                 integers, scale.double(), zeros, 0
@@ -245,7 +255,7 @@ def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
     rows = torch.randn(
         ROWS_CHECKED[0], integers.shape[1], generator=chance, dtype=torch.float32
     )
-    rows[0] = (LEVELS - 0.5) * rows[0].sign()  # the largest integers, high and low
+    rows[0] = (LEVELS - 0.5) * rows[0].sign()  # gives the largest high and low integers
     rows[0, 0] = LEVELS
     found = torch.cat(kernel.products(rows), -1)
     for count in ROWS_CHECKED:
@@ -271,7 +281,8 @@ def quantized(weight: Tensor) -> Stored:
     """Return a weight as integers, and the scale of each output."""
     integers = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(len(weight), dtype=torch.float32)
-    for begin in range(0, len(weight), 4096):  # the head of a model is large
+    # In parts, because the head of a model is large.
+    for begin in range(0, len(weight), 4096):
         part = weight[begin : begin + 4096].float()
         largest = part.abs().amax(1) / 127
         largest[largest == 0] = 1.0
@@ -293,7 +304,7 @@ def quantize_linears(
             pairs = [stored.get(one) or quantized(_weight(one)) for one in linears]
             weights = Weights(pairs)
             for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
-                # This frees the weights, unless embeddings share them.
+                # This frees the linear's weights, unless embeddings share them.
                 setattr(holder, name, IntegerLinear(weights, number, linear.bias))
 
 

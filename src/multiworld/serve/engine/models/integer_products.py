@@ -19,10 +19,11 @@ from multiworld.serve.engine.models import compiled_code
 
 SOURCE = Path(__file__).with_name("integer_products.c")
 
-BLOCK = 32  # outputs of a block
-INPUTS = 4  # inputs that one instruction multiplies and adds
-TILE = 64  # inputs in a row of a tile
-TILE_ROWS = 16  # rows that tiles take at a time, as two rows of integers each
+BLOCK = 32  # number of outputs in a block
+INPUTS = 4  # number of inputs that one instruction multiplies and adds
+TILE = 64  # number of inputs in a row of a tile
+# Number of rows that tiles take at once; each has a high and a low row of integers.
+TILE_ROWS = 16
 
 
 class Instructions(IntEnum):
@@ -63,7 +64,7 @@ class CompiledProducts:
             _blocks(part, inputs) for part in integers.split_with_sizes(self._outputs)
         ]
         scales = [_filled(part) for part in scale.split_with_sizes(self._outputs)]
-        # Kept alive, because ``_packed`` has their addresses.
+        # Keep the tensors alive, because ``_packed`` has their addresses.
         self._weights, self._scale = _joined(weights), _joined(scales)
         self._counts = torch.tensor(self._outputs, dtype=torch.int32)
         addresses = (
@@ -106,7 +107,8 @@ def _blocks(integers: Tensor, inputs: int) -> Tensor:
     blocks = -(-outputs // BLOCK)
     filled = integers.new_zeros(blocks * BLOCK, inputs)
     filled[:outputs, :given] = integers
-    raised = filled.view(torch.uint8).bitwise_xor_(128)  # plus 128
+    # Add 128, because the C code takes unsigned weights.
+    raised = filled.view(torch.uint8).bitwise_xor_(128)
     return raised.view(blocks, BLOCK, -1, INPUTS).transpose(1, 2).flatten()
 
 

@@ -24,11 +24,11 @@ class Measured:
     """Measured costs of one stage."""
 
     name: str
-    seconds: Mapping[int, float]  # median time of a batch, by its rows
-    weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
-    out_bytes: float  # of the outputs, per row
-    kv_bytes: float = 0.0  # per token, if the model generates text
-    kv_peak_bytes: int = 0  # memory of KV blocks during the measurement
+    seconds: Mapping[int, float]  # median seconds of a batch, by its number of rows
+    weight_bytes: int  # bytes of the parameters; 0 if the stage is not an ``nn.Module``
+    out_bytes: float  # bytes of the outputs of a row
+    kv_bytes: float = 0.0  # bytes of a token's KV, if the model generates text
+    kv_peak_bytes: int = 0  # peak bytes of KV blocks in the measurement
 
 
 class Meter(Protocol):
@@ -83,7 +83,7 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
     def run() -> Tensors:
         with torch.inference_mode():
-            # Copies, because a stage may overwrite the tensors of a request.
+            # Copy the tensors, because a stage may overwrite those of a request.
             outputs = function({name: t.clone() for name, t in tensors.items()})
         for tensor in outputs.values():
             if tensor.is_cuda:

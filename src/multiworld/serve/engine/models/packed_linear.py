@@ -23,10 +23,11 @@ logger = logging.getLogger("multiworld.serve")
 DTYPES = (torch.float32, torch.bfloat16)  # dtypes whose weights are packed
 
 
-# A product with packed weights: a ``PackedLinear`` or a ``Bfloat16Linear``.
+# A matrix product with packed weights: a ``PackedLinear`` or a ``Bfloat16Linear``.
 Product = Callable[[Tensor], Tensor]
 
-CHECKED = 1, 40  # row counts of the trial: for the code of one row and of tiles
+# Numbers of rows in the trial: one for the code of a single row, one for tiles.
+CHECKED = 1, 40
 
 
 class PackedLinear:
@@ -48,7 +49,8 @@ def pack_linears(module: nn.Module) -> None:
     """Pack the weights of linears; the module then cannot be trained."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
-    # Number of modules that use each parameter; a shared weight is kept.
+    # Number of modules that use each parameter. A weight that several use is not
+    # packed.
     users: dict[int, int] = {}
     for user in module.modules():
         for used in user.parameters(recurse=False):
@@ -73,7 +75,8 @@ def pack_linears(module: nn.Module) -> None:
             try:
                 with torch.inference_mode():
                     packed = make(matrix, each.bias)
-                    if (make, kind) not in checked:  # one check per kind
+                    # Check only the first linear of each kind.
+                    if (make, kind) not in checked:
                         _check(packed, matrix, each)
                         checked.add((make, kind))
                 break
@@ -109,8 +112,8 @@ def packed_product(weight: Tensor) -> Product:
 
 def unmap(module: nn.Module) -> None:
     """Copy a module's tensors on the CPU into this process's own memory."""
-    # transformers maps the file of the weights into memory, and that file may be
-    # overwritten while the model is served.
+    # transformers maps the file of the weights into memory, where it would change if
+    # the file were overwritten while the model is served.
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu" and tensor.numel():
             tensor.data = tensor.data.clone()

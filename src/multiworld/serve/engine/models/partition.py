@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Allowed slowdown of the slowest stage, if that leaves memory for more sequences.
+# Maximum slowdown of the slowest stage, as a factor, if a cut leaves memory for more
+# sequences.
 SLACK = 1.05
 
 
@@ -46,7 +47,8 @@ def chain_partition(
     total = [0.0, *itertools.accumulate(costs)]
     others, limit = within or ([0.0] * count, 0.0)
     other = [0.0, *itertools.accumulate(others)]
-    # best[i]: minimum of the largest cost, for the first i items in the parts so far
+    # ``best[i]`` is the largest cost of a part, in the best division of the first i
+    # items into the parts so far.
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
     for _ in range(parts):

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 
 class Pooling(NamedTuple):
-    kind: str  # ``mean`` or ``cls``: of all tokens, or the first one
+    kind: str  # ``mean`` of all tokens, or ``cls``: the first token
     is_normalized: bool
 
     def apply(self, hidden: Tensor, mask: Tensor) -> Tensor:

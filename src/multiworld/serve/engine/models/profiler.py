@@ -48,7 +48,7 @@ def _measure(meter: Meter, number: int) -> StageProfile:
     _reset_peak()
     resting = _resident("VmRSS")
     found = meter.measure()
-    # Memory for KV blocks is booked separately.
+    # Subtract the memory of KV blocks, because it is booked separately.
     grown = max(0, _resident("VmHWM") - resting - found.kv_peak_bytes)
     return StageProfile(
         name=found.name,
@@ -66,14 +66,14 @@ def _release_memory() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
-        pass  # the C library is not glibc
+        pass  # the C library is not glibc, and has no ``malloc_trim``
 
 
 def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # the peak then includes earlier stages
+        pass  # the measured peak then includes that of earlier stages
 
 
 def _resident(name: str) -> int:

@@ -35,11 +35,11 @@ from multiworld.serve.spec.stage import Tensors
 if TYPE_CHECKING:
     from multiworld.serve.spec.module import Module
 
-# Sizes for tracing: number of rows, and size of other dynamic dimensions. Sizes 0 and 1
-# would not work: ``torch.export`` treats them as constants.
+# Number of rows, and size of other dynamic dimensions, in the traced example.
+# ``torch.export`` would treat the sizes 0 and 1 as constants.
 ROWS, SIZE = 3, 4
 
-# Modules whose children are candidates for parts.
+# Containers whose children are candidates for parts.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -49,10 +49,10 @@ class Cutter:
     def __init__(
         self,
         module: Module,
-        stages: int | None,  # None: one stage per part
-        # Numbers of the first parts of later stages; by default, costs are balanced.
+        stages: int | None,  # number of stages; None: one for each part
+        # Numbers of the parts with which later stages begin; None: costs are balanced.
         cut: Sequence[int] | None = None,
-        min_parts: int = 1,  # minimum number of parts, if ``stages`` is None
+        min_parts: int = 1,  # minimum number of parts if ``stages`` is None
     ) -> None:
         torch_names.check("tracing")
         self._module = module
@@ -94,7 +94,7 @@ class Cutter:
         is_flat = all("." not in name for name in self.begins[1:])
         whole = self._whole
         has_hooks = bool(whole._forward_hooks or whole._forward_pre_hooks)
-        # A subclass of ``Sequential`` may compute more than its child modules.
+        # A subclass of ``Sequential`` may compute more than its children do.
         is_plain = type(whole).forward is nn.Sequential.forward and not has_hooks
         return isinstance(whole, nn.Sequential) and is_plain and is_flat
 
@@ -102,7 +102,7 @@ class Cutter:
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
     with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
-        # Torch's warnings about its own tracing do not help users.
+        # Torch warns about its own tracing, which does not help users.
         warnings.simplefilter("ignore")
         yield
 
@@ -254,7 +254,8 @@ def _begins(
 
 
 def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module:
-    # A child may occur several times; ``named_children`` lists it once.
+    # Do not use ``named_children``, which lists a child that occurs several times only
+    # once.
     children = list(whole._modules)
     edges = [0, *(children.index(name) for name in names), len(children)]
     begin, end = edges[number], edges[number + 1]
@@ -302,8 +303,8 @@ def _trace(
 
 
 def _load_weights(part: nn.Module, path: Path) -> None:
-    # Tied tensors are listed by all of their names, so that each module that has the
-    # tensor gets the one in the file.
+    # List tied tensors by all of their names, so that each module that has the tensor
+    # gets the one in the file.
     held = itertools.chain(
         part.named_parameters(remove_duplicate=False),
         part.named_buffers(remove_duplicate=False),

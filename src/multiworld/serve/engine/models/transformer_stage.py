@@ -38,7 +38,8 @@ def load(
     folder: Path,
     span: Span,
     dtype: str,
-    pooling: Pooling | None,  # of sentence encoders
+    # How a sentence encoder pools its tokens; None: the model is no sentence encoder.
+    pooling: Pooling | None,
     device: str,
     quantization: str | None = None,
 ) -> LayerPart:
@@ -75,7 +76,8 @@ def load_owned(
     """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
     from transformers.utils import logging
 
-    disable: Any = logging.disable_progress_bar  # not useful for part of a model
+    # The bar would show only a part of the model.
+    disable: Any = logging.disable_progress_bar
     disable()
     is_cut = span.end - span.begin < span.count
     if is_cut and config.model_type not in COMPARED:
@@ -84,18 +86,20 @@ def load_owned(
     wanted = getattr(torch, dtype)
     is_int8 = quantization == "int8"
     if is_int8 and hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers would need compressed-tensors
+        # Without this, transformers would need compressed-tensors.
+        del config.quantization_config
     whole, info = owned.from_pretrained(
         folder,
         config=config,
         local_files_only=True,
-        # In the folder's dtype, weights take no more memory than in the files.
+        # With int8, load the weights in the folder's dtype: they then need no more
+        # memory than the files do.
         dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
     stored = _stored(folder, whole, span) if is_int8 else {}
     by_module = {whole.get_submodule(name): stored[name] for name in stored}
-    # If a folder has no weights for the pooler, the pooler's output is not used.
+    # A missing pooler is no error: its output is then not used.
     known = ("pooler.", *(f"{name}.weight" for name in stored))
     missing = [name for name in info["missing_keys"] if not name.startswith(known)]
     if missing:
@@ -107,14 +111,15 @@ def load_owned(
     if is_int8:
         split_experts(whole)
         quantize_linears(whole, by_module)
-        for parameter in whole.parameters():  # not buffers, such as rotary frequencies
+        # Buffers, such as rotary frequencies, stay as they are.
+        for parameter in whole.parameters():
             parameter.data = parameter.data.to(wanted)
     return whole
 
 
 def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
     """Return the weights that a folder has in int8, by module; refuse unknown ones."""
-    # A model without a head lacks the prefix that names in the folder have.
+    # Names in the folder may have a prefix that those in a model without a head lack.
     prefix = f"{whole.base_model_prefix}."
     linears: list[str] = []
     others: list[str] = []
@@ -143,7 +148,7 @@ def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
-        # The files also have the weights of other stages. This is a list, because
+        # Ignore the weights of other stages in the files. This is a list, because
         # transformers 5.0 adds another list to it.
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
 
@@ -164,13 +169,14 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Remove the layers of other stages from the chain and from the config."""
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
-    # Call this only after the weights are loaded, because their names contain the
-    # numbers of the layers.
+    # Drop the layers only now that the weights are loaded: weights are found by the
+    # numbers of layers in their names.
     for number in reversed(range(span.count)):
         if not span.begin <= number < span.end:
             del chain[number]
     config: Any = whole.config
-    # The config of a whole model is not changed: some models count layers differently.
+    # Do not change the config of a whole model, because some models count layers
+    # differently.
     if span.end - span.begin < span.count:
         config.num_hidden_layers = span.end - span.begin
     kinds = getattr(config, "layer_types", None)
@@ -192,7 +198,7 @@ class LayerPart(nn.Module):
             given = {"input_ids": tensors["input_ids"]}
         else:
             given = {"inputs_embeds": tensors["hidden"]}
-        # [rows, length, hidden]
+        # shape: [rows, length, hidden]
         hidden = self.whole(**given, attention_mask=mask).last_hidden_state
         if not self._span.is_last:
             return {"hidden": hidden, "attention_mask": mask}

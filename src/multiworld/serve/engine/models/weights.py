@@ -13,11 +13,12 @@ from torch import Tensor
 
 from multiworld.errors import SpecError
 
-LAYER = re.compile(r"\.(\d+)\.")  # number of the layer, in the name of a tensor
-MAX_HEADER = 100_000_000  # maximum bytes of a header (safetensors' own limit)
-# Number and bytes of the parts of a file that its hash covers.
+# Finds the number of the layer in the name of a tensor.
+LAYER = re.compile(r"\.(\d+)\.")
+MAX_HEADER = 100_000_000  # maximum bytes of a header; safetensors itself has this limit
+# Number and bytes of the parts of a file that are hashed.
 SAMPLES, SAMPLE = 8, 1 << 20
-# Errors that reading a damaged index or header raises.
+# Errors that may be raised by reading a damaged index or header.
 DAMAGED = (
     ValueError,
     LookupError,
@@ -26,7 +27,8 @@ DAMAGED = (
     RecursionError,
     struct.error,
 )
-INDEX = "model.safetensors.index.json"  # index of weights in several files
+# File that lists the files of weights in several files.
+INDEX = "model.safetensors.index.json"
 
 
 def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
@@ -38,7 +40,8 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
         try:
             with safe_open(file, framework="pt") as weights:
                 for key in wanted & set(weights.keys()):
-                    # Copy: a mapped file may be overwritten while it is served.
+                    # Copy the tensor: the file is mapped, and may be overwritten while
+                    # it is served.
                     found[key] = weights.get_tensor(key).clone()
         except (OSError, SafetensorError) as error:
             raise SpecError(f"{file}: {error}; give a safetensors file") from error
@@ -84,9 +87,9 @@ def name_of(folder: Path, *settings: object) -> str:
 
 def name_of_files(files: Iterable[Path], *settings: object) -> str:
     """Return a hash of files that hold a model, and of ``settings``."""
-    # Files in the hub's cache are identified by their content hash, others by name,
-    # size, time and samples (container images may give all files the same time). So the
-    # same weights may have different names on two machines.
+    # A file in the hub's cache is identified by its content hash. Another file is
+    # identified by name, size, time and samples (container images may give all files
+    # the same time), so the same weights may have different names on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in files:
         try:
@@ -125,7 +128,8 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     for name, begin, end in tensors:
         layer = LAYER.search(name)
         if layer is None:
-            # Counted for both stages, because the embeddings may also be the head.
+            # Count the tensor for the first and the last stage, because the embeddings
+            # may also be the head.
             for stage in {0, len(cuts) - 1}:
                 found[stage] += end - begin
             continue

@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.spec.stage import Tensors, TensorSpec
 
-# Minimum size in ranges of ``torch.export``, whose graphs also work for smaller sizes.
+# Minimum size in the ranges of ``torch.export``. Its graphs work for smaller sizes,
+# too.
 MIN_SIZE = 2
 
 
@@ -46,8 +47,10 @@ class SizeRange:
 class StageInterface:
     """Inputs, outputs and pass-through tensors of one stage."""
 
-    takes: tuple[str | SizeOf | Constant, ...]  # arguments: tensors, sizes, constants
-    gives: tuple[str, ...]  # names of the results in order; empty: unused result
+    # The arguments of the part: names of tensors, sizes and constants.
+    takes: tuple[str | SizeOf | Constant, ...]
+    # Names of its results in order; empty: the result is not used.
+    gives: tuple[str, ...]
     passes: tuple[str, ...]
     ranges: tuple[SizeRange, ...] = ()
 
@@ -152,7 +155,7 @@ def interfaces_of(
 
 def ranges_of(split: GraphModule, inputs: Sequence[TensorSpec]) -> list[SizeRange]:
     """Return the ranges that tracing found for dimensions that the specs leave open."""
-    # Rows have no range, because tracing treats one row like several.
+    # The number of rows has no range, because tracing treats one row like several.
     found = []
     nodes = (node for node in split.graph.nodes if node.op == "placeholder")
     for node, spec in zip(nodes, inputs, strict=True):

@@ -31,8 +31,8 @@ class Batch:
     began_at: float = 0.0
     calls_before: int = 0
     wanted_at: float = 0.0
-    _calls: int = 0  # number of the latest call that a check has seen
-    _called_at: float = 0.0  # monotonic time of that check
+    _calls: int = 0  # number of the latest call of the model that a check has seen
+    _called_at: float = 0.0  # monotonic time at which a check first saw that call
 
     @property
     def rows(self) -> int:
@@ -49,10 +49,12 @@ class Batch:
     def is_hung(
         self,
         now: float,
-        resumed_at: float,  # when this process last resumed after a pause
-        calls: int,  # calls of the model so far
-        compute_s: float | None,  # declared limit of a call
-        deadlines: Sequence[float],  # of the requests that clients still wait for
+        # Monotonic time at which this process last resumed after a pause.
+        resumed_at: float,
+        calls: int,  # number of calls of the model so far
+        compute_s: float | None,  # maximum seconds of a call, from the spec
+        # Deadlines of the requests that clients still wait for.
+        deadlines: Sequence[float],
     ) -> bool:
         if calls > self._calls:
             self._calls, self._called_at = calls, now

@@ -23,24 +23,29 @@ from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import Key
 
-APART_S = 30.0  # seconds after a failure
+# Seconds after a failure during which a tenant's work shares no batch with other
+# tenants' work.
+APART_S = 30.0
 
 
-# A struct because each request creates and replaces one; a frozen dataclass takes 8 us.
+# A msgspec struct, because each request creates and replaces one, which takes 8 us with
+# a frozen dataclass.
 class Work(msgspec.Struct, frozen=True, eq=False):
     """One attempt of a request, at one stage; times are monotonic seconds."""
 
     key: Key  # gateway, request and attempt
-    group: Hashable  # equal for work that may share a batch
+    group: Hashable  # work with equal groups may share a batch
     rows: int  # number of rows, which counts towards ``max_batch_size``
     deadline_at: float
-    arrived_at: float  # when it was queued: for a batch, or for the next stage
-    is_isolated: bool = False  # alone in its batch
-    session: str | None = None  # work of one session prefers the same replica
-    via: dict[str, str] | None = None  # a probe's replicas by stage; None: no probe
+    # Time at which it was queued: here for a batch, or to be sent to the next stage.
+    arrived_at: float
+    is_isolated: bool = False  # if True, it must be alone in its batch
+    session: str | None = None  # work of the same session prefers the same replica
+    # For a probe: the replica to use at each stage, by stage. None: this is no probe.
+    via: dict[str, str] | None = None
     content: Any = None
     share: Share = DEFAULT_SHARE
-    spent: Spent = NOTHING_SPENT  # time spent at earlier stages
+    spent: Spent = NOTHING_SPENT  # time that it took at earlier stages
     origin: Origin = NOWHERE
 
 
@@ -50,10 +55,11 @@ class BatchQueue:
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
         self._waiting: OrderedDict[Key, Work] = OrderedDict()
-        self._probes: dict[Key, None] = {}  # waiting probes
+        self._probes: dict[Key, None] = {}  # keys of the probes in ``_waiting``
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
-        self._apart: dict[str, float] = {}  # by tenant: end of its separation
+        # By tenant: time until which its work shares no batch with other tenants' work.
+        self._apart: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -146,7 +152,8 @@ class BatchQueue:
         waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
             waiting = (self._waiting[key] for key in self._fair.order())
-        # Probes skip the queue: work may wait for the replica that a probe makes ready.
+        # Probes skip the queue: queued work may be waiting for the replica that a probe
+        # makes ready.
         probes = [self._waiting[key] for key in self._probes]
         waiting = itertools.chain(probes, (w for w in waiting if w.via is None))
         oldest = next(waiting)

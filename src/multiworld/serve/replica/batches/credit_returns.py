@@ -10,9 +10,10 @@ from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.protocol import Key
 
-RELEASE_S = 0.05  # maximum seconds until the credit of a quick stage's work is returned
+RELEASE_S = 0.05  # maximum seconds until a quick stage returns the credit of its work
 
-# Credit is returned at once when 1 / RELEASE_SHARE of ``max_ongoing_requests`` is owed.
+# A quick stage returns credit at once when it owes 1 / RELEASE_SHARE of
+# ``max_ongoing_requests``.
 RELEASE_SHARE = 4
 
 
@@ -21,7 +22,9 @@ class CreditReturns:
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
         self._upstream, self._max_ongoing = upstream, max_ongoing
-        self._source: dict[Key, Outbox] = {}  # senders; gateways use no credit
+        # By work: the outbox of its sender, which may be a gateway. Gateways use no
+        # credit.
+        self._source: dict[Key, Outbox] = {}
         self._owed: dict[Outbox, list[Key]] = {}
         self._paying: asyncio.TimerHandle | None = None
 

@@ -22,11 +22,13 @@ logger = logging.getLogger("multiworld.serve")
 LOST = (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError)
 
 Outcome = Tensors | errors.ServeError  # outputs of one request, by name; or its error
-WARM = 20  # minimum number of measured batches of a quick stage
-QUICK_S = 0.0005  # maximum mean seconds of a quick stage's batch
-SLOW_S = 0.005  # seconds of a batch that make the stage slow for ``WARM`` more batches
-LATEST_SHARE = 0.1  # weight of the latest batch in the moving average
-LOG_S = 1.0  # minimum seconds between logged errors: clients can cause any number
+WARM = 20  # minimum number of batches to measure before a stage counts as quick
+QUICK_S = 0.0005  # maximum average seconds of a quick stage's batch
+# Seconds of a batch after which its stage is not quick for ``WARM`` more batches.
+SLOW_S = 0.005
+LATEST_SHARE = 0.1  # weight of the latest batch in the average
+# Minimum seconds between two logged errors, because clients can cause any number.
+LOG_S = 1.0
 MAX_TRACE = 8000  # maximum characters of a logged stack trace
 
 
@@ -67,7 +69,8 @@ class Executor:
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
         self._logged_at, self._unlogged = -LOG_S, 0
-        self.calls = 0  # started calls of the stage's function: at least one per batch
+        # Number of started calls of the stage's function; a batch needs at least one.
+        self.calls = 0
 
     async def compute(self, batch: Tensors) -> None:
         assert self._thread is not None
@@ -79,13 +82,15 @@ class Executor:
                 self._call(batch)
         except LOST:
             raise
-        except BaseException as error:  # for the same reason as in ``_run``
+        except BaseException as error:
+            # Every error is translated, for the reason given in ``_run``.
             raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
         """Load the stage, in its thread; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
-        torch.set_num_threads(self._threads)  # in this thread too, for ``run_here``
+        # Also set the number for this thread, which computes in ``run_here``.
+        torch.set_num_threads(self._threads)
         await self._thread.call(self._load, context)
 
     def _load(self, context: StageContext) -> None:
@@ -100,9 +105,9 @@ class Executor:
 
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
         """Compute a batch; return the outputs or the error of each piece of work."""
-        # If the batch fails, it is halved until the failing requests are alone. After
-        # an error in ``LOST`` the replica must exit. A cancel does not stop the
-        # computation, but drops its results.
+        # If the batch fails, it is halved until each failing request is alone. After an
+        # error in ``LOST`` the replica must exit. Cancelling this call does not stop
+        # the computation, but drops its results.
         assert self._thread is not None
         return await self._thread.call(self._run, batch)
 
@@ -114,8 +119,9 @@ class Executor:
     def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
         """Compute a batch in the calling thread; None if it fails and needs ``run``."""
         requests = [work.content for work in batch]
-        # The stage may modify its input, which ``run`` needs after a failure. Several
-        # requests are copied into a batch anyway.
+        # Copy the input of a single request, because the stage may modify it and
+        # ``run`` needs it after a failure. Several requests are copied into a batch
+        # anyway.
         if len(requests) == 1:
             requests = [{name: t.clone() for name, t in requests[0].items()}]
         try:
@@ -167,7 +173,7 @@ class Executor:
         if self._device != "cpu":
             batch = {name: tensor.to(self._device) for name, tensor in batch.items()}
         outputs = self._function(batch)
-        if not isinstance(outputs, dict):  # ``split`` raises the error
+        if not isinstance(outputs, dict):  # ``split`` raises the error for this result
             return outputs
         return {
             name: self._own(tensor) if isinstance(tensor, torch.Tensor) else tensor

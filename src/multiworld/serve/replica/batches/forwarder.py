@@ -18,14 +18,17 @@ from multiworld.serve.routing.load_balancer import Chance, HashRing, choose
 from multiworld.serve.wire.protocol import Key
 from multiworld.serve.wire.routing_table import Replica, ReplicaState
 
-# Seconds during which a gateway's work is not sent to a replica that refused it.
+# Seconds during which work of a gateway is not sent to a replica that refused such
+# work.
 REFUSED_S = 0.5
 
-# Unbegun pieces of work that a session's home replica may have beyond the least loaded
-# replica. This stage's report counts them too.
+# A session's home replica may have this many more pieces of work that are sent and not
+# begun than the least loaded replica. This stage reports them, too, in ``handed``.
 SESSION_LEAD = 4
 
-REMEMBERED = 4  # begun pieces of work to remember per receiver and unit of credit
+# For each receiver, remember the latest REMEMBERED x credit pieces of work that it has
+# begun.
+REMEMBERED = 4
 
 
 class Forwarder:
@@ -36,7 +39,8 @@ class Forwarder:
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
         self._begun: dict[str, deque[Key]] = {}
-        self._begun_at: dict[str, int] = {}  # sequence number of its last begin
+        # By receiver: sequence number of its latest message that work was begun.
+        self._begun_at: dict[str, int] = {}
         self._begins = itertools.count(1)
         self._replicas: dict[str, Replica] = {}
         self._silent: set[str] = set()
@@ -55,7 +59,8 @@ class Forwarder:
 
     def return_waiting(self) -> list[Key]:
         """Remove and return all waiting work if the next stage has no replicas."""
-        # During a rolling update, that stage may never get a replica again.
+        # The work cannot wait: during a rolling update, that stage may never get a
+        # replica again.
         if self._replicas:
             return []
         returned = list(self._waiting)
@@ -72,8 +77,9 @@ class Forwarder:
         self._silent.discard(name)
         for refusal in [r for r in self._refusals if r[0] == name]:
             del self._refusals[refusal]
-        # Includes begun work: the replica notifies this process and the gateways
-        # separately, and may have died in between. The gateways know what was begun.
+        # Return begun work, too: the replica notifies this process and the gateways
+        # separately, and may have died before it notified the gateways. They know what
+        # was begun.
         self._begun_at.pop(name, None)
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
@@ -104,7 +110,9 @@ class Forwarder:
         """Record that a replica refused work whose gateway it is not connected to."""
         held = self._handed.get(name, {})
         for key in keys:
-            if key in held:  # else a faulty replica could exhaust memory
+            # Only for work that was sent there, or a faulty replica could exhaust
+            # memory.
+            if key in held:
                 del held[key]
                 self._refusals[name, key[0]] = now + REFUSED_S
 
@@ -133,7 +141,7 @@ class Forwarder:
         for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
-                self.cancel(key)  # its gateway has answered the client
+                self.cancel(key)  # its gateway has answered the client already
                 continue
             name = self._target(piece, now)
             if name is not None:
@@ -159,8 +167,9 @@ class Forwarder:
             state: [n for n in open_ if self._replicas[n].state is state]
             for state in ReplicaState
         }
-        # A version that is being replaced ends up with only draining replicas. When the
-        # first replicas of a version start, a probe finds none that is ready.
+        # If no replica is ready, use others: a version that is being replaced ends up
+        # with only draining replicas, and when a version starts, a probe finds only
+        # starting ones.
         candidates = by_state[ReplicaState.READY]
         is_any_ready = any(
             r.state is ReplicaState.READY and name in self._handed
@@ -175,16 +184,17 @@ class Forwarder:
             chosen = HashRing(candidates).home(piece.session) or None
             most = min((load[name] for name in candidates), default=0) + SESSION_LEAD
             if piece.via is None and chosen is not None and load[chosen] >= most:
-                # Without this limit, one session could use up this replica's credit.
+                # This limit keeps one session from using up the replica's credit.
                 chosen = None
         if chosen is None:
             # Of two equally loaded replicas, prefer the one that began a batch longer
-            # ago: replicas do not report when a batch is done.
+            # ago, because it is likelier to be done: replicas do not report that.
             chosen = choose(
                 candidates,
                 lambda name: (load[name], self._begun_at.get(name, 0)),
                 self._chance,
             )
         if piece.via is not None:
-            return chosen  # other work may be waiting for this probe to arrive
+            # Even without credit, because other work may be waiting for this probe.
+            return chosen
         return chosen if load.get(chosen or "", 0) < self._credit else None

@@ -34,12 +34,13 @@ logger = logging.getLogger("multiworld.serve")
 
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG = 1  # of ``prctl``: signal to a process when its parent dies
+# Option of ``prctl``: the signal to this process when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 LEADER = 0
 
-FAILED = 1  # tag of reports of failed batches; batches have tag 0
-SETTLED = 2  # tag of the replies to the leader's reports
+FAILED = 1  # tag of reports of failed batches; batches themselves have tag 0
+SETTLED = 2  # tag of replies to the leader's reports
 
 
 class RankGroup:
@@ -61,7 +62,7 @@ class RankGroup:
         self._limits: dict[int, int] = {}
         self._ended = asyncio.Condition()
         self._ended_batch = 0
-        # The leader and each other rank report to each other.
+        # The leader and each other rank report to each other; other ranks do not.
         self._peers = range(1, self.size) if self.rank == LEADER else [LEADER]
         self._watching = [
             self._loop.create_task(self._watch(peer), name="multiworld rank group")
@@ -70,8 +71,8 @@ class RankGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over all ranks, in place, and return it."""
-        # The event loop's thread must not write to ``tensor``: the model's thread made
-        # it in inference mode.
+        # Write the result here, not in the event loop's thread: ``tensor`` was made in
+        # inference mode, in which only this thread is.
         tensor.copy_(self._wait(self._collective(self._all_reduce, tensor)))
         return tensor
 
@@ -132,12 +133,12 @@ class RankGroup:
 
     async def end(self, *, failed: bool) -> None:
         """Report the end of this rank's part of a batch, if the others need to know."""
-        # If cancelled, a report may be missing: the replica must exit.
+        # If this is cancelled, a report may be missing, so the replica must exit.
         if failed:
             report = [self._batch, self._begun]
             for peer in self._peers:
                 await self._world.send_object(report, dst=peer, tag=FAILED)
-            # Once all have replied, every rank's part has ended.
+            # Once all ranks have replied, each has ended its part of the batch.
             if self.rank == LEADER:
                 for peer in self._peers:
                     await self._world.recv_object(src=peer, tag=SETTLED)
@@ -163,13 +164,13 @@ class RankGroup:
 
 def fork_ranks(count: int) -> int:
     """Fork the other ranks of a replica; return the rank of this process."""
-    # No other threads may exist yet: a fork does not copy them.
+    # Call this before any thread is started: a fork does not copy other threads.
     leader = os.getpid()
     for rank in range(1, count):
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != leader:
-                os._exit(1)  # the leader died before prctl
+                os._exit(1)  # the leader died before ``prctl`` was called
             random.seed()
             torch.seed()
             return rank
@@ -200,7 +201,10 @@ async def follow(world: World, runner: Executor, device: str) -> None:
             try:
                 await runner.compute(bundle.tensors)
             except ServeError as error:
-                # If the leader's part raised too, the leader reports its own error.
-                logger.info("rank %d: %s", world.rank, error)
+                # The leader learns only that this part failed. If its own part raised,
+                # too, it reports its own error.
+                logger.info(
+                    "rank %d failed in its part of a batch: %s", world.rank, error
+                )
                 failed = True
             await group.end(failed=failed)

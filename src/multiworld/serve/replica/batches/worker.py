@@ -44,22 +44,28 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-# Seconds since the previous batch after which arriving work is computed at once. Under
-# more load it waits one iteration of the event loop, so that more work joins its batch.
+# If the previous batch began at least this many seconds ago, arriving work is computed
+# at once. Otherwise it waits for one iteration of the event loop, so that more work can
+# join its batch.
 CALM_S = 0.001
 
 LOOK_S = 0.1  # seconds between checks of deadlines and of silent replicas
-MAX_CANCELLED = 4096  # cancelled requests to remember: their work may still arrive
-TELL_S = 0.1  # maximum seconds to announce a batch: a stopped gateway does not read
+# Maximum number of cancelled requests to remember, because their work may still arrive.
+MAX_CANCELLED = 4096
+# Maximum seconds to announce a batch, because a stopped gateway does not read.
+TELL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    max_batch_size: int = 16  # in rows
-    max_wait_s: float = 0.0  # longest wait for more work to share a batch
-    # Credit: maximum requests sent to a replica of the next stage and not begun there.
+    max_batch_size: int = 16  # maximum number of rows in a batch
+    # Maximum seconds that work waits for more work to share its batch.
+    max_wait_s: float = 0.0
+    # Credit: maximum number of requests that were sent to a replica of the next stage
+    # and that it has not begun.
     max_ongoing_requests: int = 32
-    compute_s: float | None = None  # maximum seconds of a call; None: see ``OVERDUE_S``
+    # Maximum seconds of a call of the model; None: see ``OVERDUE_S``.
+    compute_s: float | None = None
 
 
 class Worker:
@@ -87,15 +93,17 @@ class Worker:
         self._guard = HangGuard(self._end_if_hung)
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
-        self._announced: dict[str, list[Attempt]] = {}  # latest batch, by gateway
-        self._gave_up: set[str] = set()  # gateways that cancelled part of that batch
+        # By gateway: its work in the latest announced batch.
+        self._announced: dict[str, list[Attempt]] = {}
+        self._gave_up: set[str] = set()  # gateways that cancelled some of that work
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
         self._is_busy = asyncio.Event()
-        self._left: Batch | None = None  # taken from the queue, for ``run`` to compute
+        # A batch that was taken from the queue and is left for ``run`` to compute.
+        self._left: Batch | None = None
         self._running: Batch | None = None
-        self._began_at = 0.0  # monotonic time of the latest batch
+        self._began_at = 0.0  # monotonic time at which the latest batch began
         self._counted = BatchCounts()
         self.counts = self._counted.events
         self.trace: StageTrace | None = None  # None: nothing is traced
@@ -192,7 +200,8 @@ class Worker:
             del self._gateways[peer]
             self._announced.pop(peer, None)
             self._gave_up.discard(peer)
-            # A gateway that reconnects sends this work again.
+            # Cancel the gateway's work here: it sends the work again once it has
+            # reconnected.
             self._credit.release(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
         else:
@@ -202,7 +211,7 @@ class Worker:
         refused: list[Work] = []
         for work in works:
             self._credit.took(work.key, source)
-            if work.key in self._cancelled:  # the cancellation overtook the work
+            if work.key in self._cancelled:  # the cancellation arrived before the work
                 self._credit.release([work])
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
@@ -213,7 +222,7 @@ class Worker:
                     self._room.set()
             else:
                 refused.append(work)
-        # Work whose gateway is not connected is returned to its sender.
+        # Return work to its sender if this replica is not connected to its gateway.
         self._credit.refuse(refused)
         if len(self._batcher):
             self._is_busy.set()
@@ -246,7 +255,7 @@ class Worker:
 
     def _end_load(self) -> None:
         """Notify gateways that the work they cancelled is no longer computed."""
-        # Until this message, or the next announcement, gateways count it as load.
+        # Otherwise the gateways would count it as load until the next announcement.
         for gateway in self._gave_up:
             self._notify(gateway, inference_messages.BatchBegun((), False))
         self._gave_up.clear()
@@ -290,15 +299,15 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # Credit is not returned earlier: a sender reports work as lost or stuck only
-        # until it gets the credit back.
+        # Return credit only now: until a sender gets it back, it reports the work as
+        # lost or stuck if this replica is.
         self._credit.release_soon(batch.works)
         return True
 
     def _enter(self, batch: Batch) -> None:
         self._began_at = self._clock()
         batch.begin(self._began_at, self._runner.calls)
-        self._running = batch  # set last: the guard's thread reads it
+        self._running = batch  # set last, because the guard's thread reads it
 
     async def _compute(self, batch: Batch) -> None:
         """Announce a batch, and compute it in the stage's thread."""
@@ -349,8 +358,9 @@ class Worker:
 
     async def _announce(self, batch: Batch) -> None:
         """Announce a batch to its gateways, in case it kills this process."""
-        # If a batch kills a quick stage, all its work counts as queued. After a second
-        # such loss, a request runs in isolation, and is announced.
+        # A batch that a quick stage computes at once is not announced. If it kills the
+        # stage, all its work counts as queued; after a second such loss, a request runs
+        # in isolation, and is announced.
         is_isolated = batch.is_isolated
         by_gateway = _by_gateway(work.key for work in batch.works)
         self._announced |= by_gateway
@@ -367,7 +377,7 @@ class Worker:
                 async with asyncio.timeout(TELL_S):
                     await asyncio.gather(*untold)
             except TimeoutError:
-                pass  # compute anyway if a gateway does not read
+                pass  # compute the batch even if a gateway does not read
         self._credit.release(batch.works)
 
     def _end(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
@@ -481,7 +491,7 @@ class Worker:
     async def look(self) -> None:
         """Check deadlines, silent replicas and a hung model until cancelled."""
         while True:
-            if self.is_idle:  # do not wake up an idle replica periodically
+            if self.is_idle:  # an idle replica need not wake up periodically
                 self._is_busy.clear()
                 await self._is_busy.wait()
                 self._pauses.rest()
@@ -499,11 +509,13 @@ class Worker:
 
     def _end_if_hung(self, resumed_at: float) -> None:
         """Exit the process if the running batch counts as hung."""
-        # Also called by the guard's thread, in case the loop itself computes.
+        # The guard's thread calls this, too, in case the event loop's thread itself
+        # computes.
         batch, now = self._running, self._clock()
         if batch is None:
             return
-        # A client may set a deadline of a day, and then disconnect.
+        # Ignore the deadlines of requests whose clients are gone: a client may set a
+        # deadline of a day, and then disconnect.
         deadlines = [
             work.deadline_at
             for work in batch.works

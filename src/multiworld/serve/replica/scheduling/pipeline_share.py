@@ -17,7 +17,7 @@ def steps_for(replicas: Sequence[int]) -> int:
 
 def withheld_for(replicas: Sequence[int], blocks: int) -> int:
     """Return how many blocks one stage 0 replica leaves to others of its stage."""
-    # Several stage 0 replicas share the memory of a later stage with fewer replicas.
+    # All stage 0 replicas share the memory of a later stage with fewer replicas.
     share = min(1.0, max(1, min(replicas)) / max(1, replicas[0]))
     return blocks - max(1, int(blocks * share))
 
@@ -34,7 +34,8 @@ def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
     if me is None or route is None:
         return
     stages = range(route.stages.get(me.version, 1))
-    # Starting replicas compute nothing yet; draining ones hand over their sequences.
+    # Count ready replicas only: starting ones compute nothing yet, and draining ones
+    # hand over their sequences.
     ready = [
         sum(
             r.state is ReplicaState.READY or r is me

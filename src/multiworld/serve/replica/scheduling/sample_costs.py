@@ -11,26 +11,29 @@ from typing import NamedTuple
 
 from multiworld.serve.wire.generation_messages import Sampling
 
-SMALL = 64  # ``top_k`` below which the sampler considers few words (``sampler.FEW``)
-DRAWN = 0.015  # a softmax and the random choice of a word
-# ``top_p``, ``min_p`` or a large ``top_k``, in the worst case: equally likely words.
+# A ``top_k`` below this makes the sampler consider few words (``sampler.FEW``).
+SMALL = 64
+DRAWN = 0.015  # rows: a softmax and the random choice of a word
+# Rows: ``top_p``, ``min_p`` or a large ``top_k``, in the worst case of equally likely
+# words.
 LIMITED = 0.15
-PENALISED = 0.02  # penalties of up to a few thousand tokens
-STRUCTURED = 0.5  # a mask of the allowed words: 0.02 if simple, more for most grammars
-# The log-probability of the token, and of each of the most likely ones.
+PENALISED = 0.02  # rows: penalties of up to a few thousand tokens
+# Rows: a mask of the allowed words; 0.02 if simple, more for most grammars.
+STRUCTURED = 0.5
+# Rows: the log-probability of the token, and that of each of the likeliest tokens.
 REPORTED, EACH_REPORTED = 0.02, 0.001
-EACH_BIASED = 0.0001  # one word of ``logit_bias``
+EACH_BIASED = 0.0001  # rows: one word of ``logit_bias``
 
 
-HEAD = 0.2  # the logits of a prompt token, which only ``prompt_logprobs`` needs
+HEAD = 0.2  # rows: the logits of a prompt token, which only ``prompt_logprobs`` needs
 
 
 class SampleCosts(NamedTuple):
     """Sampling costs of one sequence, in rows, in addition to its own rows."""
 
-    token: float = 0.0  # to sample a token
-    scored: float = 0.0  # to score a token of the prompt
-    prompt: int = 0  # tokens of the prompt, if they are scored
+    token: float = 0.0  # rows for each sampled token
+    scored: float = 0.0  # rows for each token of the prompt that is scored
+    prompt: int = 0  # number of tokens of the prompt, if they are scored
 
     def of(self, begin: int, count: int, *, samples: bool) -> float:
         """Return the cost of ``count`` tokens from position ``begin``, in rows."""

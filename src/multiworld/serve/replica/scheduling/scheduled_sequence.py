@@ -15,20 +15,22 @@ class ScheduledSequence:
     key: Key
     tokens: list[int]
     share: Share = DEFAULT_SHARE
-    computed: int = 0  # tokens whose KV is computed, or being computed
-    # Number of tokens that later stages already had when the sequence arrived; 0 once
+    # Number of tokens whose KV is computed, including those in flight.
+    computed: int = 0
+    # Number of tokens that later stages already had when the sequence arrived. 0 once
     # this stage has rebuilt the KV of all such sequences.
     rebuild: int = 0
     is_in_flight: bool = False  # its next token is being computed
     blocks: int = 0
-    number: int = 0  # order of arrival
-    is_probe: bool = False  # it skips the queue
+    number: int = 0  # number of the sequence, in the order of arrival
+    is_probe: bool = False  # True if it skips the queue
     # A suspect runs alone, or with its group, until it has produced some tokens.
     is_suspect: bool = False
-    group: tuple[str, int] | None = None  # gateway and number; None: it runs alone
-    proof: int = 0  # tokens that it has produced as a suspect
-    is_paused: bool = False  # a stage of its chain is being replaced
-    route: tuple[str, ...] = ()  # its replica of each stage
+    # Gateway and number of its group; None: it runs alone.
+    group: tuple[str, int] | None = None
+    proof: int = 0  # number of tokens that it has produced as a suspect
+    is_paused: bool = False  # True while a replica of its chain is being replaced
+    route: tuple[str, ...] = ()  # the replica of each stage in its chain
     last_step: int = 0
     costs: SampleCosts = FREE
 
@@ -43,8 +45,9 @@ class ScheduledSequence:
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """Sort sequences into the order in which they enter a step."""
-    # The longest waiting sequence is first, then all others of its route: if a step is
-    # split between replicas, each of them reads all weights.
+    # The sequence that has waited longest is first, followed by all others of its
+    # route: if a step is split between replicas, each of them must read all its
+    # weights.
     ready.sort(key=lambda s: s.last_step)
     if ready:
         first = ready[0].route

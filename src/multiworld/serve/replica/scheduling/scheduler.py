@@ -79,13 +79,14 @@ class Scheduler:
 
     def evict(self, key: Key, replica: str, now: float) -> bool:
         """Preempt a sequence for which a replica of a later stage had no KV blocks."""
-        # The replica receives nothing for a while.
+        # Send nothing to that replica for a while.
         self.pool.full.add(replica, now)
         sequence = self.pool.known.get(key)
         if sequence is None:
             return False
-        # The gateway must decide how a paused sequence or one in a step continues: one
-        # of its tokens may be in flight, or a stage may be waiting for dropped rows.
+        # If the sequence is paused or in a step, the gateway must decide how it
+        # continues: a token of it may be in flight, or a stage may be waiting for
+        # dropped rows.
         is_elsewhere = sequence.is_paused or key in self.steps
         self.steps.leave(key)
         sequence.is_in_flight = False
@@ -97,7 +98,8 @@ class Scheduler:
     ) -> None:
         """Record the next token of each sequence of a step."""
         self.steps.record_return(step, now)
-        # A token is None if the prompt is not complete yet, or the sequence has ended.
+        # A token is None if the prompt is not complete yet, or if the sequence has
+        # ended.
         came = dict(tokens)
         routes = {self.pool.known[key].route for key in came if key in self.pool.known}
         for key, token in came.items():
@@ -107,7 +109,8 @@ class Scheduler:
                     sequence.is_in_flight = False
                     self.pool.append(sequence, token)
                 elif self.steps.samples(step, key):
-                    self.pool.reserve_own(key)  # until its gateway reacts
+                    # Keep the blocks until the gateway reacts to the end.
+                    self.pool.reserve_own(key)
             self.steps.remove(step, key)
         self.steps.record_missing(step, routes, lambda key: self.pool.known[key].route)
 

@@ -28,7 +28,7 @@ from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.protocol import Key
 
 # Minimum and maximum seconds for which nothing is sent to a replica that had no KV
-# blocks for a sequence. The time doubles each time that it still has none.
+# blocks for a sequence. The time doubles each time that the replica still has none.
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
 
 
@@ -41,7 +41,7 @@ class FullReplicas:
 
     def add(self, replica: str, now: float) -> None:
         until, pause_s = self._pauses.get(replica, (now, 0.0))
-        if now >= until:  # otherwise the message is about earlier work
+        if now >= until:  # until then, reports are about work sent earlier
             pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
             self._pauses[replica] = now + pause_s, pause_s
         self.update(now)
@@ -65,22 +65,25 @@ class SequencePool:
         self.limits, self._steps = limits, steps
         self.known: dict[Key, ScheduledSequence] = {}
         self.queue = WaitingQueue()  # sequences that neither run nor are paused
-        # By number: running sequences, and suspects, which run alone.
+        # By number: running sequences, and all suspects, running or not. Suspects run
+        # alone.
         self.running: dict[int, ScheduledSequence] = {}
         self.suspects: dict[int, ScheduledSequence] = {}
-        # By number: sequences that later stages already had tokens of at arrival.
+        # Sequences of which later stages already had tokens when they arrived, by
+        # number.
         self.rebuilt: dict[int, ScheduledSequence] = {}
-        self.planned: set[Key] = set()  # in the step that is being planned
-        self.full = FullReplicas()  # replicas of later stages
+        self.planned: set[Key] = set()  # sequences in the step that is being planned
+        self.full = FullReplicas()  # replicas of later stages that have no KV blocks
         self.shares = TokenShares()
-        # Number of preemptions; granularity of memory allocation, in tokens; blocks
-        # left to other schedulers (a lone sequence may use them, so that it can
-        # finish).
+        # ``preemptions``: number of preemptions so far. ``granule``: unit of memory
+        # allocation, in tokens. ``withheld``: number of blocks left to other
+        # schedulers; a sequence that runs alone may use them, so that it can finish.
         self.preemptions, self.granule, self.withheld = 0, 1, 0
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
-        self.reserved: dict[Key, int] = {}  # number of blocks
-        self.preempted: list[Key] = []  # since the last ``take_preempted``
+        self.reserved: dict[Key, int] = {}  # number of reserved blocks, by sequence
+        # Sequences preempted since the last ``take_preempted``.
+        self.preempted: list[Key] = []
         self._arrivals = 0
 
     def is_paused(self, key: Key) -> bool:
@@ -211,7 +214,8 @@ class SequencePool:
     ) -> bool:
         if sequence.waits_for(self.full.names):
             return False
-        # All its tokens must fit, or it would preempt earlier sequences.
+        # Require room for all its tokens: otherwise it would soon preempt earlier
+        # sequences.
         needed = self.blocks_of(len(sequence.tokens) + 1)
         room = self._room(sequence, is_only=len(gone) == len(self.running))
         has_slot = sequence.is_probe or self._slots + len(gone) > 0
@@ -256,7 +260,8 @@ class SequencePool:
         self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
     ) -> ScheduledSequence | None:
         """Return an idle sequence to preempt, or else a paused one or a later probe."""
-        # Paused sequences may be waiting for the replica that the probe makes ready.
+        # Paused sequences may be waiting for the replica that the probe makes ready, so
+        # the probe may preempt them.
         found = [s for s in self._unplanned() if s not in gone]
         for those in (
             [s for s in found if not (s.is_paused or s.is_probe)],

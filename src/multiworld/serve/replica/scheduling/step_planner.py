@@ -33,16 +33,17 @@ from multiworld.serve.replica.scheduling.tenant_step_limits import (
 )
 from multiworld.serve.wire.generation_messages import StepPart
 
-# Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step has
-# a fixed cost of about nine tokens, so chunks of 32 take 28 % more time in all.
+# Minimum tokens of a prefill chunk when a prompt is divided over the pipeline. The
+# fixed cost of a step is that of about nine tokens, so chunks of 32 take 28 % more time
+# in all.
 MIN_CHUNK = 32
-# Sequences per step below which smaller steps save no time, because most of it is spent
-# on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row, 99
-# with eight, 136 with sixteen).
+# Number of sequences in a step below which smaller steps save hardly any time, because
+# most of it is spent on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55
+# ms with one row, 99 with eight, 136 with sixteen).
 ROWS = 8
-# Seconds for which a second tenant counts as present after its last sequence, and the
+# Seconds after its last sequence for which a second tenant counts as present, and
 # maximum cost of the tokens in flight during that time, in rows. A newcomer waits for
-# at most these; such small steps take 20 % more time in all than full ones.
+# these at most. Such small steps take 20 % more time in all than full ones.
 SHARED_S, SHARED_TOKENS = 60.0, 32
 
 
@@ -50,7 +51,7 @@ SHARED_S, SHARED_TOKENS = 60.0, 32
 class PlannedStep:
     number: int
     parts: tuple[StepPart, ...]
-    is_alone: bool = False  # nothing else may be in flight
+    is_alone: bool = False  # if True, nothing else may be in flight
 
 
 class StepPlanner:
@@ -59,7 +60,8 @@ class StepPlanner:
     def __init__(self, pool: SequencePool, steps: StepsInFlight) -> None:
         self._limits, self._pool, self._steps = pool.limits, pool, steps
         self._seen: dict[str, float] = {}
-        self._charged: set[Share] = set()  # in the step that is being planned
+        # Tenants charged for the step that is being planned.
+        self._charged: set[Share] = set()
         self._was_alone = False
 
     def next_step(self, now: float) -> PlannedStep | None:
@@ -73,15 +75,16 @@ class StepPlanner:
         self._pool.shrink()
         parts: list[StepPart] = []
         if self._was_alone and len(self._steps):
-            return None  # a suspect runs alone
-        # A passed step may take long to return. Suspects wait for it; others do not.
+            return None  # the suspects' step in flight must run alone
+        # A step that is passed may take long to return. Suspects wait for it, because
+        # they must run alone; other sequences do not.
         is_stuck = len(self._steps) > self._steps.unpassed_count
         suspects = [] if is_stuck else self._ready_suspects()
-        # Steps of suspects alternate with steps of the others.
+        # Steps of suspects alternate with steps of other sequences.
         is_alone = False
         if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
-                return None  # a suspect must run alone
+                return None  # the suspects must wait, because they run alone
             is_alone = self._plan_suspects(parts, suspects)
         if not parts and not self._plan(parts, now):
             return None
@@ -101,13 +104,15 @@ class StepPlanner:
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if self._steps.unpassed_count and rows < STEP_ROWS:
-                return bool(parts)  # another step costs more than it computes
+                # The fixed cost of the step would exceed the cost of its rows.
+                return bool(parts)
             self._share(parts, budget)
             return bool(parts)
         for share in demands:
             self._pool.shares.reach(share)
         flying = self._steps.cost - STEP_ROWS * self._steps.unpassed_count
-        # Running sequences advance beside prompts, however much is in flight.
+        # Sequences that decode may always add STEP_ROWS rows, however much is in
+        # flight, so that prompts do not delay them.
         decoded = max(STEP_ROWS, SHARED_TOKENS - flying) if is_shared else math.inf
         self._decode(parts, decoded)
         left = max_tokens - sum(part.count for part in parts)
@@ -130,7 +135,8 @@ class StepPlanner:
     def _has_others(self, demands: Iterable[Share], now: float) -> bool:
         for share in demands:
             self._seen.pop(share.tenant, None)
-            self._seen[share.tenant] = now  # moved to the end: the latest
+            # Moved to the end of the dict, as the latest.
+            self._seen[share.tenant] = now
         while len(self._seen) > 1:
             first = next(iter(self._seen))
             if self._seen[first] >= now - SHARED_S:
@@ -143,7 +149,8 @@ class StepPlanner:
 
     def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
         """Return the running sequences to compute now: probes, or all others."""
-        passed = self._steps.passed()  # sequences that get no further chunks
+        # Sequences whose next chunk must wait until the passed step returns.
+        passed = self._steps.passed()
         return [
             s
             for s in self._pool.running.values()
@@ -179,7 +186,7 @@ class StepPlanner:
         waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
         for sequence in heapq.merge(*waiting, key=self._rank):
             if sequence.key in self._pool.preempted[before:]:
-                continue  # preempted in this loop
+                continue  # an iteration of this loop has preempted it
             if not self._pool.admit(sequence):
                 return
 
@@ -207,8 +214,8 @@ class StepPlanner:
         for sequence in self._ready():
             ready.setdefault(sequence.share, []).append(sequence)
         for those in ready.values():
-            # Taken from the end of the list: first sequences that decode, then prompts
-            # in order.
+            # ``_next_of`` takes from the end of the list: first sequences that decode,
+            # then prompts in order.
             those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
             those.reverse()
         # A tenant with few tokens to decode is in every step, so that a newcomer's
@@ -239,13 +246,15 @@ class StepPlanner:
             head = self._next_of(share, ready, is_open=is_open)
             left = budget.left(share)
             if head is None or (not left and share in had):
-                continue  # each tenant gets at least one row
+                continue  # a tenant gets at least one row, and has had it
             preemptions = self._pool.preemptions
             if self._rank(head) == rank:
                 rows = max(left, int(share not in had))
                 had.add(share)
                 if not self._take_next(parts, budget, head, rows, ready):
-                    is_open = False  # later ones would overtake it repeatedly
+                    # Do not admit others, because they would overtake this sequence
+                    # again and again.
+                    is_open = False
                 head = self._next_of(share, ready, is_open=is_open)
             if self._pool.preemptions != preemptions:
                 contenders = self._contenders(ready, is_open=is_open)
@@ -272,7 +281,7 @@ class StepPlanner:
         """Return a tenant's next sequence: a ready one, or the first in its queue."""
         those = ready.get(share, [])
         while those and those[-1].number not in self._pool.running:
-            those.pop()  # it was preempted
+            those.pop()  # the sequence was preempted
         if not is_open or (those and those[-1].lacking <= 1):
             return those[-1] if those else None
         head = self._pool.queue.head(share, self._pool.full.names)
@@ -295,7 +304,8 @@ class StepPlanner:
             if not fits or not self._pool.admit(sequence):
                 return False
         count = min(sequence.lacking, rows)
-        is_left = sequence.number in self._pool.running  # it was not preempted
+        # False if it was preempted.
+        is_left = sequence.number in self._pool.running
         if is_left and count and self._pool.has_room(sequence, count):
             parts.append(part := self._take(sequence, count))
             budget.take(count, self._rows(part))
@@ -305,7 +315,7 @@ class StepPlanner:
 
     def _decode(self, parts: list[StepPart], budget: float) -> None:
         """Add the next token of ready sequences, up to one step's share of them."""
-        # ``budget``: maximum cost, in rows without context.
+        # ``budget`` is the maximum cost of the rows, in rows without context.
         late = self._steps.late()
         decoding = [
             s
@@ -322,26 +332,27 @@ class StepPlanner:
         fits = max(1.0, min(budget / each, self._limits.max_num_batched_tokens))
         max_rows = min(max_rows, int(fits))
         ready = sum(not s.is_in_flight for s in decoding)
-        # If fewer than a step's share are ready, they wait until others return. During
-        # a KV rebuild they do not wait: steps run anyway, and a few more rows cost
-        # little.
+        # If fewer sequences are ready than one step's share, let them wait until others
+        # return. During a KV rebuild they need not wait: steps run anyway, and a few
+        # more rows cost little.
         if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
-            return  # the others are in flight
+            return  # wait for the sequences in flight
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
             if len(parts) >= max_rows:
                 return
             if sequence.number not in self._pool.running:
-                continue  # it was preempted for an earlier sequence
+                # An iteration of this loop has preempted it for an earlier sequence.
+                continue
             if sequence.lacking == 1 and self._pool.has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 
     def _prompt_tokens(self, *, is_shared: bool) -> int:
         """Return the maximum number of prefill tokens in the next step."""
-        # The steps in flight together have as many prefill tokens as one full step:
-        # running sequences wait for no more, and several stages compute a prompt at the
-        # same time. If no sequence waits for the steps, and one step cannot hold all
-        # prompts, each step is full. Sequences whose KV was just rebuilt wait for those
-        # still being rebuilt.
+        # Together, the steps in flight have as many prefill tokens as one full step:
+        # running sequences wait for no more than that, and several stages can compute a
+        # prompt at the same time. But if no sequence waits for the steps, and one step
+        # cannot hold all prompts, each step is full. A sequence whose KV was just
+        # rebuilt does not count as waiting: it waits for those still being rebuilt.
         max_tokens = self._limits.max_num_batched_tokens
         if is_shared:
             max_tokens = min(max_tokens, SHARED_TOKENS)
@@ -369,7 +380,9 @@ class StepPlanner:
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
         """Fill the step with prefill chunks, in order of arrival."""
         running = [s for s in self._ready() if s.lacking > 1]
-        running.sort(key=self._rank, reverse=True)  # all are of one tenant
+        # All are of one tenant, so this sorts them by their order of arrival, latest
+        # first.
+        running.sort(key=self._rank, reverse=True)
         is_open = True
         while budget > 0:
             heads = self._heads() if is_open else ()
@@ -377,11 +390,13 @@ class StepPlanner:
             if sequence is None:
                 return
             if running and sequence is running[-1]:
-                running.pop()  # it may have been preempted meanwhile
+                running.pop()  # admitting another sequence may have preempted this one
             else:
                 fits = min(sequence.lacking, budget) > 0
                 if not fits or not self._pool.admit(sequence):
-                    is_open = False  # later ones would overtake it repeatedly
+                    # Do not admit others, because they would overtake this sequence
+                    # again and again.
+                    is_open = False
                     continue
             count = min(sequence.lacking, budget)
             is_left = sequence.number in self._pool.running
@@ -401,7 +416,7 @@ class StepPlanner:
         cost = sequence.costs.of(begin, count, samples=samples)
         share = sequence.share
         if share not in self._charged and not self._pool.queue.has(share):
-            # Nothing of this tenant waits, so it keeps no credit.
+            # Nothing else of this tenant waits, so the tenant keeps no credit.
             self._pool.shares.lift(share, self._steps.cost + STEP_ROWS)
         self._charged.add(share)
         self._pool.shares.charge(share, count + cost)

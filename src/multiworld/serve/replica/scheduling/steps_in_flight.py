@@ -21,7 +21,7 @@ from multiworld.serve.deadlines import COUNTED_S, GRACE_S, LATE_FACTOR, LATE_S
 from multiworld.serve.wire.generation_messages import StepPart
 from multiworld.serve.wire.protocol import Key
 
-FORGET = 0.9  # smallest factor by which one step may change the limit
+FORGET = 0.9  # minimum factor by which one step changes the limit
 
 
 @dataclass(slots=True)
@@ -30,7 +30,8 @@ class _Step:
     samples: Collection[Key]
     cost: float
     began: float
-    waited_s: float | None = None  # None: until the first check
+    # Seconds for which it has waited; None: no check has seen it yet.
+    waited_s: float | None = None
 
 
 def _sequences_of(steps: Iterable[_Step]) -> set[Key]:
@@ -45,8 +46,8 @@ class StepsInFlight:
         self._steps: dict[int, _Step] = {}
         self._missing: dict[Key, float | None] = {}
         self._checked_at = self._now = 0.0
-        self._late_after_s = math.inf  # until a step has returned
-        self._returned = 0  # latest step of which a part has returned
+        self._late_after_s = math.inf  # infinite until a step has returned
+        self._returned = 0  # number of the latest step of which a part has returned
         self.last_number = 0
 
     def __len__(self) -> int:
@@ -123,12 +124,12 @@ class StepsInFlight:
         """Record that a step has returned, at least in part."""
         step = self._steps.get(number)
         if step is None or self._is_passed(number, step):
-            return  # a stuck step does not show how long steps take
+            return  # a step that was passed does not show how long steps take
         self._returned = max(self._returned, number)
         late_after_s = LATE_FACTOR * (now - step.began)
         if math.isfinite(self._late_after_s):
-            # One late step must not hide later ones, so it raises the limit by at most
-            # ``LATE_FACTOR``.
+            # Raise the limit by at most ``LATE_FACTOR``, so that one late step does not
+            # hide later ones.
             late_after_s = min(late_after_s, LATE_FACTOR * self._late_after_s)
             late_after_s = max(late_after_s, FORGET * self._late_after_s)
         self._late_after_s = max(LATE_S, late_after_s)

@@ -12,15 +12,16 @@ from collections.abc import Mapping
 
 from multiworld.serve.queueing.fair_queue import Share
 
-# Fixed cost of a step, in rows: reading the weights. SmolLM2 on an EPYC, float32, one
+# Fixed cost of a step, in rows: it reads the weights. SmolLM2 on an EPYC, float32, one
 # thread: 55 ms with one row, 99 with eight, 136 with sixteen.
 STEP_ROWS = 9.0
-# Usable fraction of the cost that a tenant's weight allows others in a step. The rest
-# allows for steps in flight that were planned before a newcomer arrived.
+# Usable fraction of the cost that a tenant's weight allows other tenants in a step. The
+# rest is for steps in flight that were planned before a newcomer arrived.
 BESIDE = 0.7
-# Cost of one token of context of a sequence in a step, in rows, and the fraction of it
-# that each row of the sequence adds. SmolLM2 on an EPYC, one thread, with 1,024 tokens
-# of context: each of 16 rows takes 6.6 ms more, a part of 64 rows 80 to 105 ms more.
+# Cost of a token of context that a sequence in a step has, in rows, and the fraction of
+# it that each row of the sequence adds. SmolLM2 on an EPYC, one thread, with 1,024
+# tokens of context: each of 16 rows takes 6.6 ms more, and a part of 64 rows takes 80
+# to 105 ms more.
 CONTEXT_ROWS, CONTEXT_SHARE = 1 / 1024, 0.3
 
 
@@ -30,7 +31,7 @@ def cost_of(rows: float) -> float:
 
 def rows_of(count: int, context: int) -> float:
     """Return the cost of ``count`` rows after ``context`` tokens."""
-    # The unit is a row without context.
+    # The unit is the cost of a row without context.
     return count + CONTEXT_ROWS * context * (1 + CONTEXT_SHARE * count)
 
 
@@ -39,8 +40,9 @@ class StepBudget:
 
     def __init__(
         self,
-        demands: Mapping[Share, float],  # rows of a tenant's next step if it were alone
-        in_flight: float,  # cost of steps in flight, in rows: stages may share CPUs
+        # Rows of the next step of each tenant if it were the only one.
+        demands: Mapping[Share, float],
+        in_flight: float,  # cost of the steps in flight, in rows: stages may share CPUs
         max_rows: int,
     ) -> None:
         self.weights = sum(share.weight for share in demands)
@@ -50,7 +52,8 @@ class StepBudget:
             for share, demand in demands.items()
             if share.priority == first
         }
-        # The two tightest limits: the tenant of the first is bound by the second.
+        # The two tightest limits: the first one limits all tenants but its own, which
+        # the second one limits.
         self._tightest = sorted(self._limits, key=self._limits.__getitem__)[:2]
         self._cost, self._max_rows = in_flight + STEP_ROWS, max_rows
         self.rows, self.used = 0, 0.0

@@ -49,8 +49,8 @@ class TenantUse:
     ) -> ScheduledSequence | None:
         """Return the sequence to preempt for a newcomer of another tenant."""
         wanted = self.of(newcomer.share, slots=1, blocks=blocks)
-        # The victim's tenant keeps at least as much as the newcomer's will have, so
-        # that the two do not preempt each other in turn.
+        # The victim's tenant must keep at least as much as the newcomer's will have:
+        # otherwise the two would preempt each other in turn.
         found = [
             s
             for s in idle
@@ -63,8 +63,8 @@ class TenantUse:
         self, grower: ScheduledSequence, idle: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
         """Return the sequence to preempt for a running one that needs a block."""
-        # The latest sequence of the tenant with the largest use, in the lowest
-        # priority. A tenant's only sequence is not preempted for a later one:
+        # It is the latest sequence of the tenant that uses most, in the lowest
+        # priority. The only sequence of a tenant is not preempted for a later one:
         # otherwise, a long sequence would never finish.
         found = [
             s
@@ -79,7 +79,8 @@ class TenantUse:
             s for s in found if s.number > grower.number and s.share.priority <= first
         ]
         if later and self._slots[grower.share] == 1:
-            found = later  # the grower is its tenant's only sequence
+            # Its tenant has no other sequence, so only later ones can be preempted.
+            found = later
 
         def rank(sequence: ScheduledSequence) -> tuple[int, float, int]:
             share = sequence.share

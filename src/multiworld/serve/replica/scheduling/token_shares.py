@@ -16,10 +16,10 @@ from collections import Counter
 
 from multiworld.serve.queueing.fair_queue import Share
 
-# Number of counters above which those that would be lifted anyway are dropped.
+# Minimum number of counters before those that ``lift`` would replace are dropped.
 PRUNE_AT = 1024
 
-_Key = tuple[int, str]  # priority and tenant
+_Key = tuple[int, str]  # priority and name of a tenant
 
 
 class TokenShares:

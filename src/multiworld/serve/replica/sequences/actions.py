@@ -13,7 +13,7 @@ from multiworld.serve.wire.protocol import Key, StreamId
 class Send:
     peer: str
     message: EdgeMessage
-    is_urgent: bool = False  # at once, before anything is computed
+    is_urgent: bool = False  # if True, it is sent at once, before anything is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SendLogged:
     key: Key
     begin: int  # position of the first row
     end: int  # position after the last row; equal to ``begin`` if there are none
-    is_end: bool  # no rows follow
+    is_end: bool  # True if no rows follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,11 @@ class ActivationLog:
 
     def append(self, sequence: StreamId, begin: int, rows: Tensor) -> list[StreamId]:
         """Keep rows, [rows, hidden]; return the sequences dropped to make room."""
-        # ``begin`` is the end of the kept rows or a position before it; kept rows from
+        # ``begin`` is the end of the kept rows, or a position before it. Kept rows from
         # there on are replaced.
         kept = self._kept.get(sequence)
-        if kept is None or begin < kept.begin:  # recomputed from an earlier position
+        if kept is None or begin < kept.begin:
+            # The sequence is recomputed from an earlier position.
             self.drop(sequence)
             kept = self._kept[sequence] = _Rows(begin)
         self.nbytes -= kept.nbytes
@@ -89,7 +90,8 @@ class ActivationLog:
         """Keep only these first rows, uncopied; return the dropped sequences."""
         self.drop(sequence)
         kept = self._kept[sequence] = _Rows(0)
-        for piece in pieces:  # from position 0 on, [rows, hidden]; immutable
+        # Each is [rows, hidden], immutable, and follows the one before.
+        for piece in pieces:
             kept.share(piece)
         self.nbytes += kept.nbytes
         return self._make_room()

@@ -49,7 +49,8 @@ class Engine:
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
-        tokens: int = 0,  # tokens of KV memory to allocate at the start on a GPU
+        # Number of tokens for which to allocate KV memory at the start, on a GPU.
+        tokens: int = 0,
     ) -> None:
         self._stage, self._threads, self._model = stage, threads, model
         self._compute_s, self._clock = compute_s or HUNG_S, clock
@@ -64,20 +65,21 @@ class Engine:
         self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
         self._matchers = Matchers(model)
         self._structures: dict[StreamId, Matcher] = {}
-        self.began_at: float | None = None  # start of the running step, monotonic
+        # Monotonic time at which the running step began; None: no step runs.
+        self.began_at: float | None = None
         self.computed_s = 0.0
         self._short = ShortSteps()
         self._may_compute_here = False
-        # None: the number never changes.
+        # Adapts the number of threads; None: the number never changes.
         self._count: ThreadCount | None = None
 
     async def load(self, context: StageContext) -> None:
         """Load the stage; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
         if context.device == "cpu" and self._threads == 1:
-            # Otherwise this thread and the compute thread would each have an OpenMP
-            # team. The teams would wait for each other in system calls, and a step
-            # would take twice as long.
+            # With more threads, this thread and the compute thread would each have an
+            # OpenMP team. The teams would wait for each other in system calls, and a
+            # step would take twice as long.
             torch.set_num_threads(1)
             self._may_compute_here = True
         elif context.device == "cpu" and not self._is_deterministic:
@@ -87,7 +89,8 @@ class Engine:
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
         if context.device == "cpu":
-            # Compile before the weights are in memory: a compiler needs 100 MB, too.
+            # Compile the C code before the weights are in memory, because a compiler
+            # needs 100 MB, too.
             can_run()
             compiled_code.outcome(integer_products.SOURCE)
         with torch.inference_mode():
@@ -107,7 +110,7 @@ class Engine:
         began = self.began_at
         if began is None:
             return
-        # ``resumed_at``: end of the last pause of this process.
+        # ``resumed_at`` is the time at which this process last resumed after a pause.
         if self._clock() - max(began, resumed_at) > self._compute_s:
             logger.error("a step takes more than %g s: it hangs", self._compute_s)
             faulthandler.dump_traceback(sys.stderr)
@@ -151,8 +154,8 @@ class Engine:
             return None
         if stream not in self._structures:
             self._structures[stream] = self._matchers.begin(grammar, start.share)
-        # The future is done once the grammar is compiled: a step that contains the
-        # sequence would block until then.
+        # This future is done once the grammar is compiled. Until then, a step with the
+        # sequence would block.
         return self._structures[stream].made
 
     def restore(self, stream: StreamId, blocks: Sequence[Block], tokens: int) -> None:
@@ -170,7 +173,8 @@ class Engine:
         self._restore.pop(stream, None)
         structure = self._structures.pop(stream, None)
         if structure is not None:
-            structure.made.cancel()  # so that others do not wait for its compilation
+            # A waiting compilation is then skipped, so that others do not wait for it.
+            structure.made.cancel()
         self._free.append(stream)
 
     def drop(self, stream: StreamId) -> None:
@@ -198,7 +202,10 @@ class Engine:
             torch.set_num_threads(count)
             why = "other processes take the cores" if count < before else "trying again"
             logger.info(
-                "computing with %d of %d threads: %s", count, self._threads, why
+                "this stage computes with %d of %d threads: %s",
+                count,
+                self._threads,
+                why,
             )
 
     def _chores(self) -> Chores:

@@ -36,12 +36,12 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class GatewaysChanged:
-    names: Collection[str]  # in the routing table or connected
+    names: Collection[str]  # gateways that are in the routing table or connected
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    was_paused: bool  # this process was stopped since the last tick
+    was_paused: bool  # True if this process was stopped since the last tick
 
 
 Event = Received | Compiled | Connected | Disconnected | GatewaysChanged | Ticked

@@ -96,7 +96,8 @@ class GenerationWorker:
         while True:
             self._has_work.clear()
             if await self.compute_next():
-                await asyncio.sleep(0)  # send the results before the next step
+                # Lets the event loop send the results before the next step.
+                await asyncio.sleep(0)
             else:
                 await self._wait()
 
@@ -184,7 +185,8 @@ class GenerationWorker:
                 case generation_messages.Step():
                     if message.starts:
                         self._handle(events.Received(peer, message))
-                    # The frame's memory is reused once its tensors are gone.
+                    # The step keeps the memory of its frame, which is reused once its
+                    # tensors are gone.
                     self._queue.add(ArrivedStep(message, contents[0]["hidden"]))
                 case generation_messages.ActivationRows():
                     self._queue.rebuild(message, contents[0]["hidden"])
@@ -303,11 +305,11 @@ class GenerationWorker:
             if state is None or state.is_evicted:
                 continue
             count = state.lacking(part.begin, part.count)
-            if count is None:  # earlier rows are missing
+            if count is None:  # rows before this part are missing
                 self.recovery.return_to_gateway([part.key])
                 continue
-            # A part is kept even if no rows are left to compute: later stages may lack
-            # its rows, and the scheduler waits for the sequence.
+            # Keep the part even if none of its rows must be computed: later stages may
+            # lack the rows, and the scheduler waits for the sequence.
             begin = part.begin + part.count - count
             kept.append(StepPart(part.key, begin, count, part.samples))
             rows.append(hidden[end - count : end])
@@ -338,7 +340,8 @@ class GenerationWorker:
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
         found = await self._compute([part for part in parts if part.count], rows)
-        # Other processes wait for the results, so send them before recording anything.
+        # Send the results before recording anything, because other processes wait for
+        # them.
         if self._is_last:
             done = outcome(number, parts, found.tokens, self.recovery.sampled)
             if origin == self.name:
@@ -373,7 +376,8 @@ class GenerationWorker:
             {
                 t.key: None if t.finish else t.token
                 for t in found.tokens
-                if self.recovery.table.get(t.key)  # it may have ended meanwhile
+                # The sequence may have ended in the meantime.
+                if self.recovery.table.get(t.key)
             }
         )
         outputs = found.rows()

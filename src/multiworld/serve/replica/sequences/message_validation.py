@@ -20,7 +20,8 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import Key, MessageError
 
-# Messages that only later stages may receive, and messages that only stage 0 may.
+# Messages that only later stages may receive. ``OF_STAGE_0`` are those that only stage
+# 0 may receive.
 OF_LATER_STAGES = (
     generation_messages.ActivationRows,
     generation_messages.Step,
@@ -31,9 +32,9 @@ OF_STAGE_0 = (generation_messages.StepDone, generation_messages.KvRebuilt)
 
 def check(
     message: EdgeMessage,
-    contents: Sequence[Tensors],  # its tensors
-    peer: str,  # the sender
-    name: str,  # of this replica
+    contents: Sequence[Tensors],  # tensors of the message
+    peer: str,  # name of the sender
+    name: str,  # name of this replica
     stage: int,
     table: SequenceTable,
 ) -> None:

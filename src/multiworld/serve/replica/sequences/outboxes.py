@@ -11,7 +11,8 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.routing_table import RoutingTable
 
-MAX_POSTPONED = 4096  # messages to keep for a gateway that is not connected yet
+# Maximum number of messages kept for a gateway that is not connected yet.
+MAX_POSTPONED = 4096
 
 
 class Outboxes:
@@ -63,7 +64,8 @@ class Outboxes:
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message, () if hidden is None else [{"hidden": hidden}])
-        elif peer in self.table.gateways:  # sent once it has connected
+        elif peer in self.table.gateways:
+            # Keep the message until the gateway has connected.
             self._postponed.setdefault(peer, deque(maxlen=MAX_POSTPONED)).append(
                 message
             )

@@ -49,11 +49,13 @@ class PromptPrefixes:
         names = list(digests(start.tokens, self._block, start.share.tenant))
         self._names[state.stream] = names
         if start.sampling.prompt_logprobs is not None:
-            return  # all its tokens must be computed, to score them
+            return  # all tokens of the prompt must be computed, because they are scored
         self.counts["prefix_cache_queries"] += len(start.tokens)
-        # The last prompt token is always computed: its output gives the next token.
+        # The last prompt token is always computed, because its output gives the next
+        # token.
         found = self._cache.use(names[: (len(start.tokens) - 1) // self._block])
-        # Nothing is copied before ``restore``: a waiting sequence takes no memory.
+        # The blocks are copied only in ``restore``, so that a waiting sequence takes no
+        # memory.
         if found:
             self._found[state.stream], state.is_cached = found, True
             state.held = state.logged = len(found) * self._block
@@ -68,7 +70,8 @@ class PromptPrefixes:
             return []
         self.counts["prefix_cache_hits"] += held
         engine.restore(state.stream, found, held)
-        # [tokens, hidden] each; none in the last stage.
+        # The rows of each block are [tokens, hidden]. In the last stage, blocks have no
+        # rows.
         rows = [block.rows for block in found if block.rows is not None]
         if rows:
             rows[-1] = rows[-1][: held - (len(rows) - 1) * self._block]
@@ -98,7 +101,7 @@ class PromptPrefixes:
         if block.rows is not None:
             missing = self._block - len(block.rows)
             if missing and span.begin < state.logged:
-                return  # the missing rows are no longer logged
+                return  # the missing rows are no longer in the log
             if missing:
                 before = log.rows(state.stream, span.begin, span.begin + missing)
                 block = Block(block.layers, torch.cat([before, block.rows]))

@@ -50,13 +50,13 @@ FindPrefix = Callable[[SequenceState], None]
 class ReplicaSettings:
     """Identity and limits of a replica."""
 
-    name: str  # in the routing table
-    stage: int  # its number, from 0
-    stage_name: str  # for errors
+    name: str  # name of this replica in the routing table
+    stage: int  # number of its stage, from 0
+    stage_name: str  # name of its stage, for error texts
     is_last: bool
-    log_bytes: int  # maximum size of the activation log
-    prefix_bytes: int = 0  # maximum size of the prefix cache
-    overdue_s: float = 60.0  # time after which a step counts as lost in later stages
+    log_bytes: int  # maximum bytes of the activation log
+    prefix_bytes: int = 0  # maximum bytes of the prefix cache
+    overdue_s: float = 60.0  # seconds after which a step counts as lost in later stages
 
 
 class Recovery:
@@ -65,7 +65,7 @@ class Recovery:
     def __init__(
         self,
         settings: ReplicaSettings,
-        scheduler: Scheduler,  # used in stage 0
+        scheduler: Scheduler,  # used only in stage 0
         find_prefix: FindPrefix,
     ) -> None:
         self.name, self._stage = settings.name, settings.stage
@@ -74,7 +74,8 @@ class Recovery:
         self._find_prefix = find_prefix
         self.table = SequenceTable(is_last=settings.is_last)
         self.counts: Counter[str] = Counter()
-        # Tokens that the last stage sampled in a KV rebuild; None: the sequence ended.
+        # Tokens that the last stage sampled in KV rebuilds. None: the sequence has
+        # ended.
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
         self._memory: KvBudget[StreamId] = KvBudget(
@@ -108,8 +109,9 @@ class Recovery:
                     self._scheduler.steps.excuse(now)
                     self.table.excuse(now)
                 for key in self.table.unconfirmed(now - UNCONFIRMED_S):
-                    # Its gateway has lost the edge to this replica meanwhile, and so
-                    # will not send the end of the sequence.
+                    # The gateway has not announced the sequence: it has lost its edge
+                    # to this replica, and will not report the end of the sequence
+                    # either.
                     self.return_to_gateway([key])
                     self._end(key)
                 for key in self._scheduler.steps.overdue(now, self._overdue_s):
@@ -172,19 +174,21 @@ class Recovery:
     def _begin_with(self, step: generation_messages.Step) -> None:
         """Begin the sequences of a step that their gateways have not announced yet."""
         for start in step.starts:
-            # This process may not know of its gateway's connection yet.
+            # The step may arrive before this process knows that the gateway is
+            # connected.
             is_new = self.table.is_new(start.key)
             if is_new:
                 self._begin(start)
             state = self.table.get(start.key)
             if state is not None:
-                state.is_untold = not self._is_last  # it may not know the sequence
+                # The next stage may not know the sequence.
+                state.is_untold = not self._is_last
                 state.announced_at = self._now if is_new else state.announced_at
 
     def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
         """Add an attempt, and report its KV here to the previous stage."""
         if not self.table.is_new(start.key):
-            # The previous stage was faster, or the sequence has ended already.
+            # The previous stage has announced it already, or the sequence has ended.
             self.table.confirm(start.key)
             return
         state, next_has = self.table.begin(start, prepared)
@@ -197,16 +201,16 @@ class Recovery:
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
-            # There is no room to prepare the sequence here.
+            # Stage 0 has no room to prepare the sequence.
             self.return_to_gateway([start.key])
             self._end(start.key)
         elif away := neighbours_of(start.chain, self._stage) - self._connected:
-            # These neighbours are not connected yet, or no longer.
+            # Some neighbours are not connected yet, or no longer.
             self.return_to_gateway([start.key], lacks=min(away))
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
         elif self._stage == 0 and not self._is_last and _is_fresh(state):
-            # No later stage has KV of the sequence, so no report is needed.
+            # No later stage has KV of the sequence, so do not wait for a report.
             state.sent, state.is_untold = 0, True
             self._resolve(state)
 
@@ -242,10 +246,11 @@ class Recovery:
         if state is None:
             self.table.note_early(key, held)
             return
-        if state.sent is not None:  # the attempt began without this report
+        if state.sent is not None:  # the attempt has begun without this report
             return
         state.sent = held
-        if held < state.logged:  # only earlier stages can replay these rows
+        if held < state.logged:
+            # Only an earlier stage can replay the rows before those logged here.
             state.held = state.logged = held
         begin, end = min(held, state.held), state.held
         is_moved = key in self._scheduler.pool.known
@@ -267,7 +272,7 @@ class Recovery:
             return
         elif key in self._scheduler.pool.known:
             self._scheduler.rewind(key, state.held)
-            if self._is_last:  # no other stage reports that it has caught up
+            if self._is_last:  # no later stage will report that it has caught up
                 self._scheduler.resume(key, None)
         else:
             self._add(state)
@@ -338,21 +343,22 @@ class Recovery:
         state = self.table.of(stream)
         if state is None:
             return True, True, 0, stream[1], stream[0]
-        # Dropped first: sequences that are only prepared, then those of the lowest
-        # priority, then the latest. Probes are dropped last: streams may be waiting for
-        # the replica that a probe makes ready.
+        # When memory is scarce, sequences that are only prepared are dropped first,
+        # then those of the lowest priority, and of these the latest ones. Probes are
+        # dropped last, because streams may be waiting for the replica that a probe
+        # makes ready.
         priority, is_probe = state.start.share.priority, state.start.is_probe
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
         """Allocate memory for parts; return the indices of the parts that fit."""
         if self._stage == 0:
-            return [*range(len(parts))]  # the scheduler has allocated memory
+            return [*range(len(parts))]  # the scheduler has allocated the memory
         for part in parts:
-            if part.begin == 0:  # recomputing starts with freed memory
+            if part.begin == 0:  # the sequence is recomputed, and starts without memory
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
-        # Other sequences may be dropped to make room.
+        # To make room, ``take`` may drop other sequences, or those of parts.
         evicted = {*self._memory.take(wanted)}
         for stream in evicted:
             self._evict(stream)
@@ -380,10 +386,12 @@ class Recovery:
     def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
         """Report an eviction to stage 0, through the stages between."""
         if self._stage == 0:
-            self._evicted.append(evicted)  # handled between two steps
+            # ``preempt_evicted`` handles it between two steps.
+            self._evicted.append(evicted)
             return
         state = self.table.get(evicted.key)
-        if state is None:  # perhaps not begun here yet: its gateway decides
+        if state is None:
+            # The sequence may not have begun here yet, so its gateway decides.
             self.return_to_gateway([evicted.key])
         else:
             self._send(state.start.chain[self._stage - 1], evicted)
@@ -419,11 +427,12 @@ class Recovery:
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
         planned = self._scheduler.next_step(now)
-        # Preempt even if there is no step: the scheduler counts these blocks as free,
-        # and a KV rebuild may take them.
+        # Preempt these sequences even if there is no step now: the scheduler counts
+        # their blocks as free, and a KV rebuild may take them.
         preempted = self._scheduler.pool.take_preempted()
         self.preempt(preempted)
-        # Later stages may be waiting for rows of a paused sequence, which are dropped.
+        # Return paused ones: later stages may be waiting for their rows, which are
+        # dropped now.
         self.return_to_gateway(filter(self._scheduler.pool.is_paused, preempted))
         if planned is None:
             return None
@@ -433,7 +442,8 @@ class Recovery:
 
     def _note_alone(self, keys: frozenset[Key]) -> None:
         """Report which suspects run alone now, and which no longer do."""
-        # Send both reports before the step, because it may crash this process.
+        # Both reports are sent before the step, because the step may crash this
+        # process.
         before, self._alone = self._alone, keys
         for key in sorted(before - keys):
             over = generation_messages.RunsAlone(key, is_over=True)
@@ -481,7 +491,8 @@ class Recovery:
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
         """Continue after a piece of a KV rebuild; return the rows to send, or None."""
-        # ``rows``: number of output rows by sequence; ``is_end``: the last piece.
+        # ``rows`` has the number of output rows of each sequence. ``is_end`` is True
+        # for the last piece.
         state = self.table.get(key)
         if state is None or state.is_evicted:
             return None
@@ -493,7 +504,8 @@ class Recovery:
             made = rows.get(key, 0)
             count = state.take_unsent(state.held - made, made)
             peer = state.start.chain[self._stage + 1]
-            # Replica of the next stage, position of the first row, number of rows.
+            # The result: replica of the next stage, position of the first row, number
+            # of rows.
             return peer, state.held - count, count
         if is_end:
             token = self.sampled.pop(key, None)
@@ -507,7 +519,7 @@ def _is_fresh(state: SequenceState) -> bool:
     start = state.start
     is_first = not (state.earlier or state.prepared or state.held)
     is_watched = start.is_probe or start.is_suspect or start.is_watched
-    # The last stage reports once it has compiled the grammar.
+    # With a grammar, stage 0 must wait: the last stage reports once it has compiled it.
     return is_first and not is_watched and not start.sampling.grammar
 
 

@@ -9,30 +9,39 @@ from dataclasses import dataclass
 from multiworld.serve.wire.generation_messages import SequenceStart
 from multiworld.serve.wire.protocol import Key, StreamId
 
-MAX_EARLY = 4096  # maximum reports kept about sequences that have not begun here yet
-MAX_ENDED = 4096  # ended sequences kept: messages about them may be in flight
+# Maximum number of reports kept about sequences that have not begun here yet.
+MAX_EARLY = 4096
+# Maximum number of ended sequences to remember: messages about them may be in flight.
+MAX_ENDED = 4096
 
 
 @dataclass(slots=True)
 class SequenceState:
     """One sequence at one stage."""
 
-    start: SequenceStart  # as its gateway described it
-    held: int = 0  # tokens whose KV is here
-    # ``held`` refers to blocks of the prefix cache, which are copied before the first
-    # step of the sequence.
+    start: SequenceStart  # the sequence, as its gateway described it
+    held: int = 0  # number of tokens whose KV is here
+    # True if ``held`` counts blocks in the prefix cache, which are copied before the
+    # first step of the sequence.
     is_cached: bool = False
-    # First token whose output is in the activation log, which ends at ``held``.
+    # Position of the first token whose output is in the activation log, which ends at
+    # ``held``.
     logged: int = 0
-    # Tokens that the next stage has or was sent; None: it has not reported.
+    # Number of tokens that the next stage has or was sent. None: it has not reported
+    # yet.
     sent: int | None = None
-    prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
-    # The next stage may not know the sequence: the first step sent there announces it.
+    # Stages at which the sequence is only prepared while it runs elsewhere.
+    prepared: Sequence[int] = ()
+    # True if the next stage may not know the sequence: the first step sent there
+    # announces it.
     is_untold: bool = False
-    # Time at which the previous stage announced the sequence; None: its gateway did.
+    # Time at which the previous stage announced the sequence. None: the gateway
+    # announced it.
     announced_at: float | None = None
-    is_paused: bool = False  # paused or returned: only a later attempt continues it
-    is_evicted: bool = False  # evicted for lack of memory: rows in flight are ignored
+    # Paused, or returned to the gateway: only a later attempt can continue it.
+    is_paused: bool = False
+    # Evicted for lack of memory: rows in flight must be ignored.
+    is_evicted: bool = False
 
     @property
     def earlier(self) -> list[Key]:
@@ -50,7 +59,7 @@ class SequenceState:
 
     def lacking(self, begin: int, count: int) -> int | None:
         """Return how many of ``count`` rows, from the end, must still be computed."""
-        # None: earlier rows are missing.
+        # None: rows before these are missing.
         return None if begin > self.held else max(0, begin + count - self.held)
 
     def take_unsent(self, begin: int, count: int) -> int:
@@ -124,12 +133,14 @@ class SequenceTable:
         state = SequenceState(start, prepared=prepared)
         found = next(filter(None, map(self.get, state.earlier)), None)
         if found is not None:
-            # The last stage computes the last token again, to sample the next one.
+            # In the last stage, the last token is computed again, to sample the next
+            # one.
             limit = len(start.tokens) - self._is_last
             state.held, state.is_cached = min(found.held, limit), found.is_cached
             state.logged = min(found.logged, state.held)
         self._states[start.key[:2]] = state
-        # Second value: number of tokens that the next stage has; None: no report yet.
+        # The second value is the number of tokens that the next stage has reported;
+        # None: it has not reported yet.
         return state, self._early.pop(start.key, None)
 
     def end(self, key: Key) -> SequenceState | None:

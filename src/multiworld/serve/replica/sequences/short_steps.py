@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-# Maximum seconds for which a step may block the loop; heartbeats do not depend on it.
+# Maximum seconds for which a step may block the event loop. Heartbeats continue
+# meanwhile.
 SHORT_S = 0.02
-WARM = 4  # steps of a size to measure before one is computed on the loop
-DECAY = 0.9  # factor by which each further step reduces the longest duration
+# Number of steps of a size to measure before one is computed on the event loop.
+WARM = 4
+DECAY = 0.9  # factor by which each further step reduces the longest measured duration
 
 
 @dataclass(slots=True)

@@ -34,7 +34,8 @@ def outcome(
     number: int,
     parts: Sequence[StepPart],
     tokens: Sequence[TokenItem],
-    rebuilt: dict[Key, int | None],  # tokens of KV rebuilds; used ones are removed
+    # Tokens sampled in KV rebuilds; those used here are removed.
+    rebuilt: dict[Key, int | None],
 ) -> StepDone:
     """Return the message that reports a step's tokens to its scheduler."""
     sampled = {t.key: None if t.finish else t.token for t in tokens}
@@ -46,11 +47,11 @@ def outcome(
 
 def steps_on(
     stage: int,
-    origin: str,  # replica that scheduled the step, as ``number``
+    origin: str,  # replica that scheduled the step, and gave it ``number``
     number: int,
     parts: Sequence[StepPart],
     found: Computed,
-    table: SequenceTable,  # records the rows sent
+    table: SequenceTable,  # records which rows were sent
 ) -> Iterator[tuple[str, Step, Tensor]]:
     """Yield each next-stage replica of the parts, its ``Step`` and the rows to send."""
     failed = {key for key, _ in found.failed}
@@ -60,7 +61,7 @@ def steps_on(
         state = table.get(part.key)
         if state is None or part.key in failed:
             continue
-        # Rows that the next stage already has are left out.
+        # Leave out the rows that the next stage already has.
         count = state.take_unsent(part.begin, part.count)
         begin = part.begin + part.count - count
         on = StepPart(part.key, begin, count, part.samples)
@@ -79,7 +80,7 @@ def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
     count = sum(on.count for on in ons)
     if not count or found.hidden is None:
         return NO_ROWS
-    if count == len(found.hidden):  # all rows, in this order
-        return found.hidden.clone()  # the stage may reuse its memory
+    if count == len(found.hidden):  # the next stage gets all rows, in this order
+        return found.hidden.clone()  # a copy, because the stage may reuse the memory
     rows_of = found.rows()
     return torch.cat([rows_of[on.key][-on.count :] for on in ons if on.count])

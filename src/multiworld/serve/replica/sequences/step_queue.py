@@ -21,15 +21,15 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key
 
-# Maximum rows of a KV rebuild between two steps of other sequences. A step has a fixed
-# cost of about nine rows, so a rebuild in such pieces takes 14 % longer.
+# Maximum rows of a KV rebuild between two steps of other sequences. A step has the
+# fixed cost of about nine rows, so a rebuild in such pieces takes 14 % longer.
 PIECE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedStep:
     step: Step
-    hidden: Tensor  # of all its parts, [rows, hidden]
+    hidden: Tensor  # hidden states of all its parts, [rows, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RebuildRows:
     key: Key
     begin: int  # position of the first row
     rows: Tensor  # [rows, hidden]; may be empty
-    is_end: bool  # no rows follow
+    is_end: bool  # True if no rows follow
 
     def first(self, count: int) -> RebuildRows:
         return RebuildRows(self.key, self.begin, self.rows[:count], is_end=False)
@@ -56,10 +56,11 @@ class StepQueue:
         self._rows, self._table = rows, table
         self._steps: deque[ArrivedStep | PreemptSequences] = deque()
         self._rebuilds: deque[RebuildRows] = deque()
-        # Rebuilds of sequences that still run elsewhere.
+        # Rebuilds of sequences that are prepared here and still run elsewhere.
         self._prepared: deque[RebuildRows] = deque()
         self._rebuilding: Counter[Key] = Counter()
-        self._moved: set[Key] = set()  # rebuilt since ``_rebuilds`` was last empty
+        # Sequences rebuilt since ``_rebuilds`` was last empty.
+        self._moved: set[Key] = set()
         self._is_turn_of_rebuilds = False
 
     def __len__(self) -> int:
@@ -91,8 +92,9 @@ class StepQueue:
 
     def _piece(self) -> int:
         """Return the maximum number of rows to rebuild at once."""
-        # Sequences whose KV was just rebuilt wait for those still being rebuilt, but
-        # not for those that are only prepared.
+        # Rebuild in small pieces only if other sequences could run in between. Those
+        # whose KV was just rebuilt could not: they wait for the other rebuilds, except
+        # for those of sequences that are only prepared.
         waits = self._moved if self._rebuilds else ()
         are_others_here = any(
             state.held

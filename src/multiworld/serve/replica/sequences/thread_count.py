@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.25  # minimum seconds between two checks
-CROWDED = 0.15  # cores are crowded if a thread waits for one this share of the time
-# Initial and maximum seconds with one thread before all threads are tried again. They
-# double while the cores are crowded, because a trial may cost a slow step or two.
+# Cores are crowded if a thread waits for one during this fraction of the time.
+CROWDED = 0.15
+# Initial and maximum seconds of computing with one thread before all threads are tried
+# again. The time doubles while the cores are crowded, because each trial may cost a
+# slow step or two.
 PAUSE_S, MAX_PAUSE_S = 4.0, 64.0
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")

@@ -41,11 +41,11 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.protocol import Key, RemoteError, StreamId
 
-# Consecutive runs without a token after which a trial run tests the engine. If the
-# trial run gets a token, the sequences are at fault; otherwise the engine is lost.
+# Number of runs in a row without a token after which a trial run tests the engine. If
+# the trial run gets a token, the sequences were at fault; otherwise the engine is lost.
 MAX_FAILURES = 8
-OWN_FAILURES = 4  # the same limit for the runs of one sequence
-KEPT_FAILURES = 1024  # maximum number of sequences whose failures are remembered
+OWN_FAILURES = 4  # the same limit for the runs of a single sequence
+KEPT_FAILURES = 1024  # maximum number of sequences whose failed runs are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Phase(StrEnum):
     RUNNING = "running"
     HELD = "held"  # prepared; its slot is reserved until its gateway continues it
     DOUBTED = "doubted"  # too many runs without a token; a trial run tests the engine
-    OVER = "over"  # remains until its gateway ends it
+    OVER = "over"  # kept only until its gateway ends it
 
 
 WAITING = (
@@ -119,11 +119,12 @@ WAITING = (
     Phase.CONTINUING,
 )
 
-# Phases that may follow each phase; a sequence may be forgotten in every phase.
+# The phases that may follow each phase. A sequence may be forgotten in every phase.
 TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
     None: frozenset(WAITING),
     **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
-    # A run is taken back if a suspect must run alone, or if this suspect has done so.
+    # A run is taken back so that a suspect can run alone, or once this suspect has done
+    # so.
     Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
     Phase.HELD: frozenset(),
     Phase.DOUBTED: frozenset({Phase.OVER}),
@@ -139,10 +140,10 @@ class EngineSequence:
     ends: tuple[int, ...]
     is_prepared: bool
     arrived: int
-    tokens: list[int] = field(default_factory=list)  # prompt and output
+    tokens: list[int] = field(default_factory=list)  # the prompt, and the output so far
     run: int = 0  # number of its run; 0 while it does not run
-    phase: Phase | None = None  # None: not added yet, or forgotten
-    doubt: str = ""  # reason for phase DOUBTED
+    phase: Phase | None = None  # None: it was not added yet, or is forgotten
+    doubt: str = ""  # why it is in phase DOUBTED
 
     @property
     def key(self) -> Key:
@@ -192,22 +193,26 @@ class EngineSequences:
         self,
         settings: EngineSettings,
         check: Callable[[Sampling], None],
-        # How a token ends a sequence; see ``sampler.finish_of``.
+        # Returns how a token ends a sequence, as ``sampler.finish_of`` does.
         finish_of: Callable[[int, int, Sampling, Sequence[int]], str],
     ) -> None:
         self.settings, self._check, self._finish_of = settings, check, finish_of
-        self.counts: Counter[str] = Counter()  # events since the start, by kind
+        # Number of events since the start, by kind.
+        self.counts: Counter[str] = Counter()
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
-        self._leaving: set[int] = set()  # ended runs that are still in the engine
+        # Numbers of ended runs that are still in the engine.
+        self._leaving: set[int] = set()
         self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
-        self._queue: FairQueue[StreamId] = FairQueue()  # sequences in phase QUEUED
-        # Suspects that run in isolation now, and suspects that did so most recently.
+        self._queue: FairQueue[StreamId] = FairQueue()  # the sequences in phase QUEUED
+        # ``_alone``: suspects that run in isolation now. ``_after``: those that did so
+        # last.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0
         self._failures_of: Counter[StreamId] = Counter()
-        self._trial = 0  # number of the engine's own run; 0: none
+        # Number of the trial run that tests the engine; 0: there is none.
+        self._trial = 0
         self._numbers, self._arrivals = 0, 0
         self._actions: list[Action] = []
 
@@ -290,7 +295,8 @@ class EngineSequences:
         except InvalidRequestError as error:
             self._fail(start.key, error)
             return
-        except Exception as error:  # an adapter may raise anything
+        except Exception as error:
+            # The check belongs to an adapter, which may raise anything.
             text = f"the engine's check raised {type(error).__name__}: {error}"
             self._fail(start.key, ModelFailedError(text, stage="0"))
             return
@@ -342,7 +348,7 @@ class EngineSequences:
                 break
             self._run(continuing)
         while self._used_slots() < self.settings.max_num_seqs:
-            # Moving sequences have run elsewhere, so they are older than queued ones.
+            # Moving sequences have already run elsewhere, so they precede queued ones.
             following = self._first(Phase.MOVING)
             if following is None:
                 stream = self._queue.next()
@@ -413,8 +419,8 @@ class EngineSequences:
         self._leaving.add(sequence.run)
         sequence.run = 0
         if has_failed and sequence in self._alone:
-            # The gateway is not notified: the sequence may have killed the engine, and
-            # then this process exits next.
+            # Do not notify the gateway that the suspect no longer runs alone: the
+            # suspect may have killed the engine, and then this process exits next.
             self._alone.remove(sequence)
         self._no_longer_alone(sequence)
 
@@ -463,7 +469,8 @@ class EngineSequences:
             and sequence not in self._alone
             and self._used_slots() > self.settings.max_num_seqs
         ):
-            # The suspect ran although all slots were reserved. Now the others run.
+            # The suspect got a slot although none was free. It has proved itself, so it
+            # returns the slot and waits like others.
             self._take_back(sequence)
             self._become(sequence, sequence.waiting_phase)
 
@@ -476,7 +483,7 @@ class EngineSequences:
             sequence.key,
             index,
             each.token,
-            finish,  # type: ignore[arg-type]  # of finish_of
+            finish,  # type: ignore[arg-type]  # ``finish_of`` returns any str
             each.logprob,
             self._known_words(each.top),
             tuple((score, self._known_words(top)) for score, top in each.prompt)
@@ -521,7 +528,8 @@ class EngineSequences:
             case BusyError():
                 self._return(sequence)
             case RequestRefusedError() if len(sequence.tokens) > sequence.start.prompt:
-                # The request was accepted before, perhaps by another server.
+                # The request was accepted when it began, perhaps by another server, so
+                # this is no error of the client.
                 self._no_token(sequence, str(error))
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)

@@ -46,18 +46,19 @@ from multiworld.serve.wire.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.1  # seconds between checks of the engine
-# Prefill speed that every engine reaches, in tokens per second. The first token of a
-# long prompt may take longer than ``compute_s``.
+# Prefill speed that every engine reaches, in tokens per second: the first token of a
+# long prompt is allowed more time than ``compute_s``.
 PREFILL = 200.0
-NO_SEQUENCES = SequenceTable(is_last=True)  # a whole engine receives no rows
+# Always empty, because a whole engine receives no rows.
+NO_SEQUENCES = SequenceTable(is_last=True)
 
 
 @dataclass(slots=True)
 class _Wait:
     """Wait of a run for its next token."""
 
-    since: float  # monotonic seconds
-    prompt_s: float  # additional time allowed for its prompt
+    since: float  # monotonic time since which it waits
+    prompt_s: float  # additional seconds that its prompt may take
 
 
 MakeEngine = Callable[[whole_engine.EngineSettings], whole_engine.WholeEngine]
@@ -86,7 +87,8 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
-        self._busy_since: float | None = None  # until ``_busy_at``, the last report
+        # Start of the current series of busy reports; ``_busy_at``: its last report.
+        self._busy_since: float | None = None
         self._busy_at = 0.0
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
@@ -97,7 +99,8 @@ class EngineWorker:
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
-        # An adapter that raises here must do so before the replica is ready.
+        # Call these now, so that an adapter that raises fails before the replica is
+        # ready.
         self.report()
         self._engine.stopped_s()
         self._guard.turned()
@@ -149,8 +152,8 @@ class EngineWorker:
             self._heard_at = now
             return
         if is_paused:
-            # Tokens that arrived during the pause are still unread. Only the pause is
-            # subtracted, because a busy machine pauses often.
+            # Tokens that arrived during the pause are still unread, so do not judge
+            # now. Subtract only the pause, because on a busy machine there are many.
             self._heard_at += self._pauses.late_s
             for wait in self._waits.values():
                 wait.since += self._pauses.late_s
@@ -161,7 +164,8 @@ class EngineWorker:
             text = f"the engine's processes have been stopped for {stopped_s:.1f} s"
             self._give_up(text, EXIT_LOST)
             return
-        # An engine may compute the prompts one after the other.
+        # Add up the time allowed for prompts, because an engine may compute them one
+        # after the other.
         prompts_s = sum(wait.prompt_s for wait in self._waits.values())
         if now - since > self._hung_s + prompts_s:
             text = f"the engine sent no token for {now - since:.0f} s: it hangs"
@@ -175,20 +179,20 @@ class EngineWorker:
                 self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
                 return
             self._tasks[number].cancel()
-            self._waits[number] = _Wait(now, 0.0)  # time to cancel
+            self._waits[number] = _Wait(now, 0.0)  # gives the task time to be cancelled
             error = whole_engine.BusyError(text)
             self._handle(engine_sequences.RunEnded(number, error))
 
     def _give_up(self, text: str, code: int) -> None:
         self._kill()
-        # Logged last: the service shows the last line of the log as the reason.
+        # Log this last: the service shows the last line of the log as the reason.
         logger.error("%s; this replica exits", text)
         self._exit_process(code)
 
     def _kill(self) -> None:
         try:
             self._engine.kill()
-        except Exception:  # raised by an adapter
+        except Exception:  # the adapter's code may raise anything
             logger.exception("the engine's kill raised an error")
 
     def table_changed(self, table: RoutingTable) -> None:
@@ -269,7 +273,7 @@ class EngineWorker:
 
     def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number], self._waits[number]
-        if not self._is_closing:  # otherwise no other run may start
+        if not self._is_closing:  # a closing worker must start no other run
             self._handle(engine_sequences.RunOver(number))
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
@@ -306,7 +310,7 @@ class EngineWorker:
         except Exception as failed:
             is_usual = isinstance(failed, whole_engine.RunFailedError | MultiWorldError)
             logger.warning(
-                "a run failed: %s: %s",
+                "a run of the engine failed: %s: %s",
                 type(failed).__name__,
                 failed,
                 exc_info=None if is_usual else failed,
@@ -317,7 +321,8 @@ class EngineWorker:
             if self._busy_since is None or now - self._busy_at > BUSY_S:
                 self._busy_since = now
             self._busy_at = now
-            if now - self._busy_since > BUSY_S:  # busy for too long is a failure
+            # An engine that is busy for too long has failed.
+            if now - self._busy_since > BUSY_S:
                 error = whole_engine.RunFailedError(str(error))
         return error
 

@@ -45,10 +45,11 @@ else:
     except ImportError:
         LogitsProcessor = object
 
-MASKS_S = 10.0  # maximum seconds for the masks of a step, compilation included
+# Maximum seconds to wait for a step's masks, including the compilation of grammars.
+MASKS_S = 10.0
 
-# Lengths and last tokens; output tokens of fresh sequences, by slot; event after which
-# the copies are complete (None: they already are).
+# Copies from the device: lengths and last tokens; output tokens of fresh sequences, by
+# slot; and the event after which the copies are complete (None: they are).
 Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
 
 
@@ -57,8 +58,9 @@ class Sequence:
 
     def __init__(self, name: str, ends: Any, structure: Structure | None) -> None:
         self.name, self.ends, self.structure = name, ends, structure
-        self.prompt = 0  # tokens
-        self.is_fresh = True  # its output tokens so far are not known yet
+        self.prompt = 0  # number of tokens of the prompt
+        # True until its output tokens so far are copied from the device.
+        self.is_fresh = True
         self.made: list[int] = []
         self.total = 0  # number of tokens after its last step
         self.has_failed = structure is None
@@ -133,7 +135,7 @@ class Continuation(LogitsProcessor):
             name, ends, prompt = given["name"], given["ends"], given["prompt"]
             if not 1 <= prompt <= states.prefill_len.np[slot]:
                 raise ValueError(f"a prompt of {prompt} tokens")
-            # vLLM copies this to the device later, before the step.
+            # vLLM copies this number to the device later, before the step.
             states.prompt_len.np[slot] = prompt
             grammar = given.get("grammar")
             if not grammar:
@@ -151,8 +153,8 @@ class Continuation(LogitsProcessor):
         """Start to compute the masks of a step."""
         self._masks = None
         self._step += 1
-        # vLLM does not report which sequences have ended. Only those that were in the
-        # last step can have a new token.
+        # vLLM does not report which sequences have ended, so consider only those that
+        # may have a new token: fresh ones, and those in the last step.
         sequences = {
             slot: sequence
             for slot, sequence in self._sequences.items()
@@ -238,7 +240,8 @@ class Continuation(LogitsProcessor):
         bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
         allowed = (packed[:, :, None] >> bits & 1).flatten(1).bool()
         width = logits.shape[1]
-        if allowed.shape[1] < width:  # vLLM pads the vocabulary
+        # vLLM may pad the vocabulary, so that the logits have more columns.
+        if allowed.shape[1] < width:
             missing = width - allowed.shape[1]
             allowed = torch.nn.functional.pad(allowed, (0, missing))
         at = self._to_device(torch.from_numpy(rows))
@@ -256,7 +259,8 @@ class Continuation(LogitsProcessor):
         for row, slot in enumerate(slots):
             sequence = self._sequences[slot]
             sequence.step = self._step
-            # A sequence that skipped the last steps has no new token.
+            # A sequence that skipped the last step has no mask yet, and no new token:
+            # compute its mask now.
             mask = masks.get(slot)
             if mask is None:
                 mask = sequence.mask(self._vocabulary, ALONE_S)

@@ -23,8 +23,8 @@ def _made(cls: type, vllm_config: Any, *rest: Any) -> Any:
 
     _note("v1", vllm_config)
     if vllm_config.scheduler_config.async_scheduling:
-        # A step needs the tokens of the previous step. With asynchronous scheduling,
-        # they come one step late.
+        # This processor needs the tokens of the previous step. With asynchronous
+        # scheduling, they arrive one step late.
         raise RuntimeError("runner V1 samples here without --async-scheduling only")
     return MultiworldSampling(vllm_config, *rest)
 
@@ -53,7 +53,8 @@ def _interfaces() -> list[type]:
     return found
 
 
-# vLLM checks this class, and creates an instance, which is the runner's own processor.
+# vLLM checks this class and creates an instance of it. ``__new__`` returns the
+# processor for the chosen runner instead.
 Multiworld: Any = types.new_class(
     "Multiworld",
     tuple(_interfaces()),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     class LogitsProcessor:
         """vLLM's class."""
 else:
-    try:  # the copy in this folder, in vLLM's processes
+    try:  # in vLLM's processes, this folder has a copy of the sampler
         from .sampler import GREEDY_BELOW, TokenHistory, sample
     except ImportError:
         from multiworld.serve.engine.compute.sampler import (
@@ -55,7 +55,7 @@ else:
         LogitsProcessor = object
 
 SWAP = "SWAP"  # name of vLLM's direction for a swap of two sequences
-VLLMS = -1  # stands for a token that vLLM chooses itself: the likeliest
+VLLMS = -1  # stands for the likeliest token, which vLLM chooses itself
 CHANGING = (  # parameters that can make another token the likeliest
     "presence_penalty",
     "frequency_penalty",
@@ -86,14 +86,14 @@ class Sequence:
         }
         given = {name: options.get(name, value) for name, value in defaults.items()}
         bias = {int(k): v for k, v in options.get("logit_bias", {}).items()}
-        # vLLM itself reports log-probabilities, from logits before this processor.
+        # vLLM itself reports log-probabilities, from the logits before this processor.
         parameters: Any = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
         self.history = TokenHistory(parameters, tokens, options["prompt"], self.ends)
         self._before, self.output = len(tokens), output
         self.grammar = options.get("grammar")
         self.structure: Structure | None = None
         self.has_failed = False
-        # Whether each token is the likeliest one, whatever came before it.
+        # True if every token is the likeliest one, whatever came before it.
         temperature = given["temperature"]
         self.is_plain = (
             isinstance(temperature, (int, float))
@@ -141,7 +141,8 @@ class MultiworldSampling(LogitsProcessor):
         self._structures = Structures()
         self._ranks = Ranks()
         self._pins, self._pinned = is_pin_memory, torch.empty(0, 0)
-        # With pipeline stages, vLLM removes sequences and adds them again a step later.
+        # With pipeline stages, vLLM removes sequences and adds them again one step
+        # later, so keep removed ones.
         self._removed: OrderedDict[str, Sequence] = OrderedDict()
         self._kept = kept_of(vllm_config)
 
@@ -236,8 +237,9 @@ class MultiworldSampling(LogitsProcessor):
         found: dict[int, int | Exception] = {}
         sequences = {row: self._sequences[row] for row in rows}
         if any(sequence.is_plain for sequence in sequences.values()):
-            # On a tie, vLLM chooses the first of the likeliest, as our sampler does.
-            largest = logits.amax(-1).tolist()  # NaN if any logit is
+            # Leave plain sequences to vLLM: on a tie it chooses the first of the
+            # likeliest tokens, as our sampler does.
+            largest = logits.amax(-1).tolist()  # NaN if any logit of the row is NaN
             for row, sequence in sequences.items():
                 if sequence.is_plain and math.isfinite(largest[row]):
                     found[row] = VLLMS
@@ -266,7 +268,8 @@ class MultiworldSampling(LogitsProcessor):
         except Exception as error:
             if len(masks) == 1:
                 return dict.fromkeys(masks, error)
-            # One by one, so that only sequences with invalid parameters fail.
+            # Sample the rows one by one, so that only sequences with invalid parameters
+            # fail.
             each = [self._sampled(logits, {row: m}) for row, m in masks.items()]
             return {row: one for part in each for row, one in part.items()}
         return {

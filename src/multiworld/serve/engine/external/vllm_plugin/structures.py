@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-RUNNER = "runner.json"  # file with the runner that vLLM has chosen, and vLLM's release
+RUNNER = "runner.json"  # file with vLLM's release, and the runner that vLLM has chosen
 
-KEPT_GRAMMARS = 64  # maximum number of grammars, compiled or to be compiled
-# Maximum seconds for which a step waits for grammars to compile, with and without other
-# sequences in the step. Sequences whose grammars take longer are sent again.
+# Maximum number of grammars to keep, compiled or waiting for compilation.
+KEPT_GRAMMARS = 64
+# Maximum seconds for which a step waits until grammars are compiled, if the step has
+# other sequences, and if it has none. A sequence whose grammar takes longer fails, and
+# is sent to a replica again.
 SHARED_S, ALONE_S = 0.05, 2.0
 
-# Limits of llguidance's parser, as in the engine of this project.
+# Limits of llguidance's parser: the same as in this project's own engine.
 LIMITS: dict[str, Any] = {
     "step_max_items": 3000,
     "max_items_in_row": 10_000,
@@ -36,7 +38,8 @@ class Later(Exception):
     """A sequence can continue once its grammar is compiled."""
 
 
-# Prefixes of reports of errors other than ``Failure``.
+# Prefixes of reports: of a sequence that should be sent again, and of an unexpected
+# error.
 LATER, ERROR = "later: ", "error: "
 
 
@@ -86,14 +89,16 @@ class Structures:
             made = self._kept.pop(grammar, None) or self._pool.submit(
                 self._compile, grammar
             )
-        except RuntimeError as error:  # the system has no thread left
-            # Raise the error only at sampling, so that all ranks keep the sequence.
+        except RuntimeError as error:  # the system can start no more threads
+            # Raise the error only when a token is sampled, so that all ranks keep the
+            # sequence.
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return Structure(failed)
         self._kept[grammar] = made
         while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)[1].cancel()  # unless it has begun to compile
+            # Has no effect if the grammar is being compiled, or is compiled.
+            self._kept.popitem(last=False)[1].cancel()
         return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
@@ -120,11 +125,12 @@ class Ranks:
             from vllm.distributed import get_pp_group, get_tp_group
 
             tensor, stages = get_tp_group(), get_pp_group()
-        except (ImportError, AssertionError):  # not in vLLM, or not in a worker
+        except (ImportError, AssertionError):
+            # Not in vLLM, or not in one of its workers.
             return
         if tensor.world_size > 1:
             self._group = tensor
-        # Earlier stages have no logits.
+        # Earlier pipeline stages have no logits.
         self.is_first = tensor.rank_in_group == 0 and stages.is_last_rank
 
     def share(self, tokens: list[int], device: torch.device) -> list[int]:
@@ -152,7 +158,7 @@ def report(name: str, error: Exception) -> None:
         with open(HERE / "failures" / (Path(name).name or "unnamed"), "x") as file:
             file.write(text[:1000])
     except OSError:
-        pass  # another rank has written it, or the replica is gone
+        pass  # another rank has written the report, or the replica's folder was removed
 
 
 def end_of(ends: Any, vocabulary: int) -> int:
