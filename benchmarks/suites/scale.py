@@ -29,11 +29,14 @@ from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
 
-SIZES, QUICK = (10, 50, 100, 200), (2, 4)
+SIZES, QUICK = (10, 50, 100), (2, 4)
 """Numbers of replicas."""
 
 STREAMS = 10
 """Number of streams at a replica."""
+
+BEGINNINGS = 100
+"""Number of streams that begin in a second."""
 
 PROMPT = 16
 """Tokens of a prompt."""
@@ -211,6 +214,7 @@ async def _measure(
         try:
             for _ in range(size * STREAMS):
                 streams.add(http, drawn(draw, PROMPT))
+                await asyncio.sleep(1 / BEGINNINGS)
             await streams.until_started(size * STREAMS)
             for number in range(options.rounds):
                 before = streams.tokens

@@ -8,7 +8,7 @@ with 503, or the keeper closes it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from multiworld.serve.keeper.frames import Entry, FrameError, Kind, Place, entry
 
 WAIT_S = 60.0  # seconds that a connection waits for a gateway before it gets 503
 MAX_LOSSES = 4  # lost gateways after which a request is refused as their likely cause
+# Multiple of ``silence_s`` for which a gateway may be silent while it computes: on an
+# overloaded machine, killing it would only move its load to the next gateway.
+COMPUTES = 5
 TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
 SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
 # If two ticks are more than this many seconds apart, the keeper itself was paused.
@@ -430,8 +433,13 @@ class Keeper:
 
     # Time.
 
-    def ticked(self, now: float) -> list[Action]:
-        """Kill hung gateways; refuse or close connections that waited too long."""
+    def ticked(
+        self, now: float, computes: Callable[[int], bool] = lambda number: False
+    ) -> list[Action]:
+        """Kill hung gateways; refuse or close connections that waited too long.
+
+        ``computes``: returns whether a gateway is running, or waits for a core.
+        """
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > PAUSE_S:
             for gateway in self.gateways.values():
@@ -442,8 +450,10 @@ class Keeper:
             self._looked_at = now
             actions += [Trim(number) for number in self._slow]
         for gateway in self.gateways.values():
-            is_hung = now - gateway.heard_at > self._silence_s
-            if gateway.is_ready and is_hung and not gateway.is_killed:
+            silent_s = now - gateway.heard_at
+            if not gateway.is_ready or gateway.is_killed or silent_s < self._silence_s:
+                continue
+            if silent_s > COMPUTES * self._silence_s or not computes(gateway.number):
                 gateway.is_killed = True
                 actions.append(Kill(gateway.number))
         for number, since in list(self.waiting.items()):

@@ -94,6 +94,7 @@ class KeeperProcess:
         self._sockets: dict[int, socket.socket] = {}
         self._channels: dict[int, Channel] = {}
         self._processes: dict[int, int] = {}  # pidfds, because a pid may be reused
+        self._pids: dict[int, int] = {}
         self._restoring: dict[int, list[Entry]] = {}
         self._supervisors: set[int] = set()
         self._discarded = memoryview(bytearray(64 * 1024))
@@ -159,6 +160,8 @@ class KeeperProcess:
         except OSError:  # the process is gone
             sock.close()
             return
+
+        self._pids[number] = pid
 
         def framed(entries: list[Entry], descriptors: deque[int]) -> None:
             self._framed(number, entries, descriptors)
@@ -252,6 +255,7 @@ class KeeperProcess:
         del self._channels[number]
         self._supervisors.discard(number)
         process = self._processes.pop(number)
+        del self._pids[number]
         for each in self._restoring.pop(number, [])[:1]:
             self._close(each.connection)
         gateway = self.keeper.gateways.get(number)
@@ -369,7 +373,15 @@ class KeeperProcess:
             if number in self._sockets and _has_gone(self._sockets[number]):
                 self.keeper.gone(number)
                 self._close(number)
-        self._carry_out(self.keeper.ticked(self._loop.time()))
+        self._carry_out(self.keeper.ticked(self._loop.time(), self._computes))
+
+    def _computes(self, number: int) -> bool:
+        """Return whether a gateway's event loop runs, or waits for a core."""
+        # State "R" of the process's first thread, in which the loop is (proc(5)).
+        with contextlib.suppress(OSError, KeyError):
+            stat = Path(f"/proc/{self._pids[number]}/stat").read_bytes()
+            return stat.rpartition(b")")[2].split()[0] == b"R"
+        return False
 
 
 def _has_gone(sock: socket.socket) -> bool:

@@ -29,6 +29,7 @@ from multiworld.serve.keeper.frames import (
     frame,
 )
 from multiworld.serve.keeper.keeper import (
+    COMPUTES,
     MAX_LOSSES,
     PAUSE_S,
     SLOW_S,
@@ -349,6 +350,16 @@ def test_request_that_is_at_hand_when_gateways_die_is_refused() -> None:
         found = keeper.lost(number, counters, 0.0)
         assert Give(8, number + 1) in found
         assert (Refuse(7) in found) == (number == MAX_LOSSES)
+
+
+def test_gateway_that_computes_may_be_silent_for_longer() -> None:
+    keeper = ready(2, ready(1))
+    late = 2 * SILENCE_S
+    keeper.said(2, [Entry(Kind.BEAT)], late)
+    assert keeper.ticked(late, lambda number: True) == []
+    assert keeper.ticked(late, lambda number: False) == [Kill(1)]
+    keeper = ready(1)
+    assert keeper.ticked(COMPUTES * SILENCE_S + 0.1, lambda number: True) == [Kill(1)]
 
 
 def test_gateways_that_die_before_they_read_a_request_are_not_counted() -> None:
