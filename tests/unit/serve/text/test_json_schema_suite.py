@@ -610,7 +610,7 @@ UNIQUE = {"type": "array", "items": {"$ref": "#/$defs/E"}, "uniqueItems": True}
     ],
 )
 def test_rules_that_would_fill_the_memory_are_refused(schema: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="written out"):
+    with pytest.raises(InvalidRequestError, match="expand to more than"):
         grammar_of_schema(schema, "schema")
 
 

@@ -37,7 +37,7 @@ def replicas(**changes: dict[str, object]) -> dict[str, ReplicaFacts]:
         ({"r1": {"busy": 0.5}}, 0, ""),
         ({"r1": {"phase": "loaded"}}, 3, "stage front has no ready replica"),
         ({"r1": {"kv_usage": 0.97}}, 0, ""),
-        ({"r1": {"kv_usage": 0.97, "queued": 4}}, 1, "full (97%), and 5 wait"),
+        ({"r1": {"kv_usage": 0.97, "queued": 4}}, 1, "full (97%), with 5 waiting"),
         ({"r2": {"busy": 0.9}, "r3": {"busy": 1.0}}, 7, "stage back computes 95%"),
         ({"r2": {"busy": 0.9}, "r3": {"busy": 0.2}}, 0, ""),
         (
@@ -45,7 +45,7 @@ def replicas(**changes: dict[str, object]) -> dict[str, ReplicaFacts]:
             7,
             "m/1/3 is slow",
         ),
-        ({"r1": {"busy": 0.9}, "r2": {"busy": 0.1}}, 0, "nothing waits yet"),
+        ({"r1": {"busy": 0.9}, "r2": {"busy": 0.1}}, 0, "nothing waiting yet"),
         ({"r1": {"queued": 3}}, 0, "3 waiting although no stage is busy"),
     ],
 )

@@ -237,7 +237,7 @@ ROW = TensorSpec("x", "FP32", (-1, 4))
     ("options", "stages", "cut", "reason"),
     [
         ({"make": Deciding}, 2, None, "cannot be traced with any number of rows"),
-        ({"make": Totalling}, 2, [1], "has no row for each row that came in"),
+        ({"make": Totalling}, 2, [1], "is not the number of input rows"),
         ({"make": Twice}, 2, [1], "one tensor twice"),
         ({"make": chain, "inputs": [IMAGE]}, 2, None, "cannot be run on its example"),
         ({"make": chain}, 9, None, "cannot be cut into 9"),
