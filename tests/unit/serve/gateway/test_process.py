@@ -31,7 +31,7 @@ from multiworld.serve.gateway.process import (
     listen,
 )
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
-from multiworld.serve.gateway.streams.streams import Streams
+from multiworld.serve.gateway.streams.streams import NOTHING, Streams
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants.directory import Key, Tenant
@@ -304,8 +304,7 @@ async def test_gateway_with_generation_requests_keeps_running(
         await g.controller.world.close()
         for _ in range(60):  # the last of them after a second
             sampling = Sampling(max_tokens=1)
-            async with g.streams.stream("m", [1], sampling):
-                pass
+            g.streams.open("m", [1], sampling, NOTHING, lambda item: None).close()
             await asyncio.sleep(0.02)
         assert not g.running.done()
         await ended(g)

@@ -6,27 +6,30 @@ import asyncio
 import hashlib
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from multiworld.errors import ServeError
 from multiworld.serve.gateway.http.answer_record import AnswerRecord
-from multiworld.serve.gateway.streams.actions import Cut
-from multiworld.serve.gateway.streams.streams import Delivered, OpenStream, Places
+from multiworld.serve.gateway.streams.actions import Cut, Item
+from multiworld.serve.gateway.streams.streams import (
+    Delivered,
+    OnItem,
+    OpenStream,
+    Places,
+)
 from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 
-# ``Streams.stream`` with all arguments bound except the prompt, the sampling, and the
-# part of the stream that another gateway has delivered.
-Open = Callable[
-    [Sequence[int], Sampling, Delivered],
-    AbstractAsyncContextManager[OpenStream],
-]
+# ``Streams.open`` with all arguments bound except the prompt, the sampling, the part of
+# the stream that another gateway has delivered, and the receiver of its items.
+Open = Callable[[Sequence[int], Sampling, Delivered, OnItem], OpenStream]
 
+KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 MAX_UNREAD = 400_000  # maximum ``_cost`` of a request's pieces that wait for its client
 # Logprob of probability zero, as in vLLM, because JSON has no infinity.
 MIN_LOGPROB = -9999.0
@@ -64,6 +67,10 @@ class Piece:
     offset: int  # position of the text, in characters
 
 
+# Pieces of all choices of a request; None after every ``KEEP_ALIVE_S`` without one.
+Pieces = AsyncGenerator[Piece | None]
+
+
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
     """Return a digest of prompts and sampling, except for the seed."""
     found = hashlib.blake2b(digest_size=16)
@@ -83,78 +90,139 @@ async def generate(
     places: Places,
     on_token: Callable[[], None],
     record: AnswerRecord,
-) -> AsyncGenerator[Piece]:
-    """Generate all choices concurrently; if one fails, cancel the others.
+) -> Pieces:
+    """Generate all choices concurrently; if one fails, end the others.
 
     Yield tokens that another gateway has sent first; each choice continues after them.
+    Yield None after every ``KEEP_ALIVE_S`` without a token.
 
     Raises:
         SlowClientError: The pieces that wait for the client exceed ``MAX_UNREAD``.
     """
-    arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
-    unread = 0
-
-    async def one(choice: Choice, sampling: Sampling) -> None:
-        nonlocal unread
-        places.take()
-        delivered = Delivered(
-            tuple(tokens.get(choice.index, ())), record.drawn.noise.get(choice.index)
-        )
-        try:
-            async with stream(choice.prompt, sampling, delivered) as opened:
-                async for item in opened:
-                    await asyncio.sleep(0)  # let other tasks run
-                    if isinstance(item, Cut):
-                        if not any(each.made for each in choices):
-                            raise item.error
-                        arrived.put_nowait(_cut(choice))
-                        return
-                    if not choice.is_prompt_only:
-                        on_token()  # charges it, even if the client does not read it
-                    if opened.noise != record.drawn.noise.get(choice.index):
-                        assert opened.noise is not None
-                        record.drawn.noise[choice.index] = opened.noise
-                        record.keep()
-                    piece = _piece(choice, item)
-                    unread += _cost(piece)
-                    if unread > MAX_UNREAD:
-                        while not arrived.empty():
-                            arrived.get_nowait()
-                        raise SlowClientError(
-                            "the client reads more slowly than tokens are generated, "
-                            "and too many tokens are waiting; read faster, or request "
-                            "less"
-                        )
-                    arrived.put_nowait(piece)
-                    if piece.finish:
-                        return
-        except Exception as error:
-            arrived.put_nowait(error)
-
     tokens: dict[int, list[int]] = {}
     for index, item in record.replayed():
         tokens.setdefault(index, []).append(item.token)
         yield _piece(choices[index], item)
-    tasks = [
-        asyncio.ensure_future(one(choice, sampling))
-        for choice, sampling in zip(choices, samplings, strict=True)
-        if not choice.finish
-    ]
+    arrivals = _Arrivals(choices, on_token, record)
     try:
-        open_choices = len(tasks)
+        open_choices = 0
+        for choice, sampling in zip(choices, samplings, strict=True):
+            if not choice.finish:
+                places.take()
+                sent = tuple(tokens.get(choice.index, ()))
+                noise = record.drawn.noise.get(choice.index)
+                arrivals.open(stream, choice, sampling, Delivered(sent, noise))
+                open_choices += 1
         while open_choices:
-            piece = await arrived.get()
-            if not isinstance(piece, Piece):
-                raise piece
-            open_choices -= bool(piece.finish)
-            unread -= _cost(piece)
-            if piece.item is not None:
-                record.add(piece.choice.index, piece.item)
+            piece = await arrivals.next()
+            if piece is not None:
+                open_choices -= bool(piece.finish)
+                if piece.item is not None:
+                    record.add(piece.choice.index, piece.item)
             yield piece
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        arrivals.close()
+
+
+class _Arrivals:
+    """Pieces of all choices of a request, in the order in which they arrive.
+
+    Tokens are charged, and become text, when they arrive, whether or not the client
+    reads.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        on_token: Callable[[], None],
+        record: AnswerRecord,
+    ) -> None:
+        self._choices, self._on_token, self._record = choices, on_token, record
+        self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        self._unread = 0
+        self._open: dict[int, OpenStream] = {}  # by index of the choice
+        self._ended: set[int] = set()
+        self._loop = asyncio.get_running_loop()
+        self._waits_since = self._loop.time()
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
+
+    def open(
+        self, stream: Open, choice: Choice, sampling: Sampling, delivered: Delivered
+    ) -> None:
+        on_item = partial(self._arrived, choice)
+        self._open[choice.index] = stream(choice.prompt, sampling, delivered, on_item)
+
+    async def next(self) -> Piece | None:
+        """Return the next piece; None if none has arrived for ``KEEP_ALIVE_S``."""
+        self._waits_since = self._loop.time()
+        piece = await self._pieces.get()
+        if isinstance(piece, Exception):
+            raise piece
+        if piece is not None:
+            self._unread -= _cost(piece)
+        return piece
+
+    def close(self) -> None:
+        """End all streams that are open."""
+        self._timer.cancel()
+        for index in list(self._open):
+            self._close(index, asyncio.CancelledError())
+
+    def _close(self, index: int, error: BaseException | None) -> None:
+        if (stream := self._open.pop(index, None)) is not None:
+            stream.close(error)
+
+    def _arrived(self, choice: Choice, item: Item) -> None:
+        index, failed = choice.index, None
+        if index in self._ended:
+            return
+        try:
+            piece = self._made(choice, item)
+            self._pieces.put_nowait(piece)
+        except Exception as error:
+            failed = error
+            self._pieces.put_nowait(error)
+        if failed is not None or piece.finish:
+            self._ended.add(index)
+            # Later, because the stream is delivering its items.
+            self._loop.call_soon(self._close, index, failed)
+
+    def _made(self, choice: Choice, item: Item) -> Piece:
+        if isinstance(item, ServeError):
+            raise item
+        if isinstance(item, Cut):
+            if not any(each.made for each in self._choices):
+                raise item.error
+            return _cut(choice)
+        if not choice.is_prompt_only:
+            self._on_token()
+        if (stream := self._open.get(choice.index)) is not None:
+            self._note_noise(choice.index, stream.noise)
+        piece = _piece(choice, item)
+        self._unread += _cost(piece)
+        if self._unread > MAX_UNREAD:
+            while not self._pieces.empty():
+                self._pieces.get_nowait()
+            raise SlowClientError(
+                "the client reads more slowly than tokens are generated, and too many "
+                "tokens are waiting; read faster, or request less"
+            )
+        return piece
+
+    def _note_noise(self, index: int, noise: str | None) -> None:
+        noises = self._record.drawn.noise
+        if noise is not None and noise != noises.get(index):
+            noises[index] = noise
+            self._record.keep()
+
+    def _keep_alive(self) -> None:
+        now = self._loop.time()
+        if now - self._waits_since >= KEEP_ALIVE_S:
+            self._waits_since = now
+            if self._pieces.empty():
+                self._pieces.put_nowait(None)
+        again_at = self._waits_since + KEEP_ALIVE_S
+        self._timer = self._loop.call_at(again_at, self._keep_alive)
 
 
 def _cost(piece: Piece) -> int:

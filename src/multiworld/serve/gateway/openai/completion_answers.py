@@ -14,8 +14,10 @@ from starlette.responses import Response
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.http.http_responses import event_of, json_response
 from multiworld.serve.gateway.openai.choices import (
+    KEEP_ALIVE_S,
     Choice,
     Piece,
+    Pieces,
     chat_logprobs,
     text_logprobs,
 )
@@ -26,14 +28,15 @@ from multiworld.serve.gateway.openai.tool_calls import Call
 from multiworld.serve.wire.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # maximum logprobs of the output in one whole answer
-KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 
 
-async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
+async def whole(ready: Ready, pieces: Pieces) -> Response:
     """Return the whole answer, once all choices have ended."""
     outputs = [ChoiceOutput([echo]) for echo in ready.echoes]
     per_token, scored = ready.wanted.sampling.logprobs, 0
     async for piece in pieces:
+        if piece is None:
+            continue
         scored += 0 if per_token is None else 1 + per_token
         if scored > MAX_LOGPROBS:
             raise InvalidRequestError(
@@ -175,13 +178,13 @@ def _message(ready: Ready, choice: Choice, output: ChoiceOutput) -> dict[str, An
 # Streaming.
 
 
-async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
+async def events(ready: Ready, pieces: Pieces) -> AsyncGenerator[bytes]:
     """Yield a streamed answer as server-sent events."""
     begun, clock = False, asyncio.get_running_loop().time
     shown_at = clock()
     held: list[list[Piece]] = [[] for _ in ready.choices]
-    async with aclosing(kept_alive(pieces)) as found:
-        async for piece in found:
+    async with aclosing(pieces):
+        async for piece in pieces:
             if piece is None:
                 yield b": still generating\n\n"
             else:
@@ -209,30 +212,6 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
         yield event_of(
             {**ready.head(is_chunk=True), "choices": [], "usage": _usage(ready)}
         )
-
-
-async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
-    """Yield pieces, and None after every ``KEEP_ALIVE_S`` without one."""
-    waiting: asyncio.Future[Piece] | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = asyncio.ensure_future(anext(pieces))
-            done, _ = await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
-            if not done:
-                yield None
-                continue
-            try:
-                piece = waiting.result()
-            except StopAsyncIteration:
-                return
-            waiting = None
-            yield piece
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-        await pieces.aclose()
 
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:

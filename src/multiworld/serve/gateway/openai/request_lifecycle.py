@@ -17,7 +17,7 @@ from multiworld.errors import RequestPoisonedError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.http_responses import EventStream
-from multiworld.serve.gateway.openai.choices import Piece, digest_of, generate
+from multiworld.serve.gateway.openai.choices import Pieces, digest_of, generate
 from multiworld.serve.gateway.openai.preparation import Ready
 from multiworld.serve.gateway.streams.stream import for_no_deadline
 
@@ -31,13 +31,13 @@ rare_log = RareLog(logging.getLogger("multiworld.serve"))
 class Form:
     """The format of an API's answers, whole and as events."""
 
-    whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
-    events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
+    whole: Callable[[Ready, Pieces], Coroutine[Any, Any, Response]]
+    events: Callable[[Ready, Pieces], AsyncGenerator[bytes]]
     event_stream: type[EventStream] = EventStream
     stream_path: str = ""  # path of kept streams, up to the id; empty: none are kept
 
 
-def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
+def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
     """Reserve places in the queue, charge the prompts, and return the output.
 
     No replica is chosen before the first piece is read.
@@ -67,7 +67,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
         record.drawn.identity = gateway.identity(name, version)
         record.keep()
     stream = partial(
-        gateway.streams.stream,
+        gateway.streams.open,
         ready.served.name,
         deadline_s=record.drawn.deadline_at - gateway.authenticator.clock(),
         limits=limits,
@@ -87,7 +87,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> AsyncGenerator[Piece]:
 
 
 async def answered(
-    call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece], form: Form
+    call: AdmittedCall, ready: Ready, pieces: Pieces, form: Form
 ) -> Response:
     """Answer with the output, as a whole or as a stream of events."""
     response: Response
@@ -107,9 +107,7 @@ async def answered(
     return response
 
 
-async def _watched(
-    call: AdmittedCall, ready: Ready, pieces: AsyncGenerator[Piece]
-) -> AsyncGenerator[Piece]:
+async def _watched(call: AdmittedCall, ready: Ready, pieces: Pieces) -> Pieces:
     """Yield pieces; record the request if it turns out to be a poison request."""
     try:
         async with aclosing(pieces):

@@ -20,8 +20,7 @@ from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.request_body import Body
-from multiworld.serve.gateway.openai.choices import Piece
-from multiworld.serve.gateway.openai.completion_answers import kept_alive
+from multiworld.serve.gateway.openai.choices import Pieces
 from multiworld.serve.gateway.openai.completion_requests import Wanted, wanted_of
 from multiworld.serve.gateway.openai.preparation import TEXT, Ready, prepared
 from multiworld.serve.gateway.openai.request_fields import (
@@ -116,15 +115,15 @@ def _shown(ready: Ready, text: str) -> dict[str, Any]:
     }
 
 
-async def _whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
-    text = "".join([piece.text async for piece in pieces])
+async def _whole(ready: Ready, pieces: Pieces) -> Response:
+    text = "".join([piece.text async for piece in pieces if piece])
     return responses.json_response(_shown(ready, ready.echoes[0] + text))
 
 
-async def _events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
+async def _events(ready: Ready, pieces: Pieces) -> AsyncGenerator[bytes]:
     before = ready.echoes[0]
-    async with aclosing(kept_alive(pieces)) as found:
-        async for piece in found:
+    async with aclosing(pieces):
+        async for piece in pieces:
             if piece is None:
                 yield b": still generating\n\n"
             elif piece.text or piece.finish:

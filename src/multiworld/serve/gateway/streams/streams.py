@@ -7,9 +7,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import structs
 
@@ -86,21 +86,30 @@ class Delivered:
 NOTHING = Delivered()
 
 
+# Receives the items of a stream. Must neither raise, nor open or close streams.
+OnItem = Callable[[actions.Item], object]
+
+
 class OpenStream:
-    """A stream, and an iterator over its items."""
+    """A stream that replicas compute, until it is closed."""
 
     def __init__(
-        self, stream: Stream, items: AsyncGenerator[TokenItem | actions.Cut]
+        self, stream: Stream, close: Callable[[BaseException | None], None]
     ) -> None:
-        self._stream, self._items = stream, items
-
-    def __aiter__(self) -> AsyncIterator[TokenItem | actions.Cut]:
-        return self._items
+        self._stream, self._close = stream, close
 
     @property
     def noise(self) -> str | None:
         """Noise source of the tokens, known from the first token on; None: any."""
         return self._stream.noise
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the stream at all replicas, and count it; call this once.
+
+        Args:
+            error: Error with which the stream ended; None: it is complete.
+        """
+        self._close(error)
 
 
 class Streams:
@@ -120,7 +129,7 @@ class Streams:
         self.asked_at = self._clock()  # monotonic time of the latest stream
         # Called repeatedly while a stream waits for a model that may scale to zero.
         self.on_missing: Callable[[str], None] = lambda model: None
-        self._clients: dict[int, asyncio.Queue[actions.Item]] = {}
+        self._clients: dict[int, OnItem] = {}
         self._traces: dict[int, WorkTrace] = {}
         self._number = 0
         self._edges: dict[str, Outbox] = {}
@@ -129,13 +138,13 @@ class Streams:
 
     # Clients.
 
-    @asynccontextmanager
-    async def stream(
+    def open(
         self,
         model: str,
         tokens: Sequence[int],  # the prompt; at least one
         sampling: Sampling,
-        delivered: Delivered = NOTHING,
+        delivered: Delivered,
+        on_item: OnItem,
         *,
         deadline_s: float | None = None,  # None: the model's default
         limits: TimeLimits = NO_LIMITS,
@@ -146,10 +155,10 @@ class Streams:
         via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
         version: str | None = None,  # None: the active version
         has_place: bool = False,  # whether a place was reserved
-    ) -> AsyncIterator[OpenStream]:
-        """Generate tokens; when the block exits, the stream ends at all replicas.
+    ) -> OpenStream:
+        """Generate tokens; ``on_item`` gets each as it arrives.
 
-        At its deadline, the stream yields a ``Cut`` and ends.
+        The last item has ``finish``, or is an error, or a ``Cut`` at the deadline.
         """
         if via is None:
             if not has_place:
@@ -181,24 +190,19 @@ class Streams:
             names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
             stream.prefixes = tuple(names)
             stream.session = session and f"{whose}\0{session}"
-        client = self._clients[stream.number] = asyncio.Queue()
+        self._clients[stream.number] = on_item
         if (trace := CURRENT.get()) is not None:
             self._traces[stream.number] = WorkTrace(trace, now)
         self._has_streams.set()
         self._handle(events.Opened(stream))
-        failed: BaseException | None = None
-        try:
-            async with aclosing(_items(client)) as found:
-                yield OpenStream(stream, found)
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            del self._clients[stream.number]
-            self._handle(events.Closed(stream.number, failed))
-            if (work := self._traces.pop(stream.number, None)) is not None:
-                why = "" if failed is None else type(failed).__name__
-                work.ended(self._clock(), why)
+        return OpenStream(stream, partial(self._close, stream.number))
+
+    def _close(self, number: int, error: BaseException | None) -> None:
+        del self._clients[number]
+        self._handle(events.Closed(number, error))
+        if (work := self._traces.pop(number, None)) is not None:
+            why = "" if error is None else type(error).__name__
+            work.ended(self._clock(), why)
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica; raise ServeError if that fails."""
@@ -206,16 +210,28 @@ class Streams:
         if known is None:
             raise UnknownModelError(f"the routing table has no replica {replica!r}")
         sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-        async with self.stream(
+        ended: asyncio.Future[actions.Item] = asyncio.get_running_loop().create_future()
+
+        def arrived(item: actions.Item) -> None:
+            if not (isinstance(item, TokenItem) and not item.finish):
+                ended.set_result(item)
+
+        stream = self.open(
             known.model,
             prompt,
             sampling,
+            NOTHING,
+            arrived,
             deadline_s=limit_s,
             via={known.stage: replica},
             version=known.version,
-        ) as tokens:
-            async for _ in tokens:
-                pass
+        )
+        try:
+            last = await ended
+        finally:
+            stream.close()
+        if isinstance(last, ServeError):
+            raise last
 
     @property
     def in_flight(self) -> int:
@@ -302,9 +318,8 @@ class Streams:
                     if outbox is not None:
                         outbox.put(message)
                 case actions.Deliver(number, item):
-                    client = self._clients.get(number)
-                    if client is not None:
-                        client.put_nowait(item)
+                    if (on_item := self._clients.get(number)) is not None:
+                        on_item(item)
                 case actions.RequestReplicas(model):
                     self.on_missing(model)
                 case actions.Log(text, _, request, is_warning):
@@ -333,15 +348,3 @@ class Streams:
 
 def _deadline_of(route: Route) -> float:
     return route.deadline_s if route.has_deadline else math.inf
-
-
-async def _items(
-    arrived: asyncio.Queue[actions.Item],
-) -> AsyncGenerator[TokenItem | actions.Cut]:
-    while True:
-        item = await arrived.get()
-        if isinstance(item, ServeError):
-            raise item
-        yield item
-        if isinstance(item, actions.Cut) or item.finish:
-            return

@@ -9,7 +9,6 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,8 +33,8 @@ from multiworld.serve.gateway.openai import (
 from multiworld.serve.gateway.openai.choices import Choice, generate
 from multiworld.serve.gateway.streams.actions import Cut
 from multiworld.serve.gateway.streams.streams import (
-    NOTHING,
     Delivered,
+    OnItem,
     OpenStream,
     Places,
     Streams,
@@ -67,15 +66,30 @@ PROMPT = [{"role": "user", "content": "hi"}]
 
 
 class PlayedStream(OpenStream):
-    def __init__(self, items: AsyncIterator[TokenItem], noise: str | None) -> None:
-        self._played, self._noise = items, noise
+    """A stream whose items come from an iterator."""
 
-    def __aiter__(self) -> AsyncIterator[TokenItem | Cut]:
-        return self._played
+    def __init__(
+        self,
+        items: AsyncIterator[TokenItem | Cut],
+        noise: str | None,
+        on_item: OnItem,
+    ) -> None:
+        self._noise, self._task = noise, asyncio.ensure_future(_play(items, on_item))
 
     @property
     def noise(self) -> str | None:
         return self._noise
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._task.cancel()
+
+
+async def _play(items: AsyncIterator[TokenItem | Cut], on_item: OnItem) -> None:
+    try:
+        async for item in items:
+            on_item(item)
+    except ServeError as error:
+        on_item(error)
 
 
 class PlayedStreams(Streams):
@@ -105,15 +119,15 @@ class PlayedStreams(Streams):
     def quarantine(self, tenant: str, model: str) -> None:
         self.quarantined.append((tenant, model))
 
-    @asynccontextmanager
-    async def stream(
+    def open(
         self,
         model: str,
         tokens: Sequence[int],
         sampling: Sampling,
-        delivered: Delivered = NOTHING,
+        delivered: Delivered,
+        on_item: OnItem,
         **more: Any,
-    ) -> AsyncIterator[PlayedStream]:
+    ) -> PlayedStream:
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
@@ -121,9 +135,11 @@ class PlayedStreams(Streams):
         self.versions.append(more["version"])
         self.delivered.append(delivered)
         found = self._items(sampling, len(delivered.tokens))
-        yield PlayedStream(found, self.noise)
+        return PlayedStream(found, self.noise, on_item)
 
-    async def _items(self, sampling: Sampling, before: int) -> AsyncIterator[TokenItem]:
+    async def _items(
+        self, sampling: Sampling, before: int
+    ) -> AsyncIterator[TokenItem | Cut]:
         await asyncio.sleep(0.0 if sampling.choice else self.first_s)
         for index, token in list(enumerate(self.text))[before:]:
             await asyncio.sleep(self.wait_s)
@@ -140,7 +156,7 @@ class PlayedStreams(Streams):
         if self.error is not None:
             raise self.error
         if self.late is not None:
-            yield Cut(self.late)  # type: ignore[misc]  # as the real one does
+            yield Cut(self.late)
 
 
 @pytest.fixture(scope="module")
@@ -887,7 +903,7 @@ async def test_slow_stream_is_kept_alive_by_comments(
     tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proxies close connections on which nothing arrives."""
-    monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(choices, "KEEP_ALIVE_S", 0.02)
     played = Played(tokenizer)
     played.streams.text, played.streams.wait_s = (
         list(tokenizer.encode("ab", has_special=False)),
@@ -933,7 +949,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
 
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
-    stream = functools.partial(streams.stream, "g", session="", version="1")
+    stream = functools.partial(streams.open, "g", session="", version="1")
     sampling, record = Sampling(max_tokens=20), unrecorded()
     pieces = generate(stream, [choice], [sampling], places, charge, record)
     await anext(pieces)
@@ -952,7 +968,7 @@ async def test_stream_that_the_client_does_not_read_ends(
     streams.text = [7] * 50
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
-    stream = functools.partial(streams.stream, "g", session="", version="1")
+    stream = functools.partial(streams.open, "g", session="", version="1")
     pieces = generate(
         stream, [choice], [Sampling(max_tokens=50)], places, lambda: None, unrecorded()
     )

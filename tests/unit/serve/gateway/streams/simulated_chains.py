@@ -16,8 +16,8 @@ import torch
 
 from multiworld.errors import ServeError
 from multiworld.serve.engine.compute.stage_engine import StageEngine
-from multiworld.serve.gateway.streams.actions import Cut
-from multiworld.serve.gateway.streams.streams import Streams
+from multiworld.serve.gateway.streams.actions import Cut, Item
+from multiworld.serve.gateway.streams.streams import NOTHING, Streams
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.sequences.engine import Engine
@@ -526,21 +526,33 @@ class Client:
             ignore_eos=True,
             grammar=self._grammar,
         )
-        stream = self._streams.stream(
+        arrived: asyncio.Queue[Item] = asyncio.Queue()
+        stream = self._streams.open(
             "m",
             self.prompt,
             sampling,
+            NOTHING,
+            arrived.put_nowait,
             deadline_s=self._deadline_s,
             session=self._session,
             share=self._share,
             origin=self._origin,
         )
-        async with stream as tokens:
-            async for item in tokens:
+        failed: BaseException | None = None
+        try:
+            while not (self.items and self.items[-1].finish):
+                item = await arrived.get()
                 if isinstance(item, Cut):
                     raise item.error
+                if isinstance(item, ServeError):
+                    raise item
                 self.items.append(item)
                 self.times.append(self._net.now)
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            stream.close(failed)
 
     def check(self) -> None:
         assert [item.index for item in self.items] == list(range(self.count))
