@@ -289,4 +289,4 @@ async def test_end_of_the_service_is_said(tmp_path: Path) -> None:
             await tab.until_text("✓ ready")
             await asyncio.to_thread(service.end)
             await tab.until_text("no controller answers")
-            await tab.until_text("not ready")
+            await tab.until_text("? as of")

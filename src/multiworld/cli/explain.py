@@ -26,7 +26,8 @@ def _show_events(events: Sequence[HistoryEntry]) -> None:
         click.echo("\nthe last events:")
     for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.at))
-        click.echo(f"  {when} {event.kind}: {event.text}")
+        ago_s = time.time() - event.at
+        click.echo(f"  {when} ({ago_s:.0f} s ago) {event.kind}: {event.text}")
 
 
 def _show_assessments(assessments: Sequence[Assessment]) -> None:
@@ -122,7 +123,7 @@ def _count(number: int, noun: str) -> str:
 )
 @of_service
 def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None:
-    """Show which process waits for which, and the last decisions with reasons.
+    """Show what is wrong, which process waits for which, and the last decisions.
 
     The decisions concern scaling and placement.
     """
@@ -133,13 +134,13 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
     decided = service.ask("GET", "/decisions", answers.DecisionsAnswer, params=params)
     facts = service.ask("GET", "/facts", Facts)
     processes = {p.name: _explained(p, found) for p in found.processes}
-    slow = {name: each.slow for name, each in facts.replicas.items() if each.slow}
     models = facts.models.items()
     lacks = {name: each.bottleneck for name, each in models if each.bottleneck}
     if as_json:
         out = {
             "processes": processes,
-            "slow": slow,
+            "troubles": facts.troubles,
+            "slow": {name: r.slow for name, r in facts.replicas.items() if r.slow},
             "bottlenecks": lacks,
             "decisions": answers.plain(decided.decisions),
             "thoughts": answers.plain(decided.thoughts),
@@ -147,19 +148,16 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
         }
         click.echo(json.dumps(out, indent=2))
         return
+    if facts.troubles:
+        click.echo("look at this:")
+        for trouble in facts.troubles:
+            click.echo(f"  {trouble}")
+        click.echo("")
     for name, line in processes.items():
         click.echo(f"{name}: {line}")
-    for name, why in slow.items():
-        click.echo(f"{name} is slow: {why}")
     for name, why in lacks.items():
-        click.echo(f"{name}: {why}")
-    for failing in found.failing:
-        click.echo(
-            f"{failing.model}, stage {failing.stage}: has no replica; failed "
-            f"{failing.failures} times, the last: {failing.cause}"
-        )
-    for title, why in found.unplaced.items():
-        click.echo(f"{title} cannot be placed: {why}")
+        if not any(why in trouble for trouble in facts.troubles):
+            click.echo(f"{name}: {why}")
     _show_events(found.operations)
     _show_assessments(decided.thoughts)
     _show_decisions(decided.decisions)

@@ -32,7 +32,8 @@ GROUPS = {
     "Inspect": {
         "status": "Show the processes of a service and its last events.",
         "dashboard": "Show a service on a web page.",
-        "explain": "Show which process waits for which, and the last decisions.",
+        "explain": "Show what is wrong, and which process waits for which.",
+        "streams": "Show the live streams, those in trouble first.",
         "logs": "Print the end of the logs of processes.",
         "nodes": "Show the machines of a service, or this machine if none runs.",
         "resources": "Show the resources that every replica books and uses.",

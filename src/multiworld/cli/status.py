@@ -18,7 +18,7 @@ from multiworld.cli.options import Age, of_service, print_json
 from multiworld.serve.controller.answers import ProcessShown, StatusAnswer
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import HistoryEntry
-from multiworld.serve.controller.observe.facts import Facts, ModelFacts, TenantFacts
+from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 
 WATCH_S = 0.5  # seconds between updates with --watch
 OPERATIONS_SHOWN = 5  # maximum number of operations below the table
@@ -80,24 +80,16 @@ PHASES = {
 def _shown(seen: Seen) -> Group:
     found = seen.status
     parts: list[RenderableType] = [_processes(found)]
-    parts += [
-        f"{escape(name)}: {escape(_load(model))}"
-        for name, model in seen.facts.models.items()
-    ]
-    parts += [
-        f"[yellow]{escape(_refusals(name, tenant))}[/]"
-        for name, tenant in seen.facts.tenants.items()
-        if tenant.refused_s
-    ]
+    troubles = seen.facts.troubles
+    for name, model in seen.facts.models.items():
+        parts.append(f"{escape(name)}: {escape(_load(model))}")
+        if model.bottleneck and not any(model.bottleneck in each for each in troubles):
+            parts.append(f"{escape(name)}: {escape(model.bottleneck)}")
+    parts += [f"[yellow]{escape(each)}[/]" for each in troubles]
     parts += [
         f"[red]{escape(failing.model)}, stage {failing.stage}: failed "
-        f"{failing.failures} times: {escape(failing.cause)}; next start in "
-        f"{failing.next_in_s:.0f} s[/]"
+        f"{failing.failures} times; next start in {failing.next_in_s:.0f} s[/]"
         for failing in found.failing
-    ]
-    parts += [
-        f"[red]{escape(title)} cannot be placed: {escape(why)}[/]"
-        for title, why in found.unplaced.items()
     ]
     parts += [
         f"{escape(name)} is computed in {escape(why)}"
@@ -109,8 +101,6 @@ def _shown(seen: Seen) -> Group:
         for name, versions in found.identities.items()
         for version, identity in versions.items()
     ]
-    if found.trouble:
-        parts.append(f"[red]{escape(found.trouble)}[/]")
     if seen.events:
         parts.append("last events:")
     for event in seen.events:
@@ -134,17 +124,13 @@ def _load(model: ModelFacts) -> str:
     ):
         if spread is not None:
             parts.append(f"{what} {_time(spread.p50)} (p99 {_time(spread.p99)})")
-    return "; ".join([*parts, *filter(None, [model.bottleneck])])
+    if model.oldest_s >= 1.0:
+        parts.append(f"the oldest without a token or answer: {model.oldest_s:.0f} s")
+    return "; ".join(parts)
 
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
-
-
-def _refusals(name: str, tenant: TenantFacts) -> str:
-    who = f"tenant {name}" if name else "without a valid key"
-    why = ", ".join(f"{each:.1f}/s {why}" for why, each in tenant.refused_s.items())
-    return f"{who}: refused {why}"
 
 
 def _processes(found: StatusAnswer) -> Table:

@@ -70,6 +70,7 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.machines.assignment import assign
+from multiworld.serve.machines.usage import disk_of
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.registry import open_registry
 from multiworld.serve.tracing.tracer import tracer_of
@@ -335,7 +336,11 @@ class Controller:
         self._watched_until = self._clock() + WATCHED_S
         nodes = status.nodes_of(self.bookings.ledger)
         return self.observer.facts(
-            self.status(), nodes, self.history.handed_over, self.tenanting.budgets()
+            self.status(),
+            nodes,
+            self.history.handed_over,
+            self.tenanting.budgets(),
+            disk_of(self._folder.path),
         )
 
     async def _report_fleet(self, name: str, number: int) -> None:

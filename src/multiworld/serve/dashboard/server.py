@@ -136,10 +136,10 @@ class Watch:
                 found = await asyncio.to_thread(
                     self._service.ask, "GET", "/facts", Facts
                 )
-                # The page shows ``trouble`` at the top.
-                self._tell(plain(found))
+                self._tell({**plain(found), "is_old": False})
             except ServeError as error:
-                self._tell({**self.facts, "trouble": str(error), "is_ready": False})
+                text = f"the service does not answer; all below is old: {error}"
+                self._tell({**self.facts, "troubles": [text], "is_old": True})
             took_s = clock() - began_at
             await asyncio.sleep(max(LOOK_S - took_s, LOOK_S / 2))
 

@@ -20,6 +20,15 @@ class Usage:
     memory_bytes: int
 
 
+def disk_of(folder: Path) -> tuple[int, int]:
+    """Return free and total bytes of a folder's file system; zeros if unknown."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
 def usage_of(pid: int) -> Usage:
     """Return the usage of a process and its descendants; zeros if it has exited."""
     family = family_of(pid)

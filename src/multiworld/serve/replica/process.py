@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import torch
 
 from multiworld.config import MIB
@@ -294,6 +295,7 @@ class WorkerProcess:
         return msgspec.structs.replace(
             self._worker.report(),
             cpu_s=used.cpu_s,
+            machine_busy=psutil.cpu_percent() / 100,
             memory_bytes=used.memory_bytes,
             gpu_memory_bytes=gpu_memory_of(self._args.device),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from multiworld.serve.tenants.directory import Tenant
@@ -120,6 +122,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_bytes: int = 0
     kv_usage: float = 0.0  # used fraction of the memory for KV blocks
     phase: str = ""  # what a starting engine is doing; empty once it serves
+    # Used share of all cores of its machine since the report before, by any process;
+    # negative: unknown.
+    machine_busy: float = -1.0
 
 
 class StreamShown(msgspec.Struct, frozen=True, array_like=True):
@@ -142,6 +147,26 @@ class StreamShown(msgspec.Struct, frozen=True, array_like=True):
     longest_s: float = 0.0  # longest time between two tokens
 
 
+class TenantLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Requests and streams of a tenant in progress at a gateway."""
+
+    in_flight: int = 0
+    waiting: int = 0  # those without a token or an answer
+    structured: int = 0  # streams whose output has a grammar
+    prompt_tokens: int = 0  # of the streams without a token
+
+
+def summed(*found: Mapping[str, TenantLoad]) -> dict[str, TenantLoad]:
+    """Return the sum of loads, by tenant."""
+    sums: dict[str, list[int]] = {}
+    for loads in found:
+        for name, load in loads.items():
+            total = sums.setdefault(name, [0, 0, 0, 0])
+            for k, value in enumerate(msgspec.structs.astuple(load)):
+                total[k] += value
+    return {name: TenantLoad(*total) for name, total in sums.items()}
+
+
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     """State of a gateway at the time of the report; counters start with the process."""
 
@@ -161,6 +186,9 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
+    tenants: dict[str, TenantLoad] = {}
+    # By model: how long its oldest request has waited for a first token or an answer.
+    oldest_s: dict[str, float] = {}
     # If requested: some live streams, and the chains with the most streams.
     streams: tuple[StreamShown, ...] = ()
     chains: tuple[tuple[tuple[str, ...], int], ...] = ()

@@ -234,4 +234,26 @@ FACTS: dict[str, Any] = {
     "nodes": {},
     "events": [],
     "thoughts": [],
+    "troubles": ["m, stage 1 keeps failing: exit code 3", "m/0/1 is slow: it waits"],
+}
+
+STREAMS: dict[str, Any] = {
+    f"gateway/1/{n}": {
+        "request": f"r-{n}",
+        "gateway": "gateway/1",
+        "tenant": tenant,
+        "model": "m",
+        "prompt": prompt,
+        "made": made,
+        "began_at": -41.5,
+        "phase": phase,
+        "chain": ["m/0/1"],
+        "attempt": attempt,
+        "losses": attempt,
+        "longest_s": 0.5 * attempt,
+    }
+    for n, tenant, prompt, made, phase, attempt in (
+        (1, "bolt", 1800, 0, "waiting", 0),
+        (2, "acme", 5, 7, "computing", 1),
+    )
 }

@@ -275,7 +275,12 @@ async def test_service_that_does_not_answer_is_said_to_be_in_trouble(
     async for event in limited(Watch(cast("Service", controller)).events(), 2):
         found.append(told(event))
         controller.error = "no controller answers"
-    assert found[1][1] == {"trouble": "no controller answers", "is_ready": False}
+    assert found[1][1] == {
+        "troubles": [
+            "the service does not answer; all below is old: no controller answers"
+        ],
+        "is_old": True,
+    }
 
 
 async def test_slow_reader_gets_the_whole_again(

@@ -54,7 +54,8 @@ def bottleneck_of(
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
         return (
-            f"{waiting} waiting although no stage is busy: a limit holds requests back "
-            "(max_num_seqs, max_ongoing_requests, a tenant's share)"
+            f"{waiting} waiting, and no stage computes all the time: long prompts, "
+            "grammars that are compiled, or a limit (max_num_seqs, "
+            "max_ongoing_requests) hold them back"
         )
     return ""

@@ -34,6 +34,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens_s: float = 0.0
     in_flight: int = 0
     waiting: int = 0  # requests that wait at the gateways
+    # How long its oldest request has waited for a first token or an answer.
+    oldest_s: float = 0.0
     answers: Spread | None = None
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
@@ -101,6 +103,10 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests, refusals and budgets of a tenant."""
 
     requests_s: float = 0.0
+    in_flight: int = 0  # requests and streams
+    waiting: int = 0  # those without a token or an answer
+    structured: int = 0  # streams whose output has a grammar
+    prompt_tokens: int = 0  # of the streams without a token
     refused_s: dict[str, float] = {}  # refusals per second, by reason
     refused: dict[str, float] = {}  # refusals since the service started, by reason
     # Tokens used and allowed, by the name of the budget's limit.
@@ -153,3 +159,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     handed_over: int = 0  # connections that another gateway has continued
     unplaced: dict[str, str] = {}
     failing: dict[str, str] = {}
+    # Used share of the cores of each machine, by any process.
+    busy: dict[str, float] = {}
+    # Free and total bytes of the file system that has the service's state and logs.
+    disk: tuple[int, int] = (0, 0)
+    # Stages all of whose replicas compute more slowly than before, and how much.
+    slower: dict[str, str] = {}
+    # Sentences about what is wrong now, the worst first; see ``troubles_of``.
+    troubles: tuple[str, ...] = ()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+
+from msgspec.structs import replace
 
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
@@ -24,11 +27,14 @@ from multiworld.serve.controller.observe.facts import (
 )
 from multiworld.serve.controller.observe.paces import Paces, Work
 from multiworld.serve.controller.observe.rates import Label, Window
+from multiworld.serve.controller.observe.troubles import troubles_of
 from multiworld.serve.wire.control_messages import (
     Counted,
     GatewayReport,
     Reports,
+    TenantLoad,
     WorkerReport,
+    summed,
 )
 
 EVENTS = 200  # maximum number of latest events in the facts
@@ -149,6 +155,7 @@ class Observer:
         nodes: list[answers.NodeShown],
         handed_over: int,
         budgets: Mapping[str, Mapping[str, tuple[int, int]]],
+        disk: tuple[int, int] = (0, 0),
     ) -> Facts:
         """Return all facts, as of the last reports.
 
@@ -157,6 +164,7 @@ class Observer:
             nodes: Machines of the service.
             handed_over: Connections that another gateway has continued.
             budgets: Tokens used and allowed, by tenant and limit.
+            disk: Free and total bytes of the file system of the service's state.
         """
         gateways = self._reports.gateways
         totals: Counter[str] = Counter()
@@ -165,7 +173,7 @@ class Observer:
                 totals[f"{kind} {labels[0]}"] += int(value)
         streams, requests = "stream_events", "router_events"
         replicas = dict(self._replicas(status, gateways))
-        return Facts(
+        facts = Facts(
             app=status.app,
             url=status.url,
             at=time.time(),
@@ -190,7 +198,27 @@ class Observer:
                 f"{each.model}, stage {each.stage}": each.cause
                 for each in status.failing
             },
+            busy=self._busy(replicas),
+            disk=disk,
+            slower=self._slower(status),
         )
+        return replace(facts, troubles=tuple(troubles_of(facts)))
+
+    def _busy(self, replicas: Mapping[str, ReplicaFacts]) -> dict[str, float]:
+        """Return the used share of each machine's cores, as its replicas measure it."""
+        found: dict[str, list[float]] = {}
+        for name, report in self._reports.workers.items():
+            if name in replicas and report.machine_busy >= 0:
+                found.setdefault(replicas[name].node, []).append(report.machine_busy)
+        return {node: round(median(shares), 2) for node, shares in found.items()}
+
+    def _slower(self, status: answers.StatusAnswer) -> dict[str, str]:
+        names = {(p.model, p.version, p.stage): p.stage_name for p in status.processes}
+        return {
+            f"{stage[0]}, stage {names[stage]}": why
+            for stage, why in self.paces.slower.items()
+            if stage in names
+        }
 
     def _models(
         self,
@@ -228,6 +256,13 @@ class Observer:
                     tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
                     in_flight=sum(loads),
                     waiting=waiting,
+                    oldest_s=round(
+                        max(
+                            (g.oldest_s.get(name, 0.0) for g in gateways.values()),
+                            default=0.0,
+                        ),
+                        1,
+                    ),
                     kv_usage=max(
                         (r.kv_usage for r in replicas.values() if r.model == name),
                         default=0.0,
@@ -340,6 +375,7 @@ class Observer:
         refused_s: dict[str, dict[str, float]] = {}
         for (tenant, why), rate in self._window.rates("refused").items():
             refused_s.setdefault(tenant, {})[why] = rate
+        loads = summed(*(g.tenants for g in self._reports.gateways.values()))
         refused: dict[str, dict[str, float]] = {}
         for (kind, labels), value in self._counts.items():
             if kind == "refused":
@@ -347,11 +383,17 @@ class Observer:
         return {
             name: TenantFacts(
                 requests_s=asked[name],
+                in_flight=(load := loads.get(name, TenantLoad())).in_flight,
+                waiting=load.waiting,
+                structured=load.structured,
+                prompt_tokens=load.prompt_tokens,
                 refused_s=refused_s.get(name, {}),
                 refused=refused.get(name, {}),
                 budgets=dict(budgets.get(name, {})),
             )
-            for name in sorted(asked.keys() | refused.keys() | budgets.keys())
+            for name in sorted(
+                asked.keys() | refused.keys() | budgets.keys() | loads.keys()
+            )
         }
 
 

@@ -26,6 +26,7 @@ LONG_S = 1.0
 LONG = 5.0
 # CPU time per second of computing, relative to peers, below which a replica is starved.
 STARVED = 0.6
+MIN_PAST = 3  # minimum number of windows of a past that a whole stage is compared with
 NO_COMPARISON = 1.0
 
 
@@ -62,6 +63,7 @@ class Pace:
 class _Replica:
     samples: deque[tuple[float, Work]] = field(default_factory=deque)
     past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
+    past_rows: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
     past_at: float = 0.0
     why: str = ""  # reason why it is slow; empty: it is not
 
@@ -87,6 +89,23 @@ class Paces:
     def steps_s(self) -> dict[str, float]:
         """Mean seconds per step of each replica that computes."""
         return {name: pace.step_s for name, pace in self.paces.items()}
+
+    @property
+    def slower(self) -> dict[tuple[str, str, int], str]:
+        """Stages all of whose replicas are slower than before, and how much.
+
+        A single one is in ``slow``.
+        """
+        stages: dict[tuple[str, str, int], list[tuple[Pace, _Replica]]] = {}
+        for name, pace in self.paces.items():
+            if len(self._replicas[name].past) >= MIN_PAST:
+                stages.setdefault(pace.stage, []).append((pace, self._replicas[name]))
+        return {
+            stage: _slower_words(found)
+            for stage, found in stages.items()
+            if len(found) > 1
+            and all(pace.step_s > SLOW * median(each.past) for pace, each in found)
+        }
 
     def seen(self, found: Mapping[str, Work], now: float) -> None:
         """Compare all replicas by their work so far."""
@@ -132,6 +151,7 @@ class Paces:
         if not is_slow:
             if now - replica.past_at >= WINDOW_S:
                 replica.past.append(pace.step_s)
+                replica.past_rows.append(pace.rows)
                 replica.past_at = now
             return ""
         return _words(pace, peers, beside_peers, beside_past)
@@ -166,6 +186,17 @@ def _times(pace: Pace, peers: list[Pace]) -> float:
         return by_step
     by_row = (pace.step_s / pace.rows) / median(p.step_s / p.rows for p in peers)
     return min(by_step, by_row)
+
+
+def _slower_words(found: Sequence[tuple[Pace, _Replica]]) -> str:
+    step_s = median(pace.step_s for pace, _ in found)
+    past_s = median(median(each.past) for _, each in found)
+    rows = median(pace.rows for pace, _ in found)
+    past_rows = median(median(each.past_rows) for _, each in found)
+    text = f"a step takes {1000 * step_s:.3g} ms, before {1000 * past_s:.3g}"
+    if rows > SLOW * past_rows:
+        return f"{text}; it has {rows:.3g} rows, before {past_rows:.3g}"
+    return f"{text}, with no more rows than before"
 
 
 def _words(

@@ -30,18 +30,19 @@ function Page() {
   if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Looking at the service …"}</p>`;
   const act = (text, operation, body, then, field) => setAsked({ text, operation, body, then, field });
   const process = facts.replicas[opened] || facts.gateways[opened];
-  return html`<main>
+  const isOld = isCut || facts.is_old;
+  return html`<main class=${isOld ? "old" : ""}>
     <header><h1>${facts.app}</h1>
-      <strong class=${facts.is_ready ? "good" : "bad"}>${facts.is_ready ? "✓ ready" : "✕ not ready"}</strong>
+      <strong class=${facts.is_ready && !isOld ? "good" : "bad"}>${isOld ? `? as of ${clock(facts.at)}` : facts.is_ready ? "✓ ready" : "✕ not ready"}</strong>
       <a href=${facts.url}>${facts.url}</a></header>
     <section><${Numbers} facts=${facts} /></section>
     <${Alerts} facts=${facts} isCut=${isCut} />
     ${Object.entries(facts.models).map(([name, model]) => html`<${Model} key=${name} name=${name} model=${model}
       facts=${facts} series=${series[name]} open=${open} act=${act} />`)}
     <${Streams} facts=${facts} look=${look} act=${act} />
+    <${Tenants} facts=${facts} />
     <${Events} facts=${facts} kind=${kind} choose=${choose} />
-    <div class="two"><${Gateways} facts=${facts} open=${open} act=${act} /><${Tenants} facts=${facts} />
-      <${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /><${Keys} act=${act} /><${Spec} facts=${facts} act=${act} /></div>
+    <div class="two"><${Gateways} facts=${facts} open=${open} act=${act} /><${Machines} facts=${facts} /><${Thoughts} facts=${facts} /><${Chat} facts=${facts} /><${Keys} act=${act} /><${Spec} facts=${facts} act=${act} /></div>
     ${request && html`<${Way} request=${request} facts=${facts} act=${act} close=${() => look("")} />`}
     ${process && html`<${Details} name=${opened} process=${process} facts=${facts} act=${act} close=${() => open("")} />`}
     ${asked && html`<${Confirm} asked=${asked} close=${() => setAsked(null)} />`}
@@ -100,7 +101,7 @@ function Details({ name, process, facts, act, close }) {
     const [, , words] = stateOf(process);
     lines.splice(0, 1, ["state", words]);
     if (process.slow) lines.push(["slow", process.slow]);
-    lines.push(["machine", process.node], ["in work", `${process.load}, ${process.queued} queued, ${process.computing} computing`],
+    lines.push(["machine", process.node], ["in work", `${process.load}, of these ${process.queued} queued and ${process.computing} computed`],
       ["step", seconds(process.step_s)], ["KV memory", `${Math.round(100 * process.kv_usage)} %`],
       ["memory", `${bytes(process.memory_bytes)} of ${bytes(process.booked_memory_bytes)} booked`], ["next", process.next.join(", ") || "–"]);
   }

@@ -33,20 +33,8 @@ export function Numbers({ facts }) {
 }
 
 export function Alerts({ facts, isCut }) {
-  const found = [];
-  if (isCut) found.push("the page is cut off from its server; it connects again by itself");
-  if (facts.trouble) found.push(facts.trouble);
-  for (const [name, replica] of Object.entries(facts.replicas)) {
-    if (replica.slow) found.push(`${name} is slow: ${replica.slow}`);
-    if (replica.is_silent) found.push(`${name} is silent: it hangs, or its network is cut`);
-  }
-  for (const [name, model] of Object.entries(facts.models))
-    if (model.bottleneck && model.waiting) found.push(`${name}: ${model.bottleneck}`);
-  for (const [name, cause] of Object.entries(facts.failing)) found.push(`${name} keeps failing: ${cause}`);
-  for (const [name, why] of Object.entries(facts.unplaced)) found.push(`${name} cannot be placed: ${why}`);
-  for (const [name, tenant] of Object.entries(facts.tenants))
-    for (const [why, each] of Object.entries(tenant.refused_s))
-      found.push(`${name ? `tenant ${name}` : "somebody without a valid key"} is refused ${rate(each)} times a second: ${why}`);
+  const found = [...(facts.troubles || [])];
+  if (isCut) found.unshift(`the page has lost its server; all below is old; it connects again by itself`);
   if (!found.length) return null;
   return html`<section class="alert" role="status"><h2 class="bad">Look at this</h2>
     <ul>${found.map((each) => html`<li>${each}</li>`)}</ul></section>`;
@@ -58,7 +46,7 @@ function Replica({ name, replica, most, open }) {
   const share = most ? Math.min(100, (100 * replica.load) / most) : 0;
   return html`<button class="replica ${kind}" data-name=${name} title="${name}: ${words}" onClick=${() => open(name)}>
     <span class="mark" aria-hidden="true">${mark}</span> <b>${short}</b> <span>${words}</span>
-    <small>${replica.load} in work${replica.queued ? `, ${replica.queued} queued` : ""}, ${replica.cores.toFixed(1)} cores${
+    <small>${replica.load} in work${replica.queued ? `, of these ${replica.queued} queued` : ""}, ${replica.cores.toFixed(1)} cores${
       replica.step_s ? `, ${seconds(replica.step_s)} a step` : ""}${
       replica.kv_usage ? `, KV ${Math.round(100 * replica.kv_usage)} %` : ""}</small>
     <div class="bar"><i style=${{ width: `${share}%` }}></i></div>
@@ -163,7 +151,7 @@ export function Streams({ facts, look, act }) {
     <tbody>${found.map(([key, s]) => html`<tr key=${key} class=${s.losses ? "warn" : ""}>
       <td><button class="act" title=${s.request} onClick=${() => look(s.request)}>${s.request.slice(0, 12)}</button></td>
       <td>${s.tenant || "–"}</td><td>${s.model}</td><td>${stateOfStream(s)}</td>
-      <td class="number">${s.made} after ${s.prompt}</td><td class="number">${seconds(Math.max(0, facts.at - s.began_at))}</td>
+      <td class="number">${s.made ? `${s.made} after ${s.prompt}` : `none yet, prompt ${s.prompt}`}</td><td class="number">${seconds(Math.max(0, facts.at - s.began_at))}</td>
       <td class="number">${s.longest_s ? seconds(s.longest_s) : "–"}</td>
       <td>${s.chain.map((name) => name.split("/").pop()).join(" → ") || "–"}</td>
       <td><button class="act danger" aria-label="cancel ${s.request}" onClick=${() => act(`Cancel request ${s.request}? Its client gets an error.`,
@@ -214,13 +202,17 @@ export function Events({ facts, kind, choose }) {
 }
 
 export function Tenants({ facts }) {
-  const found = Object.entries(facts.tenants);
+  const found = Object.entries(facts.tenants).sort(([, a], [, b]) => b.in_flight - a.in_flight || b.requests_s - a.requests_s);
   if (!found.length) return null;
   const words = (refused) => Object.entries(refused).map(([why, n]) => `${why}: ${Math.round(n)}`).join(", ");
   return html`<section><h2>Tenants</h2><div class="scroll" tabindex="0"><table>
-    <thead><tr><th>tenant</th><th class="number">requests/s</th><th>budgets</th><th>refused so far</th></tr></thead>
+    <thead><tr><th>tenant</th><th class="number">requests/s</th><th class="number">in flight</th>
+      <th class="number" title="requests without a first token or an answer">waiting</th><th class="number" title="of the waiting streams">prompt tokens</th>
+      <th class="number" title="streams whose output has a grammar">structured</th><th>budgets</th><th>refused so far</th></tr></thead>
     <tbody>${found.map(([name, each]) => html`<tr key=${name} class=${Object.keys(each.refused_s).length ? "bad" : ""}>
       <td>${name || "(no valid key)"}</td><td class="number">${rate(each.requests_s)}</td>
+      <td class="number">${each.in_flight}</td><td class="number">${each.waiting}</td>
+      <td class="number">${each.prompt_tokens.toLocaleString("en")}</td><td class="number">${each.structured}</td>
       <td>${Object.entries(each.budgets || {}).map(([limit, [used, allowed]]) => html`<div>${used.toLocaleString("en")} of
         ${` ${allowed.toLocaleString("en")} ${limit.replaceAll("_", " ")}`}<div class="bar"><i style=${{ width: `${Math.min(100, (100 * used) / allowed)}%` }}></i></div></div>`)}</td>
       <td>${words(each.refused) || "–"}</td></tr>`)}
@@ -228,9 +220,12 @@ export function Tenants({ facts }) {
 }
 
 export function Machines({ facts }) {
-  return html`<section><h2>Machines</h2><table>
-    <thead><tr><th>machine</th><th class="number">free CPUs</th><th class="number">free memory</th><th class="number">replicas</th></tr></thead>
+  const [free, total] = facts.disk;
+  return html`<section><h2>Machines ${total > 0 && html`<span class="quiet">disk of the state and logs: ${bytes(free) === "–" ? "nothing" : bytes(free)} of ${bytes(total)} free</span>`}</h2><table>
+    <thead><tr><th>machine</th><th class="number">cores in use</th><th class="number" title="not booked by replicas">free CPUs</th>
+      <th class="number" title="not booked by replicas">free memory</th><th class="number">replicas</th></tr></thead>
     <tbody>${Object.entries(facts.nodes).map(([name, node]) => html`<tr key=${name}><td>${name}</td>
+      <td class="number">${facts.busy[name] === undefined ? "–" : `${(facts.busy[name] * node.cpus).toFixed(1)} of ${node.cpus}`}</td>
       <td class="number">${node.free_cpus.toFixed(1)} of ${node.cpus}</td>
       <td class="number">${bytes(node.free_memory_bytes)} of ${bytes(node.memory_bytes)}</td>
       <td class="number">${node.replicas.length}</td></tr>`)}</tbody></table></section>`;

@@ -46,6 +46,7 @@ from multiworld.serve.wire.control_messages import (
     Counted,
     FleetReport,
     GatewayReport,
+    summed,
 )
 from multiworld.serve.wire.routing_table import ReplicaState
 
@@ -110,6 +111,7 @@ class Gateway:
         at_streams = self.streams.router.load()
         streams, queued = self.streams, self.streams.router.waiting
         of_streams = streams.attainment
+        loads, oldest_s = streams.in_progress()
         return msgspec.structs.replace(
             report,
             arrived=Counter(report.arrived) + of_streams.arrived,
@@ -124,6 +126,8 @@ class Gateway:
             waiting={m: n + queued(m) for m, n in report.waiting.items()},
             pending={m: n + queued(m) for m, n in report.pending.items()},
             cpu_s=time.process_time(),
+            tenants=summed(report.tenants, loads),
+            oldest_s={**report.oldest_s, **oldest_s},
         )
 
     async def metrics(self) -> bytes:

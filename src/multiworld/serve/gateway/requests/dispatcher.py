@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.deadlines import SILENT_S
@@ -24,7 +25,7 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of
-from multiworld.serve.wire.control_messages import GatewayReport
+from multiworld.serve.wire.control_messages import GatewayReport, TenantLoad
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.inference_messages import NOTHING_SPENT, Spent, WorkItem
@@ -44,6 +45,7 @@ class _Call:
     deadline_at: float
     job: events.Submitted
     answered: asyncio.Future[Tensors]
+    began_at: float
     sent_at: float | None = None
     spent: Spent = NOTHING_SPENT
     origin: Origin = NOWHERE
@@ -110,7 +112,7 @@ class Dispatcher:
         if not self._calls:
             self._is_busy.set()
             self._look_for_silence()
-        call = _Call(tensors, deadline_at, job, answered, origin=origin)
+        call = _Call(tensors, deadline_at, job, answered, now, origin=origin)
         self._calls[number] = call
         if (trace := CURRENT.get()) is not None:
             call.trace = WorkTrace(trace, now, "compute")
@@ -194,7 +196,18 @@ class Dispatcher:
             attained=dict(self._attainment.attained),
             missed=dict(self._attainment.missed),
             refused=dict(self._attainment.refused),
+            **self._in_progress(),
         )
+
+    def _in_progress(self) -> dict[str, Any]:
+        now = self._clock()
+        calls = [call for call in self._calls.values() if call.job.via is None]
+        counts = Counter(call.job.share.tenant for call in calls)
+        oldest_s: dict[str, float] = {}
+        for call in calls:
+            oldest_s.setdefault(call.job.model, now - call.began_at)  # in order of age
+        loads = {name: TenantLoad(count, count) for name, count in counts.items()}
+        return {"tenants": loads, "oldest_s": oldest_s}
 
     # Edges.
 

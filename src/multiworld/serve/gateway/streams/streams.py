@@ -21,14 +21,19 @@ from multiworld.serve.gateway.streams.chain_selection import (
     PREFIX_BLOCK,
     PREFIX_TOKENS,
 )
-from multiworld.serve.gateway.streams.live_streams import chains_of, shown
+from multiworld.serve.gateway.streams.live_streams import (
+    chains_of,
+    loads_of,
+    oldest_of,
+    shown,
+)
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.gateway.streams.stream_router import StreamRouter
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.queue_limits import WaitingTenants
 from multiworld.serve.text.prefixes import digests
 from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
-from multiworld.serve.wire.control_messages import GatewayReport
+from multiworld.serve.wire.control_messages import GatewayReport, TenantLoad
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.generation_messages import (
@@ -263,6 +268,11 @@ class Streams:
         return structs.replace(
             report, streams=shown(streams, self._clock()), chains=chains_of(streams)
         )
+
+    def in_progress(self) -> tuple[dict[str, TenantLoad], dict[str, float]]:
+        """Return tenants' loads, and each model's longest wait for a first token."""
+        streams = self.router.streams.values()
+        return loads_of(streams), oldest_of(streams, self._clock())
 
     # The table and the edges.
 

@@ -46,7 +46,7 @@ def replicas(**changes: dict[str, object]) -> dict[str, ReplicaFacts]:
             "m/1/3 is slow",
         ),
         ({"r1": {"busy": 0.9}, "r2": {"busy": 0.1}}, 0, "nothing waiting yet"),
-        ({"r1": {"queued": 3}}, 0, "3 waiting although no stage is busy"),
+        ({"r1": {"queued": 3}}, 0, "3 waiting, and no stage computes all the time"),
     ],
 )
 def test_bottleneck_is_named(

@@ -1,0 +1,145 @@
+"""Sentences about what is wrong with a service now. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from multiworld.config import MIB
+from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.observe.facts import Facts, ModelFacts
+
+# A stage, or the gateways, keep dying if at least ``MANY`` processes were lost within
+# ``RECENT_S`` seconds.
+RECENT_S, MANY = 120.0, 3
+LOSSES = ("lost", "outgrown")
+LONG_S = 5.0  # seconds after which a wait for a first token or an answer is long
+# A tenant is named if it has more than this share of the requests in flight, or of at
+# least ``LONG_PROMPTS`` prompt tokens that wait.
+MOST, LONG_PROMPTS = 0.5, 1000
+FEW = 4  # requests in flight with which no tenant is named
+FULL, FULL_BYTES = 0.02, 64 * MIB  # share, and bytes, of free space of a full disk
+SATURATED = 0.95  # used share of a machine's cores from which it has none free
+OTHERS = 0.3  # share of a saturated machine's cores that others use, if it is mentioned
+
+
+def troubles_of(facts: Facts) -> Iterator[str]:
+    """Yield what is wrong, the worst first."""
+    if facts.trouble:
+        yield facts.trouble
+    yield from _of_disk(facts)
+    for name, why in facts.failing.items():
+        yield f"{name} keeps failing: {why}"
+    yield from _of_losses(facts)
+    for name, why in facts.unplaced.items():
+        yield f"{name} cannot be placed: {why}"
+    for name, replica in facts.replicas.items():
+        if replica.is_silent:
+            yield f"{name} is silent: it hangs, or its network is cut"
+    if not facts.is_ready:
+        yield from _of_lacks(facts)
+    for name, model in facts.models.items():
+        yield from _of_load(name, model)
+    yield from _of_tenants(facts)
+    for name, replica in facts.replicas.items():
+        if replica.slow:
+            yield f"{name} is slow: {replica.slow}"
+    for name, why in facts.slower.items():
+        yield f"all replicas of {name} are slower than before: {why}"
+    yield from _of_machines(facts)
+    for name, tenant in facts.tenants.items():
+        who = f"tenant {name} is" if name else "requests without a valid key are"
+        for why, each in tenant.refused_s.items():
+            yield f"{who} refused {each:.1f} times a second: {why}"
+
+
+def _of_disk(facts: Facts) -> Iterator[str]:
+    free, total = facts.disk
+    if total and (free < FULL * total or free < min(FULL_BYTES, total // 4)):
+        yield (
+            f"the disk of the service's state and logs is full: {free // MIB} of "
+            f"{total // MIB} MiB are free; records, usage and logs may be lost"
+        )
+
+
+def _of_losses(facts: Facts) -> Iterator[str]:
+    groups: dict[str, list[HistoryEntry]] = {}
+    for event in facts.events:
+        if event.kind in LOSSES and facts.at - event.at <= RECENT_S:
+            groups.setdefault(_group_of(event.name, facts), []).append(event)
+    for group, found in groups.items():
+        if len(found) >= MANY:
+            ago_s = max(0.0, facts.at - found[-1].at)
+            yield (
+                f"{group} keep dying: {len(found)} in two minutes, the last "
+                f"{ago_s:.0f} s ago: {found[-1].text}"
+            )
+
+
+def _group_of(process: str, facts: Facts) -> str:
+    model, _, rest = process.rpartition("/")[0].rpartition("/")
+    stages = facts.models[model].stages if model in facts.models else ()
+    if rest.isdigit() and int(rest) < len(stages):
+        return f"replicas of {model}, stage {stages[int(rest)].name},"
+    return "gateways" if process.startswith("gateway/") else "processes"
+
+
+def _of_lacks(facts: Facts) -> Iterator[str]:
+    for name, model in facts.models.items():
+        for stage in model.stages:
+            ready = sum(
+                facts.replicas[each].phase == "ready"
+                for each in stage.replicas
+                if each in facts.replicas
+            )
+            if ready < stage.wanted:
+                yield f"{name}, stage {stage.name}: {ready} of {stage.wanted} are ready"
+    ready = sum(each.phase == "ready" for each in facts.gateways.values())
+    if ready < len(facts.gateways):
+        yield f"{len(facts.gateways) - ready} of {len(facts.gateways)} gateways start"
+
+
+def _of_load(name: str, model: ModelFacts) -> Iterator[str]:
+    if model.bottleneck and (model.waiting or model.oldest_s > LONG_S):
+        yield f"{name}: {model.bottleneck}"
+    if model.oldest_s > LONG_S:
+        yield (
+            f"{name}: the oldest request without a first token or an answer has waited "
+            f"{model.oldest_s:.0f} s"
+        )
+
+
+def _of_tenants(facts: Facts) -> Iterator[str]:
+    """Name the tenants with most of the load, if requests wait."""
+    if len(facts.tenants) < 2:
+        return
+    waiting = sum(each.waiting for each in facts.tenants.values())
+    in_flight = sum(each.in_flight for each in facts.tenants.values())
+    tokens = sum(each.prompt_tokens for each in facts.tenants.values())
+    if not waiting or in_flight <= FEW:
+        return
+    for name, tenant in facts.tenants.items():
+        has_most = tenant.in_flight > MOST * in_flight
+        if has_most or tenant.prompt_tokens > max(MOST * tokens, LONG_PROMPTS):
+            parts = [f"{tenant.in_flight} of {in_flight} requests in flight"]
+            if tenant.structured:
+                parts.append(f"{tenant.structured} of them with structured output")
+            if tenant.waiting:
+                parts.append(
+                    f"{tenant.waiting} wait for a first token or an answer, with "
+                    f"{tenant.prompt_tokens:,} prompt tokens"
+                )
+            yield f"tenant {name} has {'; '.join(parts)}"
+
+
+def _of_machines(facts: Facts) -> Iterator[str]:
+    for name, busy in facts.busy.items():
+        node = facts.nodes.get(name)
+        if node is None or busy < SATURATED:
+            continue
+        ours = sum(r.cores for r in facts.replicas.values() if r.node == name)
+        ours += sum(gateway.cores for gateway in facts.gateways.values())
+        if busy * node.cpus - ours > OTHERS * node.cpus:
+            yield (
+                f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} are "
+                f"used, {ours:.1f} by this service's replicas and gateways"
+            )
