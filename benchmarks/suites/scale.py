@@ -29,7 +29,7 @@ from multiworld.demo import smollm2
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
 
-SIZES, QUICK = (10, 50, 100), (2, 4)
+SIZES, QUICK = (10, 50, 100, 200), (2, 4)
 """Numbers of replicas."""
 
 STREAMS = 10

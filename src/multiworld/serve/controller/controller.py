@@ -476,8 +476,7 @@ class Controller:
             case actions.Finish(name):
                 self._links.send(name, messages.Finish())
             case actions.Announce(table):
-                for name in self._links.names:
-                    self._links.send(name, messages.TableChanged(table))
+                self._links.announce(messages.TableChanged(table))
             case actions.LogEvent(kind, text, name):
                 self.history.say(kind, text, name)
                 if self._trace is not None:

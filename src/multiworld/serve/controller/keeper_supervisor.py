@@ -33,6 +33,7 @@ WORDS = {
     "closed": "connections of an exited gateway are closed; they cannot continue: {}",
     "refused": "connections are refused with 503 because no gateway takes them: {}",
     "unprotected": "gateway.keeper_memory_mb is full; unprotected requests: {}",
+    "hung": "gateways that hung and were killed by the stream keeper: {}",
 }
 
 # Environment of the keeper. It makes malloc return the memory of large dropped answers

@@ -31,6 +31,11 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
+# Minimum seconds between two announcements of routing tables to all processes, for each
+# process, and their maximum. A table has a row for each replica: without a limit, the
+# cost of a start would grow with the third power of their number.
+TABLE_S, MAX_TABLE_S = 0.005, 1.0
+
 
 class ProcessLinkOwner(Protocol):
     def greeting(self, name: str) -> Iterable[messages.Order]:
@@ -73,6 +78,10 @@ class ProcessLinks:
         # counts as lost when its timer expires.
         self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
+        # By process: the latest table that it has not been sent, encoded.
+        self._tables: dict[str, str] = {}
+        self._announced_at = -math.inf
+        self._announcing: asyncio.TimerHandle | None = None
         self._asked: dict[int, asyncio.Future[messages.Report]] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
@@ -96,6 +105,8 @@ class ProcessLinks:
             task.cancel()
 
     async def close_all(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
         tasks = [*self._tasks.values(), *self._sending]
         for name in [*self._tasks]:
             self.close(name)
@@ -105,11 +116,38 @@ class ProcessLinks:
 
     def send(self, name: str, order: messages.Order) -> None:
         """Send an order to a process; drop it if the process has not joined."""
+        self._send_table(name)  # the order may be about this table
+        self._send(name, messages.ORDERS.encode(order))
+
+    def _send(self, name: str, content: str) -> None:
         world = self._worlds.get(name)
         if world is not None:
-            task = self._loop.create_task(_send(world, order))
+            task = self._loop.create_task(_send(world, content))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
+
+    def announce(self, order: messages.TableChanged) -> None:
+        """Send a routing table to all processes, now or after a short time.
+
+        It replaces earlier tables that have not been sent.
+        """
+        self._tables = dict.fromkeys(self._worlds, messages.ORDERS.encode(order))
+        if self._announcing is None:
+            pause_s = min(MAX_TABLE_S, TABLE_S * len(self._worlds))
+            due_at = self._announced_at + pause_s
+            if due_at <= self._loop.time():
+                self._send_tables()
+            else:
+                self._announcing = self._loop.call_at(due_at, self._send_tables)
+
+    def _send_tables(self) -> None:
+        self._announcing, self._announced_at = None, self._loop.time()
+        for name in list(self._tables):
+            self._send_table(name)
+
+    def _send_table(self, name: str) -> None:
+        if (content := self._tables.pop(name, None)) is not None:
+            self._send(name, content)
 
     def send_gateways(self, order: messages.Order) -> None:
         for name in self.gateways:
@@ -168,6 +206,7 @@ class ProcessLinks:
                 world_name, rank=0, size=2, store=self._store, config=config
             ):
                 self._worlds[name] = world
+                self._tables.pop(name, None)  # the greeting has the current one
                 self._keep(name)
                 for order in self._owner.greeting(name):
                     self.send(name, order)
@@ -216,8 +255,8 @@ class ProcessLinks:
                 future.set_result(news)
 
 
-async def _send(world: World, order: messages.Order) -> None:
+async def _send(world: World, content: str) -> None:
     try:
-        await world.send_object(messages.ORDERS.encode(order), dst=1)
+        await world.send_object(content, dst=1)
     except (WorldBrokenError, WorldClosedError):
         pass  # the reader of this world reports the loss

@@ -25,6 +25,7 @@ MAX_LOSSES = 4  # lost gateways after which a request is refused as their likely
 # Multiple of ``silence_s`` for which a gateway may be silent while it computes: on an
 # overloaded machine, killing it would only move its load to the next gateway.
 COMPUTES = 5
+IDLE = 2  # ticks at which a silent gateway must do nothing, as one look may be chance
 TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
 SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
 # If two ticks are more than this many seconds apart, the keeper itself was paused.
@@ -46,6 +47,7 @@ class Counts(NamedTuple):
     closed: int = 0  # closed because they could be neither continued nor refused
     refused: int = 0  # with 503
     unprotected: int = 0  # requests whose records did not fit into memory
+    hung: int = 0  # gateways that were killed because they hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class Gateway:
     is_ready: bool = False
     is_leaving: bool = False
     is_killed: bool = False
+    idle: int = 0  # number of consecutive ticks at which it was silent and did nothing
     connections: set[int] = field(default_factory=set)
     busy: int = 0  # number of connections with a request in flight
     given: int = 0  # number of connections given to it so far
@@ -148,6 +151,7 @@ class Keeper:
         self._slow: set[int] = set()
         self._looked_at = 0.0
         self.handed_over = self.unprotected = self.refused = self.closed = 0
+        self.hung = 0
 
     # Connections.
 
@@ -429,7 +433,9 @@ class Keeper:
 
     @property
     def counts(self) -> Counts:
-        return Counts(self.handed_over, self.closed, self.refused, self.unprotected)
+        return Counts(
+            self.handed_over, self.closed, self.refused, self.unprotected, self.hung
+        )
 
     # Time.
 
@@ -438,7 +444,7 @@ class Keeper:
     ) -> list[Action]:
         """Kill hung gateways; refuse or close connections that waited too long.
 
-        ``computes``: returns whether a gateway is running, or waits for a core.
+        ``computes``: returns whether a gateway computes, or waits for a core.
         """
         before, self._ticked_at = self._ticked_at, now
         if before is not None and now - before > PAUSE_S:
@@ -452,9 +458,12 @@ class Keeper:
         for gateway in self.gateways.values():
             silent_s = now - gateway.heard_at
             if not gateway.is_ready or gateway.is_killed or silent_s < self._silence_s:
+                gateway.idle = 0
                 continue
-            if silent_s > COMPUTES * self._silence_s or not computes(gateway.number):
+            gateway.idle = 0 if computes(gateway.number) else gateway.idle + 1
+            if gateway.idle >= IDLE or silent_s > COMPUTES * self._silence_s:
                 gateway.is_killed = True
+                self.hung += 1
                 actions.append(Kill(gateway.number))
         for number, since in list(self.waiting.items()):
             if now > max(since + WAIT_S, self.awaited_until or 0.0):

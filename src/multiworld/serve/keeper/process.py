@@ -61,7 +61,7 @@ LINGER_S = 0.5  # seconds for a refused client to read its refusal
 READY = b"ready"  # line that a keeper prints once it listens
 ALONE = 3  # exit after this many checks in a row that find no process of the service
 
-COUNTS = struct.Struct("<4Q")  # ``Counts``, in the heartbeats to the supervisor
+COUNTS = struct.Struct("<5Q")  # ``Counts``, in the heartbeats to the supervisor
 
 SUPERVISOR = b"supervisor"  # the supervisor's name in its ``HELLO``
 
@@ -376,11 +376,16 @@ class KeeperProcess:
         self._carry_out(self.keeper.ticked(self._loop.time(), self._computes))
 
     def _computes(self, number: int) -> bool:
-        """Return whether a gateway's event loop runs, or waits for a core."""
-        # State "R" of the process's first thread, in which the loop is (proc(5)).
+        """Return whether a gateway computes, or waits for a core or for memory pages.
+
+        Any thread counts: if the event loop waits for the GIL, another thread has it.
+        """
         with contextlib.suppress(OSError, KeyError):
-            stat = Path(f"/proc/{self._pids[number]}/stat").read_bytes()
-            return stat.rpartition(b")")[2].split()[0] == b"R"
+            for path in Path(f"/proc/{self._pids[number]}/task").glob("*/stat"):
+                with contextlib.suppress(OSError):  # the thread has ended
+                    state = path.read_bytes().rpartition(b")")[2].split()[0]
+                    if state in (b"R", b"D"):  # proc(5)
+                        return True
         return False
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 KIB = 1024
 # Clock ticks per second; ``/proc`` counts CPU time in them.
 TICKS = os.sysconf("SC_CLK_TCK")
+MEMORY_S = 10.0  # minimum seconds between two reads of memory by a ``UsageReader``
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,26 @@ def usage_of(pid: int) -> Usage:
     """Return the usage of a process and its descendants; zeros if it has exited."""
     family = family_of(pid)
     return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
+
+
+class UsageReader:
+    """Reads the usage of a process and its descendants again and again.
+
+    It reads memory at most every ``MEMORY_S``: to tell shared memory from other memory
+    takes the kernel milliseconds.
+    """
+
+    def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pid, self._clock = pid, clock
+        self._latest, self._due_at = Usage(0.0, 0), -math.inf
+
+    def read(self) -> Usage:
+        now = self._clock()
+        if now >= self._due_at:
+            self._latest, self._due_at = usage_of(self._pid), now + MEMORY_S
+            return self._latest
+        cpu_s = sum(map(_cpu_s, family_of(self._pid)))
+        return Usage(cpu_s, self._latest.memory_bytes)
 
 
 def memory_of(pid: int) -> int:

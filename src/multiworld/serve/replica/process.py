@@ -32,7 +32,7 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.machines.amounts import Need, mib, needs_of
-from multiworld.serve.machines.usage import family_of, memory_above, usage_of
+from multiworld.serve.machines.usage import UsageReader, family_of, memory_above
 from multiworld.serve.replica.batches.executor import Executor
 from multiworld.serve.replica.batches.rank_group import (
     LEADER,
@@ -173,7 +173,7 @@ class WorkerProcess:
         manager: WorldManager,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self._clock, self._usage = clock, UsageReader(os.getpid(), clock)
         assert args.spec is not None
         self._args = args
         self._runner, self._worker, self._loaded = _parts_of(args, clock)
@@ -291,7 +291,7 @@ class WorkerProcess:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
     def _report(self) -> messages.WorkerReport:
-        used = usage_of(os.getpid())
+        used = self._usage.read()
         return msgspec.structs.replace(
             self._worker.report(),
             cpu_s=used.cpu_s,

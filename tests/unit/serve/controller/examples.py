@@ -43,6 +43,7 @@ WORKER_REPORT: dict[str, Any] = {
     "gpu_memory_bytes": 0,
     "kv_usage": 0.0,
     "phase": "",
+    "machine_busy": 0.5,
 }
 
 GATEWAY_REPORT: dict[str, Any] = {

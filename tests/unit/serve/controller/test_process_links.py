@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from multiworld.errors import StaleEpochError
+import pytest
+
+from multiworld.errors import StaleEpochError, WorldBrokenError
+from multiworld.serve.controller import process_links
 from multiworld.serve.controller.process_links import ProcessLinks
+from multiworld.serve.wire import control_messages as messages
+from multiworld.serve.wire.routing_table import RoutingTable
 
 SILENCE_S = 0.1
 
@@ -78,3 +84,95 @@ async def test_process_that_rejoins_is_kept() -> None:
 
 async def test_process_that_was_closed_is_not_given_up_again() -> None:
     assert await given_up(Accused(), is_closed=True) == (1, [])
+
+
+class Receiver(Quiet):
+    """A world that records the orders of the controller."""
+
+    def __init__(self) -> None:
+        self.got: list[messages.Order] = []
+
+    async def send_object(self, content: str, dst: int) -> None:
+        self.got.append(messages.ORDERS.decode(content))
+
+    def tables(self) -> list[int]:
+        orders = (each for each in self.got if isinstance(each, messages.TableChanged))
+        return [order.table.number for order in orders]
+
+
+def table(number: int) -> messages.TableChanged:
+    return messages.TableChanged(RoutingTable(number=number))
+
+
+@asynccontextmanager
+async def linked(
+    monkeypatch: pytest.MonkeyPatch, *worlds: Any
+) -> AsyncIterator[ProcessLinks]:
+    """Yield links to a process that joins these worlds one after the other."""
+    monkeypatch.setattr(process_links, "TABLE_S", 1000.0)
+    monkeypatch.setattr(process_links, "MAX_TABLE_S", 0.2)
+    manager: Any = Manager(*worlds)
+    owner: Any = Owner()
+    links = ProcessLinks(manager, "app", "127.0.0.1:1", SILENCE_S, owner)
+    links.open("front-1")
+    await turns()
+    yield links
+    await links.close_all()
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_first_table_goes_at_once_and_of_a_burst_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Receiver()
+    async with linked(monkeypatch, world) as links:
+        for number in range(1, 50):
+            links.announce(table(number))
+        await turns()
+        assert world.tables() == [1]
+        async with asyncio.timeout(20.0):
+            while world.tables() == [1]:  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(0.01)
+        assert world.tables() == [1, 49]
+
+
+async def test_order_follows_the_table_that_it_may_be_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Receiver()
+    async with linked(monkeypatch, world) as links:
+        links.announce(table(1))
+        links.announce(table(2))
+        links.send("front-1", messages.ProbeReplica("m/0/1"))
+        await turns()
+        assert world.tables() == [1, 2]
+        assert isinstance(world.got[-1], messages.ProbeReplica)
+
+
+async def test_process_that_rejoins_gets_no_older_table_after_its_greeting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its greeting has the current one."""
+    first, second = Breaking(), Receiver()
+    async with linked(monkeypatch, first, second) as links:
+        links.announce(table(1))
+        links.announce(table(2))
+        first.breaks.set()
+        await turns()
+        await asyncio.sleep(0.5)
+        assert first.tables() == [1]
+        assert second.tables() == []
+
+
+class Breaking(Receiver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = asyncio.Event()
+
+    async def recv_object(self, src: int) -> Any:
+        await self.breaks.wait()
+        raise WorldBrokenError("the process is gone")

@@ -357,7 +357,11 @@ def test_gateway_that_computes_may_be_silent_for_longer() -> None:
     late = 2 * SILENCE_S
     keeper.said(2, [Entry(Kind.BEAT)], late)
     assert keeper.ticked(late, lambda number: True) == []
+    assert keeper.ticked(late, lambda number: False) == [], "one look may be chance"
+    assert keeper.ticked(late, lambda number: True) == []
+    assert keeper.ticked(late, lambda number: False) == []
     assert keeper.ticked(late, lambda number: False) == [Kill(1)]
+    assert keeper.counts.hung == 1
     keeper = ready(1)
     assert keeper.ticked(COMPUTES * SILENCE_S + 0.1, lambda number: True) == [Kill(1)]
 

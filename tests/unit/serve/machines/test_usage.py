@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import pytest
 
 from multiworld.serve.machines.usage import (
+    MEMORY_S,
     MemoryKills,
     Usage,
+    UsageReader,
     memory_above,
     memory_of,
     usage_of,
@@ -134,3 +136,25 @@ def test_name_that_is_cut_within_a_letter_does_not_matter() -> None:
     """Linux keeps 15 bytes of a name, whatever they mean."""
     with running("open('/proc/self/comm', 'wb').write('é'.encode() * 9)") as pid:
         assert usage_of(pid).memory_bytes > 0
+
+
+GROWS = """import threading, time
+held = []
+def grow():
+    while True:
+        held.append(b"x" * 2**20)
+        time.sleep(0.005)
+threading.Thread(target=grow, daemon=True).start()
+"""
+
+
+def test_memory_is_read_seldom_and_processor_time_always() -> None:
+    now = 0.0
+    with running(GROWS) as pid:
+        reader = UsageReader(pid, lambda: now)
+        first = reader.read()
+        assert first.memory_bytes > 0
+        while (found := reader.read()).cpu_s <= first.cpu_s + 0.02:
+            assert found.memory_bytes == first.memory_bytes
+        now = MEMORY_S
+        assert reader.read().memory_bytes > first.memory_bytes

@@ -228,13 +228,15 @@ class Reconciler:
             process.since = now
             self.start_s[_key_of(process)] = took_s
             self._restart_update_deadline(process, now)
-            waited_s = process.waited_s
             is_needed = self._lacks(_key_of(process))
             if is_needed:
                 process.phase = ProcessPhase.READY
             what = "is ready" if is_needed else "is a spare"
-            text = f"{name} {what}, {took_s + waited_s:.2f} s after its launch"
-            launched_at = now - took_s - waited_s
+            # ``since`` moves if the controller was paused; tell the time that passed.
+            launched_at = process.entered.get(
+                ProcessPhase.LAUNCHING, now - took_s - process.waited_s
+            )
+            text = f"{name} {what}, {now - launched_at:.2f} s after its launch"
             text += _by_phase(process, launched_at, now)
             yield LogEvent("ready" if is_needed else "spare", text, name)
 
