@@ -128,7 +128,7 @@ def _load(
     if not Path(target).expanduser().exists():
         raise SpecError(
             f"{target} is neither a file nor a model; give a spec (a YAML file), the "
-            "folder of a model, OWNER/NAME of one on the Hugging Face hub, or smollm2"
+            "folder of a model, OWNER/NAME of one on the Hugging Face Hub, or smollm2"
         )
     return load_spec(Path(target)), None
 

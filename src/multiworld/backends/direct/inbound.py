@@ -318,7 +318,9 @@ class Inbound:
         elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
             raise HeaderError("a bundle or an object has a dtype other than uint8")
         elif header.kind != wire.COLLECTIVE and shape:
-            raise HeaderError("a bundle or an object has a shape")
+            raise HeaderError(
+                "a bundle or object frame has a shape; only tensors may have one"
+            )
         if not header.size and math.prod(filter(None, shape)) > MAX_ELEMENTS:
             raise HeaderError(f"no tensor can have shape {shape}")
         if header.kind == wire.BUNDLE and header.label > header.size:

@@ -84,7 +84,9 @@ def _openmp() -> str:
         path for path in paths if path.startswith(str(Path(torch.__file__).parent))
     ]
     if len(own or paths) != 1:
-        raise NotImplementedError("torch does not use GNU OpenMP here")
+        raise NotImplementedError(
+            "cannot identify the GNU OpenMP library that torch has loaded"
+        )
     return (own or paths)[0]
 
 

@@ -114,7 +114,7 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
 
 
 def fetch(app: AppSpec) -> None:
-    """Fetch all models on a hub before the processes of a service need them."""
+    """Fetch all models on the Hugging Face Hub before a service's processes start."""
     for spec in app.models.values():
         folder_of(spec)
 

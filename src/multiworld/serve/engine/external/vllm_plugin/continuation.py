@@ -133,8 +133,11 @@ class Continuation(LogitsProcessor):
         try:
             given = json.loads(options)
             name, ends, prompt = given["name"], given["ends"], given["prompt"]
-            if not 1 <= prompt <= states.prefill_len.np[slot]:
-                raise ValueError(f"a prompt of {prompt} tokens")
+            maximum = states.prefill_len.np[slot]
+            if not 1 <= prompt <= maximum:
+                raise ValueError(
+                    f"prompt length is {prompt}; it must be from 1 to {maximum}"
+                )
             # vLLM copies this number to the device later, before the step.
             states.prompt_len.np[slot] = prompt
             grammar = given.get("grammar")
