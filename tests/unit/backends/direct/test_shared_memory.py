@@ -102,7 +102,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     with pytest.raises(HeaderError, match="not sealed"):
         Window(unsealed, 4)
     small = Ring(2)
-    with pytest.raises(HeaderError, match="does not have 4 slots"):
+    with pytest.raises(HeaderError, match="does not have the size of 4 slots"):
         Window(os.dup(small.fd), 4)
     small.close()
     reading, writing = os.pipe()

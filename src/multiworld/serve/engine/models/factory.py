@@ -109,7 +109,8 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
     asked, maximum = spec.generation.max_model_len, model.generation.max_tokens
     if asked is not None and asked > maximum:
         raise SpecError(
-            f"`max_model_len: {asked}`, but the model takes {maximum} tokens at most"
+            f"`max_model_len: {asked}` exceeds the model's maximum, {maximum} tokens; "
+            "lower it"
         )
 
 

@@ -244,8 +244,8 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             errors.append(f"{make.__name__}: {error}")
     raise ModelFailedError(
-        f"quantization: int8 needs an operator that torch {torch.__version__} lacks "
-        f"here, or computes differently ({'; '.join(errors)}); remove quantization"
+        f"quantization: int8 is not possible here: with torch {torch.__version__}, no "
+        f"kernel computes exact sums ({'; '.join(errors)}); remove quantization"
     )
 
 

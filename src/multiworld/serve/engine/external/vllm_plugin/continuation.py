@@ -79,7 +79,8 @@ class Sequence:
         elif total == self.total + 1:
             self.made.append(last)
         elif total != self.total:
-            raise Failure(f"{total - self.total} tokens came in one step")
+            more = total - self.total
+            raise Failure(f"a step changed the number of tokens by {more}, not 0 or 1")
         self.total = total
 
     def mask(self, vocabulary: int, wait_s: float) -> torch.Tensor:
