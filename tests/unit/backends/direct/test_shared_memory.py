@@ -89,7 +89,7 @@ def test_bell_rings_once_when_half_is_free(ends: tuple[Ring, Window]) -> None:
 def test_slot_that_holds_nothing_is_refused(ends: tuple[Ring, Window]) -> None:
     ring, window = ends
     for slot, size in ((0, 1), (4, 1), (200, 1)):
-        with pytest.raises(HeaderError, match="holds nothing"):
+        with pytest.raises(HeaderError, match="does not hold a payload"):
             window.payload(slot, size)
     ring.close()
     window.close()

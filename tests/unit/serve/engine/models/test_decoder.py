@@ -379,7 +379,7 @@ def test_longer_sequences_than_the_model_takes_are_refused(tmp_path: Path) -> No
         return build_model(spec)
 
     built(most.max_tokens)
-    with pytest.raises(SpecError, match=f"the model takes {most.max_tokens} tokens"):
+    with pytest.raises(SpecError, match=f"maximum, {most.max_tokens} tokens"):
         built(most.max_tokens + 1)
 
 

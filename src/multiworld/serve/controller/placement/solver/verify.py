@@ -71,7 +71,7 @@ class _Books:
         """Yield the devices and nodes whose bookings exceed their resources."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
-                yield f"{name}: {mib(size)} are booked, more than its memory"
+                yield f"{name}: {mib(size)} are booked, more than it has"
         for name, share in self._seconds.items():
             limit = self.problem.utilisation * self.devices[name].capacity
             if share > limit * (1 + SLACK):
