@@ -33,7 +33,7 @@
     │ ├ UnauthorizedError          401   no API key, or an unknown one
     │ ├ OverloadedError            429   .retry_after_s
     │ ├ QuarantinedError           429   a tenant's requests killed replicas
-    │ ├ ModelFailedError           500   the model raised for this request  .stage
+    │ ├ ModelFailedError           500   the model raised an exception  .stage
     │ ├ RequestCancelledError      409   an operator cancelled the request
     │ ├ RequestPoisonedError       500   the request killed two replicas
     │ ├ NoReplicaError             503   .retry_after_s

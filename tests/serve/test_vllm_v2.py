@@ -135,7 +135,7 @@ async def test_release_that_does_not_continue_exactly_is_refused(
 
     monkeypatch.setattr(vllm, "write_plugin", forgetting)
     worker = _engine(model)
-    with pytest.raises(EngineLostError, match="does not continue penalised sequences"):
+    with pytest.raises(EngineLostError, match="does not continue interrupted"):
         await worker.load(StageContext())
     worker.close()
 

@@ -122,7 +122,7 @@ def tensor_from(
 def _size_within(room: int, begin: int, code: int, shape: Sequence[int]) -> int:
     size = math.prod(shape) * dtypes.DTYPES[code].itemsize
     if any(extent < 0 for extent in shape):
-        raise ValueError("a negative extent")
+        raise ValueError("a tensor has a negative size")
     if begin < 0 or begin + size > room:
-        raise ValueError("a tensor outside its bundle")
+        raise ValueError("a tensor extends beyond its bundle")
     return size

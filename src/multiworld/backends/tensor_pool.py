@@ -69,7 +69,7 @@ def _new(size: int) -> mmap.mmap:
         # receives into.
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{size} bytes: {error}") from error
+        raise MemoryError(f"cannot allocate {size} bytes: {error}") from error
 
 
 recycler = TensorPool()  # the process's pool

@@ -286,7 +286,7 @@ async def _try_world(backend: str) -> None:
             sent = torch.arange(1000)
             await left.send(sent, dst=1)
             if not torch.equal(await right.recv(src=0), sent):
-                raise RuntimeError("what arrived is not what was sent")
+                raise RuntimeError("the received tensor differs from the sent tensor")
             await asyncio.gather(left.barrier(), right.barrier())
     finally:
         await server.close()

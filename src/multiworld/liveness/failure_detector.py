@@ -377,7 +377,9 @@ def _verdict(
         # Add a margin: the side that hears nothing must declare the loss first.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
-        evidence = "its heartbeats report it; the network is cut in one direction"
+        evidence = (
+            "its heartbeats report it; the network is partitioned in one direction"
+        )
     elif min(stalled_s - margin_s, known_s) > limits.stalled_limit_s:
         limit_s = limits.stalled_limit_s
         reason = f"its event loop has not run for {stalled_s:.1f} s"

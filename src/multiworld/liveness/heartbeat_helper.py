@@ -52,7 +52,7 @@ REPORTS_A_MESSAGE = 64  # maximum number of entries in a message
 # Number of the entry that ends a report; no connection has this number.
 END_OF_REPORT = 0
 READ_BYTES = 64 * 1024  # maximum bytes of one read
-DATAGRAMS_A_TURN = 64  # maximum number of datagrams read from one peer in a turn
+DATAGRAMS_AT_ONCE = 64  # maximum number of datagrams read from one peer per iteration
 
 
 class HeartbeatFrame:
@@ -231,7 +231,7 @@ class HeartbeatTarget:
 
     def read_datagrams(self, now: float) -> None:
         assert self.datagrams is not None
-        for _ in range(DATAGRAMS_A_TURN):
+        for _ in range(DATAGRAMS_AT_ONCE):
             try:
                 frame = self.datagrams.recv(FRAME_BYTES + 1)
                 self._take(decode_heartbeat(frame, self._in_key), now)
@@ -281,8 +281,8 @@ class HeartbeatHelper:
         self._stops = StopLook()
 
     def run(self) -> None:
-        """Send and read heartbeats, in one turn per interval, until the owner exits."""
-        # The first turn is now, because the owner waits for the first report.
+        """Send and read heartbeats, once per interval, until the owner exits."""
+        # Run the first iteration at once, because the owner waits for the first report.
         due = time.monotonic()
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):

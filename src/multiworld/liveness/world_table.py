@@ -172,7 +172,7 @@ class WorldTable:
         if nonce not in self._attached and self.lanes.is_full:
             return "too many pending connections for unknown epochs"
         if nonce in self._retired:
-            return "that epoch of the world is over"
+            return "that epoch of the world has ended"
         if (attached := self._attached.get(nonce)) is not None:
             most = SPARE_LANES + MEMBER_LANES * len(attached.links)
             if self.lanes.count_of(nonce, rank) >= MEMBER_LANES:

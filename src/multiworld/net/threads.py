@@ -43,7 +43,7 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             settle(loop, future, error=error)
         except BaseException as error:
             # Code of the program, such as a callback, raised it.
-            text = f"it ended its thread by {type(error).__name__}: {error}"
+            text = f"the call raised {type(error).__name__}: {error}"
             settle(loop, future, error=RuntimeError(text))
         else:
             settle(loop, future, result)

@@ -89,7 +89,9 @@ class BlockingValues:
                 self._sock.close()
                 raise
         if isinstance(outcome, store_messages.NoValue):
-            raise WorldTimeoutError(f"the store got no value in time for {message}")
+            raise WorldTimeoutError(
+                f"the store received no value before the deadline of {message}"
+            )
         if isinstance(outcome, store_messages.Full):
             raise StoreUnreachableError(
                 f"the store at {self._address} holds the maximum of {outcome.limit} "
@@ -97,7 +99,7 @@ class BlockingValues:
                 address=str(self._address),
             )
         if not isinstance(outcome.value, kind):
-            raise self._unreachable(frames.FrameError(f"it answered {outcome}"))
+            raise self._unreachable(frames.FrameError(f"unexpected answer {outcome}"))
         return outcome.value
 
     def _outcome(
@@ -114,7 +116,7 @@ class BlockingValues:
             store_messages.Result | store_messages.NoValue | store_messages.Full,
         ):
             return reply.outcome
-        raise self._unreachable(frames.FrameError(f"it answered {reply}"))
+        raise self._unreachable(frames.FrameError(f"unexpected answer {reply}"))
 
     def _exchange(self, frame: bytes) -> bytes:
         self._sock.sendall(frame)

@@ -199,7 +199,10 @@ class Admission:
             raise local.broken_error() from error
         except OSError as error:
             raise errors.WorldBrokenError(
-                name, "this member could not open it", epoch=epoch, evidence=str(error)
+                name,
+                "this process could not connect to the members",
+                epoch=epoch,
+                evidence=str(error),
             ) from error
 
     # Changing size.

@@ -110,7 +110,7 @@ def test_key_of_the_environment_is_the_clients_for_a_spec(tmp_path: Path) -> Non
     env = {"MULTIWORLD_API_KEY": "sk-0123456789-abc"}
     found = CliRunner().invoke(cli, words, env=env)
     assert "--api-key" not in found.output
-    assert "is not a model, and --port" in " ".join(found.output.split())
+    assert "--port needs a model" in " ".join(found.output.split())
 
 
 def test_engine_gets_no_threads() -> None:
@@ -153,8 +153,8 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["app.yaml", "--port", "1"], "is not a model, and --port is for a"),
-        (["app.yaml", "--print-spec"], "is not a model"),
+        (["app.yaml", "--port", "1"], "--port needs a model"),
+        (["app.yaml", "--print-spec"], "this option needs a model"),
         (["none.yaml"], "is neither a file nor a model"),
         (["empty"], "has no config.json"),
     ],

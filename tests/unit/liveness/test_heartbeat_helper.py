@@ -101,6 +101,6 @@ def test_work_of_a_thread_is_seen() -> None:
     """A thread that only waits works too, as it takes turns."""
     pid, tid = os.getpid(), threading.get_native_id()
     before = heartbeat_helper.work_of(pid, tid)
-    time.sleep(0.001)  # one turn
+    time.sleep(0.001)  # one iteration
     assert heartbeat_helper.work_of(pid, tid) != before
     assert heartbeat_helper.work_of(2**30, 1) is None

@@ -32,11 +32,11 @@ def parse_published(blob: bytes) -> SocketAddress:
         (length,) = struct.unpack_from("=Q", blob, 8 + name)
         start = 16 + name
         if length < _MINIMUM or start + length > len(blob):
-            raise ValueError("not an address that Gloo published")
+            raise ValueError("the published value holds no valid Gloo address")
         (family,) = struct.unpack_from("=H", blob, start)
         (port,) = struct.unpack_from("!H", blob, start + 2)
     except struct.error as error:
-        raise ValueError("not an address that Gloo published") from error
+        raise ValueError("the published value holds no valid Gloo address") from error
     if family == socket.AF_INET:
         return socket.inet_ntop(family, blob[start + 4 : start + 8]), port
     if family == socket.AF_INET6:

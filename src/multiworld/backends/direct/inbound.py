@@ -293,12 +293,16 @@ class Inbound:
 
     def _handle_memory_frame(self, header: Header) -> None:
         if self._shared is None:
-            raise HeaderError("a shared memory frame arrived on a lane without it")
+            raise HeaderError(
+                "a shared memory frame arrived on a lane without shared memory"
+            )
         if header.kind == wire.BELL:
             self._shared.on_bell()
         elif header.kind == wire.LEND:
             if header.slot >= MAX_BLOCKS:
-                raise HeaderError(f"block {header.slot} is one too many")
+                raise HeaderError(
+                    f"block number {header.slot} exceeds the maximum, {MAX_BLOCKS - 1}"
+                )
             self._blocks[header.slot] = self._shared.open_block(header.size)
         elif self._window is not None:
             raise HeaderError("the peer announced shared memory twice")
@@ -318,7 +322,9 @@ class Inbound:
         elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
             raise HeaderError("a bundle or an object has a dtype other than uint8")
         elif header.kind != wire.COLLECTIVE and shape:
-            raise HeaderError("a bundle or an object has a shape")
+            raise HeaderError(
+                "a bundle or object frame has a shape; only tensors may have one"
+            )
         if not header.size and math.prod(filter(None, shape)) > MAX_ELEMENTS:
             raise HeaderError(f"no tensor can have shape {shape}")
         if header.kind == wire.BUNDLE and header.label > header.size:
@@ -395,7 +401,9 @@ class Inbound:
     def _block(self, header: Header, size: int) -> Borrowed:
         block = self._blocks.get(header.slot)
         if block is None or size > block.size:
-            raise HeaderError(f"block {header.slot} does not hold {size} bytes")
+            raise HeaderError(
+                f"lent block {header.slot} is unknown or smaller than {size} bytes"
+            )
         return block
 
     def _take_lent(self, header: Header, arrival: Arrival) -> None:

@@ -130,13 +130,17 @@ class LaneMemory:
     def open_window(self, slots: int) -> shared_memory.Window:
         """Map the shared memory whose descriptor has arrived."""
         if not self._descriptors:
-            raise HeaderError("the frame announces shared memory but passes none")
+            raise HeaderError(
+                "the frame announces shared memory, but no descriptor arrived with it"
+            )
         return shared_memory.Window(self._descriptors.popleft(), slots)
 
     def open_block(self, size: int) -> Borrowed:
         """Map the lent block whose descriptor has arrived."""
         if not self._descriptors:
-            raise HeaderError("the frame lends memory but passes none")
+            raise HeaderError(
+                "the frame lends memory, but no descriptor arrived with it"
+            )
         return Borrowed(self._descriptors.popleft(), size)
 
     def ring_bell(self) -> None:

@@ -63,7 +63,7 @@ def make_sealed(name: str, size: int) -> int:
 def check_sealed(fd: int, size: int, what: str) -> None:
     """Check a peer's memory: if it shrank, access would kill this process (SIGBUS)."""
     if os.fstat(fd).st_size != size:
-        raise HeaderError(f"the shared memory does not have {what}")
+        raise HeaderError(f"the shared memory does not have the size of {what}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise HeaderError("the shared memory is not sealed")
 
@@ -144,7 +144,7 @@ class Window(_Mapped):
     def payload(self, slot: int, size: int) -> memoryview:
         """Return the first ``size`` bytes of a filled slot."""
         if slot >= self.slots or size > SLOT_BYTES or not self._memory[slot]:
-            raise HeaderError(f"the frame refers to slot {slot}, which holds nothing")
+            raise HeaderError(f"slot {slot} does not hold a payload of {size} bytes")
         return self._slot(slot, size)
 
     def free_all(self) -> None:

@@ -570,7 +570,10 @@ class Controller:
             wanted = "" if spec is None or spec.identity is None else spec.identity.name
             found = news.identity
             if found and wanted and found != wanted:
-                why = f"its files have hash {found[:12]}, its version {wanted[:12]}"
+                why = (
+                    f"its files have hash {found[:12]}, but its version was made from "
+                    f"files with hash {wanted[:12]}"
+                )
                 self._reconciliation.happened(events.ProcessGone(name, why))
                 return
             if news.changed:

@@ -362,7 +362,7 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             origin = request.headers.get("origin", "")
             if origin.partition("://")[2] != host:
-                text = f"the Origin header is {origin!r}, not that of this page"
+                text = f"Origin {origin!r} is not this page's origin"
                 return JSONResponse({"error": text}, 403)
         return None
 

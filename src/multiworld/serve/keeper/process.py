@@ -194,7 +194,7 @@ class KeeperProcess:
         self._carry_out(self.keeper.said(number, own, now))
 
     def _find(self, number: int, asked: Entry) -> None:
-        """Answer where a stream is, after reading all gateways' pending frames."""
+        """Answer a stream look-up, after reading all gateways' pending frames."""
         for channel in list(self._channels.values()):
             channel.read_now()
         if number in self.keeper.gateways:

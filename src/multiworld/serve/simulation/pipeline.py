@@ -264,8 +264,8 @@ class Pipeline:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
         if not by_name:
-            # If all replicas of a later stage drain, the last ones still accept work;
-            # those of stage 0 do not.
+            # If all replicas of a later stage drain, they still accept work; draining
+            # replicas of stage 0 do not.
             by_name = {r.name: r for r in self._replicas[k] if r.is_ready and k}
         load = {n: len(r.queue) + len(r.running) for n, r in by_name.items()}
         limit = self._model.stages[k].window * max(1, senders)

@@ -57,9 +57,9 @@ class SimulatedSequence(Request):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Part of a step that waits at a replica; ``origin``, of stage 0, planned it."""
+    """Part of a step in a replica's queue."""
 
-    origin: TextReplica
+    origin: TextReplica  # stage-0 replica that planned the step
     number: int
     parts: tuple[StepPart, ...]
 

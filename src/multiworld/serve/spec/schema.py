@@ -585,14 +585,14 @@ class ModelSpec(_Strict):
         names = {name.replace("-", "_") for name in self.engine_args}
         if "gpu_memory_utilization" in names and self.stages[0].gpu_memory_mb:
             raise ValueError(
-                "gpu_memory_mb and engine_args: gpu_memory_utilization are given, but "
-                "one follows from the other; remove one"
+                "gpu_memory_mb and engine_args: gpu_memory_utilization set the same "
+                "limit; remove one"
             )
         device = self.stages[0].device
         if self.engine_gpus > 1 and ":" in device:
             raise ValueError(
-                f"a replica takes {self.engine_gpus} GPUs (engine_args), and device: "
-                f"{device} names one; write device: cuda"
+                f"engine_args give a replica {self.engine_gpus} GPUs, but device: "
+                f"{device} names only one; write device: cuda"
             )
 
     def _check_embeddings(self) -> None:

@@ -89,7 +89,7 @@ def test_bell_rings_once_when_half_is_free(ends: tuple[Ring, Window]) -> None:
 def test_slot_that_holds_nothing_is_refused(ends: tuple[Ring, Window]) -> None:
     ring, window = ends
     for slot, size in ((0, 1), (4, 1), (200, 1)):
-        with pytest.raises(HeaderError, match="holds nothing"):
+        with pytest.raises(HeaderError, match="does not hold a payload"):
             window.payload(slot, size)
     ring.close()
     window.close()
@@ -102,7 +102,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     with pytest.raises(HeaderError, match="not sealed"):
         Window(unsealed, 4)
     small = Ring(2)
-    with pytest.raises(HeaderError, match="does not have 4 slots"):
+    with pytest.raises(HeaderError, match="does not have the size of 4 slots"):
         Window(os.dup(small.fd), 4)
     small.close()
     reading, writing = os.pipe()

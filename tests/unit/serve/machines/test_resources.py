@@ -221,7 +221,7 @@ def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ("device: cuda", "device: cuda:1", "takes 4 GPUs .* names one"),
+        ("device: cuda", "device: cuda:1", "4 GPUs, but .* names only one"),
         ("size: 2,", "size: two,", "tensor_parallel_size must be an integer from 1"),
         ("size: 2,", "size: 0,", "tensor_parallel_size must be an integer from 1"),
         ("size: 2}", "size: true}", "pipeline_parallel_size must be an integer from 1"),
@@ -229,7 +229,7 @@ def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
         (
             "size: 2}",
             "size: 2, gpu-memory-utilization: 0.5}\n    gpu_memory_mb: 5",
-            "gpu_memory_utilization are given",
+            "gpu_memory_utilization set the same",
         ),
     ],
 )

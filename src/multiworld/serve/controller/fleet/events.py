@@ -90,7 +90,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """A process is to be drained once a replacement is ready."""
+    """A drain was requested; it starts once a replacement is ready."""
 
     name: str
 

@@ -193,7 +193,9 @@ class InvariantAttention(Attention):
     def compute(self, call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         if call.softcap is not None:
-            raise ValueError("deterministic: true does not support capped scores")
+            raise ValueError(
+                "deterministic: true does not support softcapped attention logits"
+            )
         heads, size = key.shape[0], query.shape[2]
         threads = torch.get_num_threads()
         sizes = invariant_sizes(heads, size, value.shape[2], key.dtype, threads)

@@ -112,7 +112,9 @@ class CompiledAttention(Attention):
         given = query, key, value
         count = sum(each.count for each in self._rows)
         if any(each.shape[1] != count for each in given):
-            raise ValueError(f"the step has {count} rows, but these tensors do not")
+            raise ValueError(
+                f"query, key and value must have {count} rows, as the step"
+            )
         is_large = max(query.shape[2], value.shape[2]) > self._max_size
         if call.softcap is not None or is_large or not all(map(_is_for, given)):
             return None
@@ -122,7 +124,7 @@ class CompiledAttention(Attention):
         same = len(key) == len(value) and query.shape[2] == key.shape[2]
         if not same or not len(key) or len(query) % len(key):
             shapes = ", ".join(str(tuple(each.shape)) for each in given)
-            raise ValueError(f"query, key and value do not fit together: {shapes}")
+            raise ValueError(f"shapes of query, key and value do not match: {shapes}")
         if self._other is None:
             self._cache.granule = self._cache.block_size
         self._cache.make_room(self._rows)

@@ -91,7 +91,10 @@ class KvCache:
         return dict(self._lengths)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
-        """Return the attention of one step; sequences at position 0 start over."""
+        """Return the attention function of one step.
+
+        Sequences whose rows begin at 0 are freed first.
+        """
         for each in rows:
             if each.begin == 0:
                 self._memory.free(each.sequence)

@@ -120,7 +120,9 @@ class KvMemory:
         for kept, given in zip((keys, values), like, strict=True):
             is_same = kept.shape[-3::2] == given.shape[-3::2]
             if not is_same or kept.dtype is not given.dtype:
-                raise ValueError(f"layer {layer} has changed its heads or dtype")
+                raise ValueError(
+                    f"layer {layer} changed the shape or dtype of its keys or values"
+                )
         of_keys, of_values = slot * keys.stride(0), slot * values.stride(0)
         return (
             keys.data_ptr() + of_keys * keys.itemsize,

@@ -33,8 +33,8 @@ def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
         for steps in STEPS:
             if not torch.equal(_computed(stage, cache(), given, steps), wanted):
                 raise ModelFailedError(
-                    "deterministic: true is not possible: on this machine the layers "
-                    "give a row different bits in different steps "
+                    "deterministic: true is not possible: on this machine, rows are "
+                    "not bit-identical in different steps "
                     f"({torch.get_num_threads()} threads); set threads: 1 for the "
                     "stage, or remove deterministic"
                 )

@@ -231,7 +231,8 @@ def _without(
         [masks[n] for n in others] if masks else (),
     )
     chosen = dict(zip(others, found, strict=True))
-    error = ValueError(f"a token is outside the vocabulary of {logits.shape[-1]}")
+    size = logits.shape[-1]
+    error = ValueError(f"a token id is outside the vocabulary of {size} tokens")
     return [chosen.get(n, error) for n in range(len(histories))]
 
 

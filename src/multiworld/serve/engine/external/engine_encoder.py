@@ -186,8 +186,7 @@ class EngineEncoder:
             RuntimeError,
         ) as error:
             raise EngineLostError(
-                f"{server.url} returns no embeddings of token ids, which the gateway "
-                f"sends: {error}"
+                f"{server.url} cannot embed token ids, which the gateway sends: {error}"
             ) from error
 
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
@@ -220,8 +219,8 @@ class EngineEncoder:
         embedding = torch.stack([_vector(one.embedding) for one in found])
         if embedding.shape[1] != self._hidden or not embedding.isfinite().all():
             raise RunFailedError(
-                f"it returned embeddings of {embedding.shape[1]} numbers, not of "
-                f"{self._hidden} finite ones"
+                f"it returned embeddings of {embedding.shape[1]} numbers; an embedding "
+                f"must have {self._hidden} finite numbers"
             )
         return embedding
 

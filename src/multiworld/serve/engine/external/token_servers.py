@@ -66,7 +66,7 @@ class Dialect:
         # These parameters need a sampler of ours, so no server that samples itself
         # supports them.
         if sampling.grammar:
-            remedy = "a structure that was begun cannot be continued after a loss"
+            remedy = "leave it out: after a loss, the engine could not continue it"
             raise refuse(self.title, "structured output", remedy)
         if sampling.prompt_logprobs is not None:
             raise refuse(self.title, "echo with logprobs", "leave out one of the two")
@@ -316,8 +316,8 @@ def check_finish(choice: _Choice) -> None:
     """Raise InvalidRequestError if the server's content filter ended an answer."""
     if choice.finish_reason == FILTERED:
         raise InvalidRequestError(
-            f"the server ended the answer with {FILTERED}; another server would not "
-            "know of it, so the answer ends here"
+            f"the server's content filter ended the answer ({FILTERED}); change the "
+            "request"
         )
 
 
@@ -417,8 +417,8 @@ class CompletionsOfText(Dialect):
         read = self.tokenizer.encode(text, has_special=False)
         if [t for t in read if t in known] != [t for t in tokens if t in known]:
             raise InvalidRequestError(
-                "the request contains the text of a control token, which this model's "
-                "engine would take for the token itself; remove it"
+                "the request contains text that this model's engine would read as a "
+                "control token; remove it"
             )
         return text or " "
 
@@ -430,6 +430,6 @@ def check_text(tokenizer: Tokenizer) -> None:
     tokens = [t for part in parts for t in tokenizer.encode(part, has_special=False)]
     if tokenizer.decode(tokens) != text:
         raise SpecError(
-            "the tokenizer of this model cannot encode a text in parts, which a server "
-            "that returns no token ids needs; use a server that returns them"
+            "this model's tokenizer cannot encode a text in parts, so it cannot be "
+            "used with a server that returns no token ids; use one that returns them"
         )

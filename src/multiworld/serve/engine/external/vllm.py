@@ -257,9 +257,8 @@ class VllmEngine:
         await self._tokens(Run((0,), 1, asked))
         if self.runner.is_v2 and not await self._continues():
             raise EngineLostError(
-                f"vLLM {self.runner.release} does not continue penalised sequences as "
-                f"if they had not been interrupted; {V2_RUNNER}=0 lets it take its "
-                "runner V1"
+                f"vLLM {self.runner.release} does not continue interrupted sequences "
+                f"with penalties exactly; set {V2_RUNNER}=0 to use runner V1"
             )
 
     async def _continues(self) -> bool:
@@ -371,8 +370,8 @@ class VllmEngine:
         stops = len(sampling.stop_token_ids) + len(self._settings.end_tokens)
         if self.runner.is_v2 and sampling.min_tokens and stops > MAX_STOPS:
             raise InvalidRequestError(
-                f"this model's engine takes at most {MAX_STOPS} stop tokens, those of "
-                "the model included, with min_tokens; leave out min_tokens",
+                f"this model's engine takes at most {MAX_STOPS} stop tokens with "
+                "min_tokens, including the model's own; leave out min_tokens",
                 param="stop_token_ids",
             )
         if sampling.prompt_logprobs is not None:

@@ -152,10 +152,10 @@ class WholeEngine(Protocol):
             serves.
         has_adapters: Whether the engine supports ``Run.adapter``; may be left out if it
             does not.
-        noise: Name of the engine's random source, known once it has started. A stream
-            that has tokens continues only on replicas with the same name. May be left
-            out, or be empty, if tokens depend on nothing but the logits and ``Run``, as
-            with ``engine.compute.sampler``.
+        noise: Name of the engine's random source, known once it has started. Once a
+            stream has tokens, it continues only on replicas with the same ``noise``.
+            May be left out, or be empty, if tokens depend on nothing but the logits and
+            ``Run``, as with ``engine.compute.sampler``.
     """
 
     @property

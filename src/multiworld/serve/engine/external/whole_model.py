@@ -68,7 +68,7 @@ def model(path: str, spec: ModelSpec) -> Model:
             f"engine: {spec.engine} raised {type(error).__name__}: {error}"
         ) from error
     if wrong := wrong_in(made):
-        raise SpecError(f"engine: what {spec.engine} returns {wrong}")
+        raise SpecError(f"engine: the object that {spec.engine} returned {wrong}")
     if spec.adapters and not getattr(made, "has_adapters", False):
         raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
     return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)

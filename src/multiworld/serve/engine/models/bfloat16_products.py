@@ -65,7 +65,7 @@ class Bfloat16Linear:
         self._multiply = library().multiworld_multiply
         self._kind = best() if kind is None else kind
         if self._kind is Instructions.NONE:
-            raise NotImplementedError("the processor lacks the instructions")
+            raise NotImplementedError("the compiled code needs at least AVX2")
         self.outputs, self.inputs = weight.shape
         multiple = TILE if self.inputs >= TILE else PAIR
         self._inputs = -(-self.inputs // multiple) * multiple

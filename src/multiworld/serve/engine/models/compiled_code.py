@@ -60,7 +60,7 @@ def outcome(source: Path) -> ctypes.CDLL | str:
 
 def _loaded(source: Path) -> ctypes.CDLL:
     if platform.machine() != "x86_64" or platform.system() != "Linux":
-        raise NotImplementedError("it is for x86-64 and Linux only")
+        raise NotImplementedError("compiled code needs Linux on x86-64")
     ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
     errors = []
     for compiler in _compilers():
@@ -84,7 +84,9 @@ def _openmp() -> str:
         path for path in paths if path.startswith(str(Path(torch.__file__).parent))
     ]
     if len(own or paths) != 1:
-        raise NotImplementedError("torch does not use GNU OpenMP here")
+        raise NotImplementedError(
+            "cannot identify the GNU OpenMP library that torch has loaded"
+        )
     return (own or paths)[0]
 
 

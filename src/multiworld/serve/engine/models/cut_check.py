@@ -75,7 +75,10 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
         return True
     size = sum(tensor.numel() for tensor in _tensors(base))
     if size > MAX_NUMBERS:
-        raise MemoryError(f"the model has {size:,} numbers outside its layers")
+        raise MemoryError(
+            f"the model has {size:,} weights outside its layers; a trial takes at most "
+            f"{MAX_NUMBERS:,}"
+        )
     base = base.to_empty(device="cpu").to(torch.float32).eval()
     _fill(base)
     spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)

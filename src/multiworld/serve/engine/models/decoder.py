@@ -44,8 +44,8 @@ def model(
     dtype = huggingface.dtype_of(config, dtype, quantization, folder)
     if deterministic and config.get("attn_logit_softcapping"):
         raise SpecError(
-            f"{folder}: the model caps the scores of its attention, which cannot be "
-            "deterministic here; remove `deterministic: true`"
+            f"{folder}: the model has softcapped attention logits, which "
+            "`deterministic: true` does not support; remove it"
         )
     if config.get("model_type") in huggingface.COUNTED_FROM_PADDING:
         raise SpecError(

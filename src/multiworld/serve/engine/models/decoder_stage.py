@@ -125,9 +125,9 @@ def _check_attention(
         raise _without_interface(folder, len({*seen.layers}), span)
     if kv_numbers is not None and seen.kv_numbers > kv_numbers:
         raise SpecError(
-            f"{folder}: its layers keep {seen.kv_numbers} numbers for each token, but "
-            f"by its config.json they keep {kv_numbers}, so the memory that was booked "
-            f"would not suffice; {REMEDY}"
+            f"{folder}: its layers cache {seen.kv_numbers} numbers per token, but its "
+            f"config.json implies {kv_numbers}, so too little KV memory was booked; "
+            f"{REMEDY}"
         )
     config: Any = stage.whole.config
     kinds = getattr(config.get_text_config(), "layer_types", None)
@@ -144,7 +144,7 @@ def _check_attention(
 
 def _without_interface(folder: Path, count: int, span: Span) -> SpecError:
     return SpecError(
-        f"{folder}: {count} of {span.end - span.begin} layers use transformers' "
+        f"{folder}: only {count} of {span.end - span.begin} layers use transformers' "
         f"attention interface, so text cannot be generated in steps; {REMEDY}"
     )
 
@@ -196,11 +196,12 @@ def _attention(
             raise SpecError(f"attention with {what} is not supported; {REMEDY}")
     if getattr(module, "is_causal", True) is False:
         raise SpecError(
-            f"attention to later tokens cannot be computed in steps; {REMEDY}"
+            "non-causal attention (to later tokens) cannot be computed in steps; "
+            f"{REMEDY}"
         )
     if attention_mask is not None:
         raise SpecError(
-            f"attention with a mask of the layer's own is not supported; {REMEDY}"
+            f"attention with a layer-specific mask is not supported; {REMEDY}"
         )
     layer: Any = module.layer_idx
     found = DecoderStage.attend(

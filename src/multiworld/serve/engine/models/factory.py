@@ -109,12 +109,13 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
     asked, maximum = spec.generation.max_model_len, model.generation.max_tokens
     if asked is not None and asked > maximum:
         raise SpecError(
-            f"`max_model_len: {asked}`, but the model takes {maximum} tokens at most"
+            f"`max_model_len: {asked}` exceeds the model's maximum, {maximum} tokens; "
+            "lower it"
         )
 
 
 def fetch(app: AppSpec) -> None:
-    """Fetch all models on a hub before the processes of a service need them."""
+    """Fetch all models on the Hugging Face Hub before a service's processes start."""
     for spec in app.models.values():
         folder_of(spec)
 

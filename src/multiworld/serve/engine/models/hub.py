@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, fetched once into the hub's own cache."""
+"""Models on the Hugging Face Hub, fetched once into the hub's own cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def folder_of(path: str, revision: str | None) -> str:
         return path
     if revision is None:
         raise SpecError(
-            f"{path!r} is not a folder; to take it from the Hugging Face hub, add "
+            f"{path!r} is not a folder; to take it from the Hugging Face Hub, add "
             "`revision:` with a commit, so that all replicas load the same weights"
         )
     try:
@@ -65,7 +65,7 @@ def folder_of(path: str, revision: str | None) -> str:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise SpecError(
-            f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
+            f"{path!r} is on the Hugging Face Hub; pip install huggingface_hub"
         ) from error
     # A revision that was fetched completely is never looked up again. A marker file
     # records that, because another program may have put only some of its files into the
@@ -78,7 +78,10 @@ def folder_of(path: str, revision: str | None) -> str:
                 path, revision=revision, allow_patterns=FILES, local_files_only=True
             )
     except ValueError as error:
-        raise SpecError(f"path: {path!r} is not a name on the hub: {error}") from error
+        raise SpecError(
+            f"path: {path!r} is not a valid Hugging Face Hub repository id: {error}; "
+            "give OWNER/NAME or a folder"
+        ) from error
     if found and (_is_marked(found) or not _answers(path, revision)):
         return found
     try:

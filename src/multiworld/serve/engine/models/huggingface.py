@@ -274,8 +274,8 @@ def _pooling(folder: Path) -> Pooling | None:
     others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
     if others:
         raise SpecError(
-            f"{path}: {', '.join(others)} after the transformer cannot be computed; "
-            "write a factory that returns the stages of this model"
+            f"{path}: modules of type {', '.join(others)} are not supported; write a "
+            "factory that returns the stages of this model"
         )
     if "Pooling" not in kinds:
         return None

@@ -101,8 +101,8 @@ class Weights:
             scale = torch.cat([scale for _, scale in weights])
         self.outputs = [len(scale) for _, scale in weights]
         self.inputs = integers.shape[1]
-        # The product of the first linear computes those of the others, too: query, key
-        # and value in one call.
+        # The first linear's matmul computes the other linears' outputs as well: query,
+        # key and value in one call.
         self._given: Tensor | None = None
         self._found: list[Tensor | None] = []
         self._kernel = packed(integers, scale, self.outputs)
@@ -244,8 +244,8 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             errors.append(f"{make.__name__}: {error}")
     raise ModelFailedError(
-        f"quantization: int8 needs an operator that torch {torch.__version__} lacks "
-        f"here, or computes differently ({'; '.join(errors)}); remove quantization"
+        f"quantization: int8 is not possible here: with torch {torch.__version__}, no "
+        f"kernel computes exact sums ({'; '.join(errors)}); remove quantization"
     )
 
 
@@ -261,7 +261,7 @@ def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
     for count in ROWS_CHECKED:
         some = torch.cat(kernel.products(rows[:count]), -1)
         if not torch.equal(some, found[:count]):
-            return f"its products of {count} rows differ"
+            return f"its matmul of {count} rows gives different results"
     high, low = torch.empty_like(rows), torch.empty_like(rows)
     factor = as_integers(rows, high, low)
     for begin in range(0, len(integers), 4096):

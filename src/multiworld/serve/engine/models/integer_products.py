@@ -55,7 +55,7 @@ class CompiledProducts:
         self._multiply = library().multiworld_multiply
         self._instructions = best()
         if self._instructions is Instructions.NONE:
-            raise NotImplementedError("the processor lacks the instructions")
+            raise NotImplementedError("the compiled code needs at least AVX2")
         self._outputs, self._given = tuple(outputs), integers.shape[1]
         scale = scale.float()
         multiple = TILE if self._given >= TILE else INPUTS

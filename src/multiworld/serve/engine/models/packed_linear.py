@@ -97,9 +97,9 @@ def makers_of(dtype: torch.dtype) -> Sequence[Callable[[Tensor, Any], Product]]:
 
 
 def packed_product(weight: Tensor) -> Product:
-    """Return a product with a weight, packed in the fastest way that works.
+    """Return a matmul with a weight, packed in the fastest way that works.
 
-    Raises RuntimeError or NotImplementedError if there is none.
+    Raises RuntimeError or NotImplementedError if no way works.
     """
     *others, last = makers_of(weight.dtype)
     for make in others:
@@ -128,4 +128,4 @@ def _check(packed: Product, matrix: Tensor, module: Any) -> None:
         wanted, found = module(given).float(), packed(given).float()
         scale = float(wanted.abs().max())
         if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * scale):
-            raise RuntimeError("the product with packed weights differs")
+            raise RuntimeError("a matmul with packed weights gives different results")

@@ -73,7 +73,7 @@ def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pass  # the measured peak then includes that of earlier stages
+        pass  # the measured peak then includes the peak of earlier stages
 
 
 def _resident(name: str) -> int:

@@ -77,7 +77,8 @@ def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
         weights = read_weights(folder, kinds)
         if len(weights) != 1:
             raise SpecError(
-                f"{folder} has a scale for {name}, and {sorted(weights) or 'no weight'}"
+                f"{folder} has a scale for {name}, which needs exactly one weight; "
+                f"found: {', '.join(sorted(weights)) or 'none'}"
             )
         ((key, weight),) = weights.items()
         if key.endswith("_packed"):

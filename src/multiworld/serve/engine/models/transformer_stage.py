@@ -134,7 +134,7 @@ def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
         layer = LAYER.search(name)
         if module in others or (layer and span.begin <= int(layer[1]) < span.end):
             raise SpecError(
-                f"{folder}: {name} does not belong to a matrix product that can be "
+                f"{folder}: {name} does not belong to a linear layer that can be "
                 "loaded in int8 (experts of a mixture cannot); use the model with "
                 "float weights"
             )

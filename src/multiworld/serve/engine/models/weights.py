@@ -70,7 +70,9 @@ def files_of(path: Path) -> list[Path]:
             ) from error
         if beside != names:
             outside = next(name for name in names if name not in beside)
-            raise SpecError(f"{index} names {outside!r}, which is not beside it")
+            raise SpecError(
+                f"{index} names {outside!r}, which is not in the same folder"
+            )
         return [path / name for name in names]
     single = path / "model.safetensors"
     if not single.exists():

@@ -1,7 +1,8 @@
 """Rate limits of tenants: requests, tokens and bytes over time. Pure.
 
-Gateways of a host that share a file (``shared_limits``) count requests together. Limits
-of tokens and bytes are averages that allow debt; each gateway enforces an equal part.
+Gateways of a host that share a file (``shared_limits``) count requests together. Rate
+limits on tokens and bytes are averages that allow debt; each gateway enforces an equal
+part.
 """
 
 from __future__ import annotations

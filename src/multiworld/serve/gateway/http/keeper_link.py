@@ -37,7 +37,8 @@ MAX_BEAT_S = 0.25  # maximum seconds between two heartbeats
 # Maximum bytes of a connection's input that this gateway keeps, to send them to the
 # next keeper if this one is lost.
 MIRROR_BYTES = 1024 * 1024
-FIND_S = 2.0  # maximum seconds for the keeper to answer where a stream is
+# Maximum seconds to wait for the keeper's answer to a stream look-up.
+FIND_S = 2.0
 AGAIN_S = 0.02  # seconds between attempts to reach a keeper
 
 Write = tuple["Recorded", Callable[[], None]]

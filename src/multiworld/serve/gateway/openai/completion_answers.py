@@ -40,8 +40,8 @@ async def whole(ready: Ready, pieces: Pieces) -> Response:
         scored += 0 if per_token is None else 1 + per_token
         if scored > MAX_LOGPROBS:
             raise InvalidRequestError(
-                f"the answer has more than {MAX_LOGPROBS} probabilities; set "
-                "max_tokens, ask for fewer, or stream it",
+                f"the answer has more than {MAX_LOGPROBS} log-probabilities; set "
+                "max_tokens, lower logprobs, or stream the answer",
                 param="logprobs",
                 code="invalid_value",
             )

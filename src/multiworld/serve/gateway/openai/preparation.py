@@ -316,7 +316,7 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
     scores = sum(map(len, prompts)) * wanted.n * (1 + per_token)
     if scores > MAX_SCORES:
         raise InvalidRequestError(
-            f"echo with logprobs would return {scores} probabilities; at most "
+            f"echo with logprobs would return {scores} log-probabilities; at most "
             f"{MAX_SCORES} fit into one answer",
             param="logprobs",
             code="invalid_value",

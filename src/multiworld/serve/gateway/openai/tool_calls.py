@@ -23,7 +23,8 @@ from multiworld.errors import InvalidRequestError
 DECODER = json.JSONDecoder(strict=False)
 
 MAX_TOOLS = 128  # maximum tools of a request, as in OpenAI's API
-BEGIN, END = "<tool_call>", "</tool_call>"  # marks around a call of Hermes and Qwen
+# Tags around a tool call in the format of Hermes and Qwen.
+BEGIN, END = "<tool_call>", "</tool_call>"
 NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # name of a tool, as in OpenAI's API
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_MARKS = 8  # maximum end marks to try for a call; each try parses the call
@@ -288,7 +289,7 @@ class CallParser:
         """Return the tool and arguments of a call; raise ``ValueError`` if invalid."""
         names = [tool.function.name for tool in self.calling.tools]
         if not isinstance(call, dict) or call.get("name") not in names:
-            raise ValueError("no call of a known tool")
+            raise ValueError("not a call of a known tool")
         given = call.get("arguments", call.get("parameters"))
         if isinstance(given, str):  # JSON in a string, or other text
             with contextlib.suppress(ValueError, RecursionError):

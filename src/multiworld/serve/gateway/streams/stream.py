@@ -29,7 +29,7 @@ NO_LIMITS = TimeLimits()
 
 
 def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:
-    """Return the time limits of a stream without a deadline; default ``wait_s``."""
+    """Set unset limits to ``wait_s``, for a stream without a deadline."""
     first_s, between_s = limits.first_token_s, limits.between_tokens_s
     return TimeLimits(
         wait_s if first_s is None else first_s,
@@ -158,7 +158,8 @@ class Stream:
     failing_since: float = 0.0
     group: SuspectGroup | None = None  # None: not a suspect
     is_alone: bool = False  # its stage-0 replica computes only the stream's group
-    noise: str | None = None  # noise source that sampled its tokens; None: any
+    # Noise source that sampled the tokens; None: any replica may continue the stream.
+    noise: str | None = None
     returned: Returned | None = None  # None: the previous chain did not return it
     # Attempt in which a single suspect lost a replica before this gateway knew whether
     # the suspect ran alone (-1: none); and whether other streams may have caused the

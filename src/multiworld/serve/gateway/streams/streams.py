@@ -81,7 +81,8 @@ class Delivered:
 
     Attributes:
         tokens: Delivered tokens.
-        noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any.
+        noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any
+            replica may continue the stream.
     """
 
     tokens: tuple[int, ...] = ()

@@ -206,7 +206,7 @@ class Executor:
         if self._unlogged:
             others = f" (and for {self._unlogged} earlier requests)"
         logger.warning(
-            "stage %s raised for one request%s:\n%s",
+            "stage %s raised an exception for one request%s:\n%s",
             self._name,
             others,
             trace,

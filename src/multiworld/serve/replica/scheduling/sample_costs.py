@@ -20,7 +20,7 @@ LIMITED = 0.15
 PENALISED = 0.02  # rows: penalties of up to a few thousand tokens
 # Rows: a mask of the allowed words; 0.02 if simple, more for most grammars.
 STRUCTURED = 0.5
-# Rows: the log-probability of the token, and that of each of the likeliest tokens.
+# Rows: the log-probability of the token, and of each of the likeliest tokens.
 REPORTED, EACH_REPORTED = 0.02, 0.001
 EACH_BIASED = 0.0001  # rows: one word of ``logit_bias``
 

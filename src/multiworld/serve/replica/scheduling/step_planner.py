@@ -33,8 +33,8 @@ from multiworld.serve.replica.scheduling.tenant_step_limits import (
 )
 from multiworld.serve.wire.generation_messages import StepPart
 
-# Minimum tokens of a prefill chunk when a prompt is divided over the pipeline. The
-# fixed cost of a step is that of about nine tokens, so chunks of 32 take 28 % more time
+# Minimum tokens of a prefill chunk when a prompt is divided over the pipeline. A step's
+# fixed cost equals the cost of about nine tokens, so chunks of 32 take 28 % more time
 # in all.
 MIN_CHUNK = 32
 # Number of sequences in a step below which smaller steps save hardly any time, because

@@ -142,7 +142,7 @@ class Engine:
             self._short.add(len(rows), took_s)
 
     async def tidy(self) -> None:
-        """Do the chores now, if sequences are to be freed and no step is due."""
+        """Free finished sequences now, without waiting for a step to do so."""
         if self._free and self._thread is not None and self._stage_engine is not None:
             await self._thread.call(self._stage_engine.tidy, self._chores())
 

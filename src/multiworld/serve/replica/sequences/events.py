@@ -19,7 +19,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The grammar of an attempt is compiled, or it has none."""
+    """The grammar of an attempt is compiled, or the attempt has no grammar."""
 
     key: Key
 

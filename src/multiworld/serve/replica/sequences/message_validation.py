@@ -108,5 +108,6 @@ def _rows_of(contents: Sequence[Tensors]) -> Tensor:
 def _check_step(parts: Sequence[StepPart], hidden: Tensor) -> None:
     if len({part.key for part in parts}) < len(parts):
         raise MessageError("a step contains the same sequence twice")
-    if sum(part.count for part in parts) != len(hidden):
-        raise MessageError(f"a step of {parts} has {len(hidden)} rows")
+    count = sum(part.count for part in parts)
+    if count != len(hidden):
+        raise MessageError(f"a step of {count} rows arrived with {len(hidden)} rows")

@@ -343,10 +343,9 @@ class Recovery:
         state = self.table.of(stream)
         if state is None:
             return True, True, 0, stream[1], stream[0]
-        # When memory is scarce, sequences that are only prepared are dropped first,
-        # then those of the lowest priority, and of these the latest ones. Probes are
-        # dropped last, because streams may be waiting for the replica that a probe
-        # makes ready.
+        # When memory is scarce, first drop sequences that are only prepared, then the
+        # lowest priority; within a priority, the latest first. Drop probes last,
+        # because streams may be waiting for the replica that a probe makes ready.
         priority, is_probe = state.start.share.priority, state.start.is_probe
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
@@ -358,7 +357,7 @@ class Recovery:
             if part.begin == 0:  # the sequence is recomputed, and starts without memory
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
-        # To make room, ``take`` may drop other sequences, or those of parts.
+        # To make room, ``take`` may drop any sequence, even one of these parts.
         evicted = {*self._memory.take(wanted)}
         for stream in evicted:
             self._evict(stream)

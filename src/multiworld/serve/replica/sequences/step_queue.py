@@ -92,9 +92,9 @@ class StepQueue:
 
     def _piece(self) -> int:
         """Return the maximum number of rows to rebuild at once."""
-        # Rebuild in small pieces only if other sequences could run in between. Those
-        # whose KV was just rebuilt could not: they wait for the other rebuilds, except
-        # for those of sequences that are only prepared.
+        # Rebuild in small pieces only if other sequences could run in between. A
+        # sequence whose KV was just rebuilt could not: it waits for the other rebuilds,
+        # unless they rebuild sequences that are only prepared.
         waits = self._moved if self._rebuilds else ()
         are_others_here = any(
             state.held

@@ -99,7 +99,7 @@ def test_servers_without_embeddings_of_token_ids_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_encoder, "ROUTE", "/v1/nothing")
-    with pytest.raises(EngineLostError, match="no embeddings of token ids"):
+    with pytest.raises(EngineLostError, match="cannot embed token ids"):
         loaded(spec_of(folder, **at(server)))
     with pytest.raises(EngineLostError, match="answers /health"):
         loaded(spec_of(folder, **at(Elsewhere(folder))))

@@ -138,12 +138,12 @@ def test_integers_of_anything_but_products_are_refused(
 
     folder = save_decoder(tmp_path, "llama")
     quantize_folder(folder, "int-quantized")
-    tensors, reason = load_file(folder / "model.safetensors"), "to a matrix product"
+    tensors, reason = load_file(folder / "model.safetensors"), "to a linear layer"
     if what == "embedding":
         tensors["model.embed_tokens.weight_scale"] = torch.ones(300, 1)
     else:
         del tensors["model.layers.1.mlp.up_proj.weight"]
-        reason = "and no weight"
+        reason = "needs exactly one weight; found: none"
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=reason):
         decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu", "int8")

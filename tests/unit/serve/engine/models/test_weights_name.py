@@ -52,7 +52,7 @@ def test_index_names_files_beside_it_only(tmp_path: Path) -> None:
     index = made / "model.safetensors.index.json"
     for name in ("../b.safetensors", str(tmp_path / "b.safetensors")):
         index.write_text(json.dumps({"weight_map": {"w": name}}))
-        with pytest.raises(SpecError, match="which is not beside it"):
+        with pytest.raises(SpecError, match="which is not in the same folder"):
             name_of(made)
 
 

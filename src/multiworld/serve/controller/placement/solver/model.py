@@ -238,7 +238,7 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             yield "there is no machine"
         elif not allowed:
             names = ", ".join(sorted(stage.nodes))
-            yield f"stage {k} may only be on {names}: no such node"
+            yield f"stage {k} may only be on {names}; no machine has such a name"
         elif not able:
             what = f"a device of kind {kinds}" if kinds else "a GPU"
             yield f"stage {k} needs {what}; there is none"
@@ -251,8 +251,8 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             cores = max(device.capacity for device in able)
             memory = f" and {mib(stage.memory_bytes)}" if stage.memory_bytes else ""
             yield (
-                f"stage {k} takes {stage.cores:g} cores{memory}; of the devices that "
-                f"it may use, none has that (the most cores are {cores:g})"
+                f"stage {k} takes {stage.cores:g} cores{memory}; no device that it may "
+                f"use has this (they have at most {cores:g} cores)"
             )
     budgets = budgets_of(problem, model)
     if any(budget < 0 for budget in budgets):

@@ -71,18 +71,19 @@ class _Books:
         """Yield the devices and nodes whose bookings exceed their resources."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
-                yield f"{name}: {mib(size)} booked is more than it has"
+                yield f"{name}: {mib(size)} are booked, more than it has"
         for name, share in self._seconds.items():
             limit = self.problem.utilisation * self.devices[name].capacity
             if share > limit * (1 + SLACK):
-                yield f"{name}: {share:.6f} of its time is too much"
+                yield f"{name}: {share:.6f} of its time is booked, over {limit:.6f}"
         for name, cores in self._cores.items():
             if cores > self.devices[name].capacity * (1 + SLACK):
-                yield f"{name}: {cores:g} cores are too many"
+                yield f"{name}: {cores:g} cores are booked, more than it has"
         for node in self.problem.nodes:
             sent = self._sent[node.name]
             if node.bandwidth is not None and sent > node.bandwidth * (1 + SLACK):
-                yield f"{node.name}: sends {sent:,.0f} bytes/s"
+                limit = node.bandwidth
+                yield f"{node.name}: sends {sent:,.0f} bytes/s, more than {limit:,.0f}"
 
     def could_spread(self, stage: StageNeed) -> bool:
         nodes = {

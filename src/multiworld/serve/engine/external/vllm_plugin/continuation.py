@@ -79,7 +79,8 @@ class Sequence:
         elif total == self.total + 1:
             self.made.append(last)
         elif total != self.total:
-            raise Failure(f"{total - self.total} tokens came in one step")
+            more = total - self.total
+            raise Failure(f"a step changed the number of tokens by {more}, not 0 or 1")
         self.total = total
 
     def mask(self, vocabulary: int, wait_s: float) -> torch.Tensor:
@@ -133,8 +134,11 @@ class Continuation(LogitsProcessor):
         try:
             given = json.loads(options)
             name, ends, prompt = given["name"], given["ends"], given["prompt"]
-            if not 1 <= prompt <= states.prefill_len.np[slot]:
-                raise ValueError(f"a prompt of {prompt} tokens")
+            maximum = states.prefill_len.np[slot]
+            if not 1 <= prompt <= maximum:
+                raise ValueError(
+                    f"prompt length is {prompt}; it must be from 1 to {maximum}"
+                )
             # vLLM copies this number to the device later, before the step.
             states.prompt_len.np[slot] = prompt
             grammar = given.get("grammar")

@@ -25,7 +25,9 @@ def _made(cls: type, vllm_config: Any, *rest: Any) -> Any:
     if vllm_config.scheduler_config.async_scheduling:
         # This processor needs the tokens of the previous step. With asynchronous
         # scheduling, they arrive one step late.
-        raise RuntimeError("runner V1 samples here without --async-scheduling only")
+        raise RuntimeError(
+            "runner V1 does not support --async-scheduling here; remove it"
+        )
     return MultiworldSampling(vllm_config, *rest)
 
 

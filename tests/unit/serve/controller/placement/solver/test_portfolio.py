@@ -268,7 +268,7 @@ def test_cores_that_are_booked_are_nobody_elses() -> None:
     over = Placement(
         tuple(Replica("m", 0, "a/cpu", 0.3) for _ in range(3)), {"m": 0.9}, 0, 0, "test"
     )
-    assert "a/cpu: 4.5 cores are too many" in faults(tight, over)
+    assert "a/cpu: 4.5 cores are booked, more than it has" in faults(tight, over)
 
 
 def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
