@@ -165,7 +165,7 @@ def bench(
     serving      requests a second and latency, empty stages and MiniLM
     keeper       cost of the stream keeper: with and without one
     traces       cost of OpenTelemetry: without, and 1 % and all sampled
-    scale        cost of a token, a loss and a stream, 10 to 100 replicas
+    scale        cost of a token, a loss and a stream, 10 to 200 replicas
     generate     tokens a second and time to the first one, SmolLM2
     capacity     time until a killed replica is replaced, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
