@@ -22,6 +22,7 @@ from multiworld.serve.wire.control_messages import (
     SECONDS_BOUNDS,
     FleetReport,
     GatewayReport,
+    TenantLoad,
     WorkerReport,
 )
 from multiworld.serve.wire.routing_table import (
@@ -71,7 +72,9 @@ def _sums() -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def _gateways() -> dict[str, GatewayReport]:
-    report = GatewayReport(waiting={"model": 1}, connected=("m/0/1",))
+    report = GatewayReport(
+        waiting={"model": 1}, connected=("m/0/1",), tenants={"tenant": TenantLoad()}
+    )
     return {"gateway/1": report}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+from collections.abc import Callable
+from types import FrameType
 
 import click
 import uvicorn
@@ -14,6 +16,16 @@ from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.dashboard.server import make_dashboard
 
 PORT = 8265
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of open pages before it waits for all requests to end."""
+
+    on_exit: Callable[[], None]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.on_exit()
+        super().handle_exit(sig, frame)
 
 
 @click.command()
@@ -32,9 +44,10 @@ def dashboard(app: str | None, state: str | None, host: str, port: int) -> None:
     service = Service(app, state)  # type: ignore[arg-type]
     found = service.ask("GET", "/facts", Facts)
     key = "" if _is_loopback(host) else secrets.token_urlsafe(24)
-    server = uvicorn.Server(
+    shown_page = make_dashboard(service, key)
+    server = _Server(
         uvicorn.Config(
-            make_dashboard(service, key),
+            shown_page,
             host=host,
             port=port,
             log_level="warning",
@@ -42,6 +55,7 @@ def dashboard(app: str | None, state: str | None, host: str, port: int) -> None:
             timeout_graceful_shutdown=1,
         )
     )
+    server.on_exit = shown_page.end
     config = server.config
     with config.bind_socket() as sock:
         shown = f"[{host}]" if ":" in host else host

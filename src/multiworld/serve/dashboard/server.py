@@ -52,6 +52,8 @@ LOG_BYTES = 64 * 1024  # maximum bytes shown from the end of a log
 BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
 COOKIE = "multiworld_key"
 
+END = b""  # the last event of a stream; it is not sent
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 # The page loads nothing from other origins, and no other page may frame it.
@@ -119,7 +121,10 @@ class Watch:
             while True:
                 try:
                     async with asyncio.timeout(QUIET_S):
-                        yield await patches.get()
+                        event = await patches.get()
+                    if event == END:
+                        return
+                    yield event
                 except TimeoutError:
                     yield b": nothing has changed\n\n"
         finally:
@@ -127,6 +132,10 @@ class Watch:
             if not self._readers and self._looking is not None:
                 self._looking.cancel()
                 self._looking, self.facts = None, {}
+
+    def end(self) -> None:
+        """End the readers' streams, so that the server need not cut them."""
+        self._send(END)
 
     async def _look(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -151,11 +160,15 @@ class Watch:
         before, self.facts = self.facts, found
         whole = _event("facts", found)
         event = whole if not before else _event("patch", patch_of(before, found))
+        self._send(event, whole)
+
+    def _send(self, event: bytes, instead: bytes = b"") -> None:
+        """Send an event to all readers; a slow one gets ``instead`` and no more."""
         for reader in self._readers:
-            if reader.full():  # a slow reader gets all facts again
+            if reader.full():
                 while not reader.empty():
                     reader.get_nowait()
-                event = whole
+                event = instead or event
             reader.put_nowait(event)
 
 
@@ -168,7 +181,7 @@ def _event(kind: str, content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(content))
 
 
-def make_dashboard(service: Service, key: str = "") -> Any:
+def make_dashboard(service: Service, key: str = "") -> Guard:
     """Return the ASGI application; visitors need ``key``, unless it is empty."""
     watch = Watch(service)
 
@@ -266,7 +279,7 @@ def make_dashboard(service: Service, key: str = "") -> Any:
         exception_handlers={ServeError: _refused, ValueError: _invalid},
     )
     app.mount("/page", StaticFiles(directory=PAGE))
-    return Guard(app, key)
+    return Guard(app, key, watch.end)
 
 
 async def _body(request: Request) -> bytes:
@@ -326,8 +339,9 @@ class Guard:
     rebinding. Requests other than GET and HEAD must have the ``Origin`` of the page.
     """
 
-    def __init__(self, app: Asgi, key: str) -> None:
+    def __init__(self, app: Asgi, key: str, end: Callable[[], None]) -> None:
         self._app, self._key = app, key
+        self.end = end  # ends the streams of all open pages
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

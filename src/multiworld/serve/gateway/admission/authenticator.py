@@ -34,7 +34,7 @@ NO_KEY = (
     "`X-API-Key: KEY`; `multiworld tenants create NAME` creates one"
 )
 NOT_OPERATOR = (
-    "metrics need the API key of an operator; "
+    "metrics need the API key of an operator, as `Authorization: Bearer KEY`; "
     "`multiworld tenants create NAME --operator` creates one"
 )
 BAD_KEY = "API key is unknown, expired or revoked; use a valid one"
@@ -177,6 +177,9 @@ class Authenticator:
         """Raise UnauthorizedError unless the sender may read data of all tenants."""
         if not self.needs_key:
             return
+        if not _key_in(headers):
+            self._count_refusal("", "no key")
+            raise errors.UnauthorizedError(NOT_OPERATOR)
         tenant = self.identify(headers)
         if not tenant.is_operator:
             self._count_refusal(tenant.name, "not an operator")

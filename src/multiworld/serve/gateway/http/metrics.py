@@ -237,7 +237,18 @@ def _gateways(
     held = _gauge("replica_in_flight", text, *of_one)
     text = "1 while the replica is silent; its requests are hedged elsewhere."
     silent = _gauge("replica_silent", text, *of_one)
+    text = "How long the oldest request has waited for a first token or an answer."
+    oldest = _gauge("oldest_request_seconds", text, "gateway", "model")
+    text = "Requests and streams of a tenant in progress."
+    of_tenant = _gauge("tenant_in_flight", text, "gateway", "tenant")
+    text = "Prompt tokens of a tenant's streams that have no token yet."
+    asked = _gauge("tenant_waiting_prompt_tokens", text, "gateway", "tenant")
     for gateway, report in gateways.items():
+        for model in report.waiting:
+            oldest.add_metric([gateway, model], report.oldest_s.get(model, 0.0))
+        for tenant, load in report.tenants.items():
+            of_tenant.add_metric([gateway, tenant], load.in_flight)
+            asked.add_metric([gateway, tenant], load.prompt_tokens)
         in_flight.add_metric([gateway], report.in_flight)
         for model, count in report.waiting.items():
             waiting.add_metric([gateway, model], count)
@@ -245,7 +256,7 @@ def _gateways(
             labels = [gateway, *_labels(name, table)]
             held.add_metric(labels, report.load.get(name, 0))
             silent.add_metric(labels, float(name in report.silent))
-    yield from (in_flight, waiting, held, silent)
+    yield from (in_flight, waiting, oldest, of_tenant, asked, held, silent)
 
 
 def _stages(table: RoutingTable) -> Metric:

@@ -17,6 +17,7 @@ from multiworld.serve.wire.control_messages import (
     Counted,
     FleetReport,
     GatewayReport,
+    TenantLoad,
     WorkerReport,
 )
 from multiworld.serve.wire.routing_table import (
@@ -135,12 +136,18 @@ def test_reports_of_gateways_are_shown_each() -> None:
         silent=("m/0/1",),
         connected=("m/0/1",),
         cpu_s=1.5,
+        tenants={"acme": TenantLoad(3, 2, 1, 40)},
+        oldest_s={"m": 7.5},
     )
     found = shown(gateways={"g": report, "h": GatewayReport(in_flight=1)})
     g = {"gateway": "g"}
     assert found["multiworld_in_flight", of(**g)] == 3
     assert found["multiworld_in_flight", of(gateway="h")] == 1
     assert found["multiworld_waiting", of(**g, model="m")] == 4
+    assert found["multiworld_oldest_request_seconds", of(**g, model="m")] == 7.5
+    assert found["multiworld_tenant_in_flight", of(**g, tenant="acme")] == 3
+    of_acme = of(**g, tenant="acme")
+    assert found["multiworld_tenant_waiting_prompt_tokens", of_acme] == 40
     assert found["multiworld_replica_in_flight", of(**g, **OF_REPLICA)] == 2
     assert found["multiworld_replica_silent", of(**g, **OF_REPLICA)] == 1
     assert found["multiworld_process_cpu_seconds_total", of(process="g")] == 1.5
