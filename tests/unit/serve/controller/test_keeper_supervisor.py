@@ -1,0 +1,66 @@
+"""The controller's supervision of the stream keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.record import StateFolder
+from multiworld.serve.controller.keeper_supervisor import KeeperSupervisor
+from multiworld.serve.spec.schema import AppSpec
+
+OF_ANOTHER_RELEASE = """
+from multiworld.serve.keeper import process
+process.PROTOCOL = 99
+process.main()
+"""
+
+
+@pytest.mark.timeout(60)
+async def test_keeper_of_another_protocol_is_replaced(tmp_path: Path) -> None:
+    """It refuses our greeting, and would give no gateway a connection."""
+    folder = StateFolder(tmp_path)
+    folder.make()
+    command = [sys.executable, "-c", OF_ANOTHER_RELEASE]
+    command += ["--socket", str(folder.keeper), "--silence", "2"]
+    command += ["--memory", "8", "--active", "1"]
+    model = {"factory": "a:b", "stages": [{"name": "all"}]}
+    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
+    history = History()
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as old,  # noqa: ASYNC220
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        assert old.stdout is not None
+        assert await asyncio.to_thread(old.stdout.readline)
+        supervisor = KeeperSupervisor(folder, listener, history, lambda: app)
+        supervising = asyncio.ensure_future(supervisor.run())
+        try:
+            async with asyncio.timeout(40):
+                while old.poll() is None or supervisor.pid in (0, old.pid):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert [event.kind for event in history.since(0)].count("keeper") == 2
+        finally:
+            supervising.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await supervising
+            await supervisor.end()
+            if old.poll() is None:
+                old.kill()
+    assert not _is_running(supervisor.pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
