@@ -45,7 +45,8 @@ from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.1  # seconds between checks of the engine
+# Seconds between checks of the engine: while it computes, and while it does not.
+LOOK_S, IDLE_LOOK_S = 0.1, 0.5
 # Prefill speed that every engine reaches, in tokens per second: the first token of a
 # long prompt is allowed more time than ``compute_s``.
 PREFILL = 200.0
@@ -138,7 +139,11 @@ class EngineWorker:
     async def look(self) -> None:
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                if self._tasks:
+                    await asyncio.sleep(LOOK_S)
+                else:  # wake up seldom
+                    await asyncio.sleep(IDLE_LOOK_S)
+                    self._pauses.rest()
                 self.tick()
         finally:
             self._guard.stop()
