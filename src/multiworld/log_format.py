@@ -69,6 +69,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(found, default=str)
 
 
+def formatter_of(environment: Mapping[str, str], process: str) -> logging.Formatter:
+    """Return the formatter of a process's log, as the environment names it."""
+    is_json = environment.get(FORMAT, "") == "json"
+    return JsonFormatter(process) if is_json else TextFormatter()
+
+
 def configure(
     environment: Mapping[str, str], process: str, level: int = logging.INFO
 ) -> None:
@@ -81,8 +87,7 @@ def configure(
     """
     known = logging.getLevelNamesMapping()
     named = known.get(environment.get(LEVEL, "").upper(), level)
-    is_json = environment.get(FORMAT, "") == "json"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if is_json else TextFormatter())
+    handler.setFormatter(formatter_of(environment, process))
     # ``force``, because a forked process inherits its parent's log handlers.
     logging.basicConfig(level=named, force=True, handlers=[handler])

@@ -139,6 +139,7 @@ class ProcessLifecycle:
             self._gone(name, why, cause)
         elif code:  # its loss has been handled, so only note the code
             self._history.say("exited", f"{name}: {why}", name)
+        self._processes.note_end(name, cause)
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Handle the loss of a process, which its control world reports."""

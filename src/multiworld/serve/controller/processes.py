@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from multiworld.log_format import formatter_of
 from multiworld.serve.controller.fleet.record import ProcessRecord
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
@@ -17,6 +20,8 @@ from multiworld.serve.controller.status import exit_words, last_words
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
+
+logger = logging.getLogger("multiworld.serve")
 
 KEPT_LOGS = 200  # number of latest logs of exited processes to keep
 LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # log of a gateway or a replica
@@ -56,6 +61,20 @@ class Processes:
             raise
         finally:
             self._starting.discard(name)
+
+    def note_end(self, name: str, how: str) -> None:
+        """Write into a process's log how the process ended, which it could not say."""
+        where = logging.LogRecord(
+            logger.name, logging.INFO, "", 0, "this process has ended: %s", (how,), None
+        )
+        line = formatter_of(os.environ, name).format(where)
+        # The disk may be full, or the log may be on another machine.
+        with contextlib.suppress(OSError):
+            file = os.open(self.log_of(name), os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(file, f"{line}\n".encode())
+            finally:
+                os.close(file)
 
     def _note_log(self, name: str) -> None:
         """Record the end of a log, so that lines of an earlier process are ignored."""

@@ -76,3 +76,20 @@ def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> Non
     numbers = range(count - KEPT_LOGS, count + 1)  # and the one that ended just now
     recent = {f"llama-3-{number % 2}-{10 * number}.log" for number in numbers}
     assert kept == others | recent | {"gateway-1.log", "llama-3-0-20.log"}
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_log_says_how_its_process_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_LOG_FORMAT", kind)
+    processes = Processes(cast("Launcher", StandIn()), Bookings(), tmp_path)
+    log = processes.log_of("m/0/7")
+    processes.note_end("m/0/7", "it ended with SIGKILL")
+    assert not log.exists(), "the log of another machine"
+    log.write_text("the stage was loaded\n")
+    processes.note_end("m/0/7", "it ended with SIGKILL")
+    first, last = log.read_text().splitlines()
+    assert first == "the stage was loaded"
+    assert "this process has ended: it ended with SIGKILL" in last
+    assert (last[0] == "{") == (kind == "json")
