@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,10 @@ class Server:
     model: str
 
 
+Cuts = Mapping[str, Sequence[Mapping[str, Any]]]
+
+CUTS: Cuts = {ONE: [{"threads": 2}], THREE: [{}, {}, {}]}
+
 PRECISIONS = ("", BFLOAT16, INT8)
 """Endings of the contenders of each precision, which run at the same time; all of them
 together need more memory than a small machine has."""
@@ -79,13 +83,25 @@ def run(options: Options, on_step: OnStep) -> None:
         RuntimeError: A server did not start, or did not answer.
     """
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
-    for number, precision in enumerate(PRECISIONS):
+    measure(folder, PRECISIONS, CUTS, options, on_step)
+
+
+def measure(
+    folder: Path,
+    precisions: Sequence[str],
+    cuts: Cuts,
+    options: Options,
+    on_step: OnStep,
+) -> None:
+    """Measure a folder's model; ``cuts``: stages of our contenders, by name."""
+    for number, precision in enumerate(precisions):
+        share = number / len(precisions)
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
             servers = []
-            for who, start in _contenders(options, folder, Path(name), precision):
-                on_step(("step", (number / 3, f"starting {who} (may take minutes)")))
+            for who, start in _contenders(options, folder, Path(name), precision, cuts):
+                on_step(("step", (share, f"starting {who} (may take minutes)")))
                 servers.append(stack.enter_context(start()))
-            asyncio.run(_measure(servers, options, number / 3, on_step))
+            asyncio.run(_measure(servers, options, share, on_step))
 
 
 Start = Callable[[], contextlib.AbstractContextManager[Server]]
@@ -93,11 +109,10 @@ Start = Callable[[], contextlib.AbstractContextManager[Server]]
 
 
 def _contenders(
-    options: Options, folder: Path, scratch: Path, precision: str
+    options: Options, folder: Path, scratch: Path, precision: str, cuts: Cuts
 ) -> list[tuple[str, Start]]:
     """Return the contenders of one precision, which are not started yet."""
     found: list[tuple[str, Start]] = []
-    cuts: dict[str, list[dict[str, Any]]] = {ONE: [{"threads": 2}], THREE: [{}, {}, {}]}
     for who, stages in cuts.items():
         name = who + precision
         spec = _spec(folder, stages, name)
@@ -111,7 +126,8 @@ def _contenders(
         dtype = "bfloat16" if precision else "float32"
         given = VLLM + precision, VLLM, python, eight or folder, scratch, dtype
         found.append((given[0], partial(_other, *given)))
-    if LLAMACPP in options.apart and precision == INT8:
+    is_small = folder == smollm2.folder()
+    if LLAMACPP in options.apart and precision == INT8 and is_small:
         python = python_of(LLAMACPP, Path(options.environments))
         files = {"": folder, Q8_0: others.eight_bits(python, scratch)}
         for ending, weights in files.items():
@@ -138,7 +154,9 @@ def _other(
         yield Server(who, url, str(model))
 
 
-def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
+def _spec(
+    folder: Path, stages: Sequence[Mapping[str, Any]], who: str
+) -> dict[str, Any]:
     named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
     dtype = "bfloat16" if who.endswith(BFLOAT16) else "float32"
     generation: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": 512}
