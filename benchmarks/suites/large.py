@@ -1,4 +1,4 @@
-"""Suite "generate_large": as "generate", on a model that is larger than any cache.
+"""Suite "large": as "generate", on a model that is larger than any cache.
 
 Qwen3-0.6B's shape with random weights, in bfloat16 and with weights of 8 bits, as one
 stage with two threads, beside vLLM's CPU build.
