@@ -148,7 +148,7 @@ def require_matching(
 
 
 def require_receivable(tensor: Tensor, what: str) -> None:
-    """Check that every element of a tensor has memory of its own."""
+    """Check that no two elements of a tensor share memory."""
     reach = 0
     # In a tensor without overlap, each stride exceeds the range of the smaller ones.
     for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -163,7 +163,8 @@ class Mailbox:
         ]
 
     def _give(self, receive: Receive, messages: deque[Arrival]) -> None:
-        """Give a receive the first of these messages in exchange for its own."""
+        """Assign the first of ``messages`` to a receive, in place of the message it
+        has; fail the receive if that message does not fit."""
         receive.arrival = None
         first = messages[0]
         error = receive.check(first.source, first.description)

@@ -44,10 +44,10 @@ class Acceptor(Protocol):
     hellos: Any  # a subclass of ``Hello``, or a union of several
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return a connection's security, or None for the listener's own.
+        """Return a connection's security; None: the listener's security applies.
 
-        A connection with a security of its own needs no TLS. Raise ``HandshakeError``
-        to refuse a connection before it proves anything.
+        A connection whose security is returned here needs no TLS. Raise
+        ``HandshakeError`` to refuse a connection before it proves anything.
         """
 
     def refusal(self, hello: Hello) -> str | None:

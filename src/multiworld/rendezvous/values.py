@@ -9,7 +9,8 @@ from dataclasses import dataclass
 # Maximum number of characters of all keys, values and awaited keys together. A member
 # of a c10d group stores a few hundred.
 MAX_HELD = 64 * 1024 * 1024
-COST = 128  # characters counted for each text besides its own: its approximate overhead
+# Approximate overhead of a text, in characters; counted in addition to its length.
+COST = 128
 
 Waiter = tuple[int, int]  # session number and request number
 

@@ -46,7 +46,7 @@ class WorldManager:
     Args:
         enable_monitor: False disables the detection of silent members; the end of a
             member's process is still detected.
-        config: Settings for worlds that are joined without their own.
+        config: Default settings, for worlds whose ``join`` gets no ``config``.
         security: Secret and TLS; by default from ``Security.from_environment``, which
             may raise ``ConfigError``.
     """

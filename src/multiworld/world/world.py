@@ -195,7 +195,7 @@ class World(CollectiveMethods):
 
     @contextlib.asynccontextmanager
     async def named_errors(self) -> AsyncIterator[None]:
-        """Yield to code on ``process_group``, and turn its errors into the world's own.
+        """Yield to code on ``process_group``, and raise its errors as the world's.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
         backend's ``RuntimeError``, which does not name the lost member. This context
@@ -482,8 +482,8 @@ class World(CollectiveMethods):
 
         Raises:
             JoinTimeoutError: Not all members claimed their ranks within
-                ``WorldConfig.join_s``, and this world stays usable; or a member did
-                not connect after its admission, and this world is closed.
+                ``WorldConfig.join_s`` (this world then stays usable), or a member did
+                not connect after its admission (this world is then closed).
             WorldBrokenError: A member was lost. If the store had already admitted the
                 next incarnation, that incarnation is broken on every member:
                 ``manager.world(name).reform()`` recovers it.

@@ -129,8 +129,8 @@ class C10dBackend:
         self._check_tag(tag)
         if src is None:
             raise UnsupportedOperationError(
-                f"{self._name} cannot receive from any rank: torch's call would hang "
-                "if a member is lost; pass src, or use host_p2p='direct'"
+                f"{self._name} cannot receive without a source rank: torch's call "
+                "would hang if a member is lost; pass src, or use host_p2p='direct'"
             )
         async with self._receiving.of((src, tag)):
             code, shape = await self._next_header(src, tag)

@@ -24,8 +24,8 @@ logger = logging.getLogger("multiworld")
 
 STAGE_BYTES = 128 * 1024
 
-# Bytes to read beyond a large payload: the next header, but too little of the next
-# payload for much of it to be copied twice.
+# Bytes to read beyond a large payload: enough for the next header, but little more,
+# because the part of the next payload that is read here is copied twice.
 AHEAD_BYTES = wire.SIZE + 8 * 8
 # Torch's limit on the product of all dimensions of a tensor, without dimensions of size
 # 0.

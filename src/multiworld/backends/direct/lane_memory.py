@@ -39,7 +39,7 @@ class LaneMemory:
     ) -> None:
         self._connection, self._outbound = connection, outbound
         self._flush, self._may_send = flush, may_send
-        # Accept the peer's shared memory even if this side's own is disabled.
+        # Accept the peer's shared memory even if this side sends none.
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
         # Descriptors that have arrived and are not mapped yet.

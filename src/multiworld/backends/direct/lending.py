@@ -113,7 +113,8 @@ def _live() -> list[Mapping]:
 
 class _Forks:
     """Copies the tensors in lent memory for a forked child, because the sender reuses a
-    block that the parent has freed. Until it has copied, the child has its own mark."""
+    block that the parent has freed. Until the child has made its copies, it holds its
+    own mark on each block, so the sender cannot reuse the block."""
 
     def __init__(self) -> None:
         self._count = 0

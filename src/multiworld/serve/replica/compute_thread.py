@@ -14,7 +14,7 @@ _Job = tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ComputeThread:
-    """Runs functions one after the other in a thread of its own."""
+    """Runs functions one after the other in one separate thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

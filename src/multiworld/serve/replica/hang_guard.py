@@ -13,7 +13,7 @@ EXIT_HUNG = 70  # exit code of a replica whose model hangs
 
 
 class HangGuard:
-    """Calls a function periodically in a thread of its own, after ``start``."""
+    """Calls a function periodically in a separate thread, once it is started."""
 
     def __init__(
         self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic

@@ -74,7 +74,7 @@ class Preparation:
 
 @dataclass(slots=True, eq=False)
 class TextReplica(Replica):
-    """A replica of a stage; only those of stage 0 have a scheduler."""
+    """A replica of a stage; only replicas of stage 0 have a scheduler."""
 
     scheduler: Scheduler | None = None
     work: deque[SimulatedStep | Preparation] = field(default_factory=deque)

@@ -256,8 +256,8 @@ class GenerationSpec(_Strict):
     a completion."""
     first_token_s: Seconds | None = None
     """Maximum seconds until the first token; by default 60 (600 with an `engine`) or
-    `start_s`. A request with a deadline (`deadline_s`, or its own) has no such limit by
-    default."""
+    `start_s`. A request with a deadline (from `deadline_s`, or set in the request) has
+    no such limit by default."""
     between_tokens_s: Seconds | None = None
     """Maximum seconds between two tokens; by default the same as `first_token_s`."""
 
@@ -351,8 +351,8 @@ class ModelSpec(_Strict):
     """One model."""
 
     version: str = Field(default="1", pattern=VERSION)
-    """Version of the model. If it changes, `multiworld update` replaces the running
-    version with a rolling update, without a pause."""
+    """Version of the model. If it changes, `multiworld update` performs a rolling
+    update from the running version to the new one, without a pause."""
     factory: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that returns a multiworld.serve.Model, a list of
     stages, or a multiworld.serve.Module to cut."""
@@ -364,7 +364,7 @@ class ModelSpec(_Strict):
     replicas that start later then load the same weights."""
     generation: GenerationSpec | None = None
     """Makes the model generate text, served by the chat and completion routes of the
-    OpenAI API. `generation: {}` uses all defaults. A model at `path` must be a
+    OpenAI API. `generation: {}` uses all defaults. A model at `path` must then be a
     decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
@@ -438,8 +438,8 @@ class ModelSpec(_Strict):
     Generated text has no default, because a completion may be long. A completion that
     reaches its deadline returns the tokens so far, with `finish_reason: "length"`."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 512
-    """Maximum number of requests that wait at one gateway (streams: that have no token
-    yet); further requests are answered with 429."""
+    """Maximum number of requests that wait at one gateway; a stream counts as waiting
+    until its first token. Further requests are answered with 429."""
     identity: SkipJsonSchema[Identity | None] = None
     """Identity of the version, set by the service; not a field of a spec."""
     profile: str | None = None

@@ -77,7 +77,7 @@ class TenantDirectory:
     _keys: dict[str, tuple[Key, str]] = field(default_factory=dict)
 
     def put(self, tenants: Iterable[Tenant]) -> None:
-        """Add tenants, replacing those of the same names."""
+        """Add tenants; they replace existing tenants of the same names."""
         for tenant in tenants:
             self.remove(tenant.name)
             self.tenants[tenant.name] = tenant

@@ -109,8 +109,9 @@ class ChatTemplate:
             tools: Tools that the model may call.
             options: Variables of the template.
             effort: Variable ``reasoning_effort``, if the template reads it.
-            marks: Marks to put around control tokens: in users' messages, and in the
-                assistant's; None: messages may have control tokens.
+            marks: Marks to put around control tokens: the first in all messages but the
+                assistant's, the second in the assistant's; None: messages may have
+                control tokens.
 
         Raises:
             InvalidRequestError: There is no template, or it refuses this chat.

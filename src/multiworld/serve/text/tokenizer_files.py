@@ -35,8 +35,8 @@ def ends_of(folder: Path) -> tuple[int, ...]:
 def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Return the tokens that end a completion according to any of the folder's files.
 
-    vLLM also combines several files: the generation config (without one, the model's
-    config) and the tokenizer's files. A file whose value is null adds no token.
+    vLLM also combines the end tokens of the generation config (without one, of the
+    model's config) with the tokenizer's. A file whose value is null adds no token.
     """
     path = folder / "generation_config.json"
     text_config = config.get("text_config")

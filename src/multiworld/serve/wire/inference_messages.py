@@ -16,7 +16,8 @@ Attempt = tuple[int, int]  # number of a request at its gateway, and of the atte
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
     """Replica → gateway: these attempts start; ``is_isolated``: one suspect, alone.
 
-    Without attempts: no attempt that the gateway gave up is being computed any more.
+    If ``attempts`` is empty, the replica no longer computes any attempt that the
+    gateway has given up.
     """
 
     attempts: tuple[Attempt, ...]

@@ -158,8 +158,8 @@ class StateFolder:
         size = len(os.fsencode(self.socket))
         if size > MAX_SOCKET_PATH:
             raise ServeError(
-                f"the path {self.socket} has {size} bytes, but a socket's path at most "
-                f"{MAX_SOCKET_PATH}; give a shorter --state"
+                f"the path {self.socket} has {size} bytes, but a socket's path may "
+                f"have at most {MAX_SOCKET_PATH}; give a shorter --state"
             )
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ class StateFolder:
         return held
 
     def secret(self) -> str:
-        """Return the environment's secret, else the folder's own (created once)."""
+        """Return the environment's secret, else the folder's secret (created once)."""
         given = Security.from_environment(os.environ).secret
         if given:
             try:

@@ -13,8 +13,8 @@ from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 RECENT_S, MANY = 120.0, 3
 LOSSES = ("lost", "outgrown")
 LONG_S = 5.0  # seconds after which a wait for a first token or an answer is long
-# A tenant is named if it has more than this share of the requests in flight, or of at
-# least ``LONG_PROMPTS`` prompt tokens that wait.
+# A tenant is named if it has more than this share of the requests in flight, or more
+# than this share of the waiting prompt tokens and more than ``LONG_PROMPTS`` of them.
 MOST, LONG_PROMPTS = 0.5, 1000
 FEW = 4  # requests in flight with which no tenant is named
 FULL, FULL_BYTES = 0.02, 64 * MIB  # share, and bytes, of free space of a full disk

@@ -163,9 +163,9 @@ def _times_of(
 
 def smoothed(before: Times, now: Times, step: float) -> Times:
     """Return the times, moved towards the new measurement by the share ``step``."""
-    # A request takes longer in a small batch, and adding replicas makes batches
-    # smaller. That must not make the stage look slower, so a longer time counts only if
-    # its batches are about as large as before.
+    # A small batch costs more compute time per request, and adding replicas makes
+    # batches smaller. That must not make the stage look slower: a longer time counts
+    # only if its batches are about as large as before.
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
     if is_slower and now[2] < SIMILAR_ROWS * rows:

@@ -85,7 +85,8 @@ class EngineServer:
         """Start the server as a child, and wait until it answers health checks."""
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
         # Engines that share a GPU start one after the other: a starting vLLM would
-        # count memory that another engine allocates as its own.
+        # count memory that another engine allocates as if it had allocated
+        # that itself.
         is_shared = settings.gpu_memory_share is not None
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
         try:

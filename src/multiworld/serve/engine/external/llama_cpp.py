@@ -1,6 +1,6 @@
 """llama.cpp as an engine: ``llama-server``, or xllamacpp's server in its environment.
 
-llama.cpp's own sampler draws the tokens. Each token is a request of its own, whose seed
+llama.cpp's own sampler draws the tokens. Each token is a separate request, whose seed
 is derived from the seed of the sequence, the choice and the token's index. So an
 interrupted sequence continues exactly.
 """

@@ -59,7 +59,7 @@ class OpenAiEngine(TokenServerEngine):
         await self.warm_up()
 
     async def _check(self, server: EngineServer) -> None:
-        """Raise EngineLostError if a server without replicas cannot compute."""
+        """Raise EngineLostError if a server that no replica uses yet cannot compute."""
         other = TokenServerEngine(self._settings)
         model = await self._choice.model_at(server)
         other._server = server

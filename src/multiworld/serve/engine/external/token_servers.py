@@ -107,8 +107,8 @@ class LlamaCpp(Dialect):
     """``/completion`` of llama.cpp's server: token ids in, token ids out.
 
     The server's streams leave out tokens that end within a character. So each token is
-    a request of its own, which reuses the keys and values in its slot. Answers leave
-    out the log-probabilities of such tokens, which further requests then find.
+    a separate request, which reuses the keys and values in its slot. Answers leave out
+    the log-probabilities of such tokens, which further requests then find.
     """
 
     title, path = "llama.cpp", "/completion"

@@ -54,7 +54,8 @@ class EngineSettings:
         vocabulary: Number of tokens in the vocabulary.
         end_tokens: Tokens that end a completion.
         args: ``engine_args`` of the spec.
-        python: Interpreter of the engine's environment; empty: the service's own.
+        python: Interpreter of the engine's environment; empty: the service's
+            interpreter.
         device: Torch device of the replica, such as ``cpu`` or ``cuda:0``.
         gpus: Indexes of the replica's GPUs, as torch counts them in this process; an
             engine must use no others.
@@ -65,10 +66,11 @@ class EngineSettings:
         cpus: Cores that the replica has booked; None: it books none, and may use all.
             An engine on a CPU should use as many threads as it has cores.
         memory_mb: Memory that the replica has booked, in MiB; None: it books none.
-        max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
+        max_model_len: Maximum number of tokens of a sequence; None: the engine's
+            maximum.
         longest: Maximum number of tokens of the sequences that are sent; 0: not known.
         max_num_seqs: Maximum number of sequences that run at once.
-        dtype: Dtype to compute in; None: the engine's own choice.
+        dtype: Dtype to compute in; None: the engine chooses.
         exact: Whether a stream must continue with the tokens of an undisturbed stream.
         hung_s: Seconds without any token, while sequences run, after which the engine
             counts as hung.

@@ -243,7 +243,8 @@ CHANGING = ("longrope", "su", "dynamic")
 
 
 def longest_of(config: dict[str, Any], default: int) -> int:
-    """Return the maximum length up to which a sequence cannot affect others."""
+    """Return the maximum length at which a sequence does not change the rotary
+    embeddings of other sequences in its step."""
     found = configured_length(config, default)
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):

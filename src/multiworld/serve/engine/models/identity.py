@@ -84,7 +84,8 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def usable_folder(identity: Identity, folder: str) -> str:
-    """Return the folder to load a version from: its own, or the folder of copies.
+    """Return the folder to load a version from: ``folder``, or the folder of the
+    copies.
 
     Raises SpecError if a file of the version has changed and there is no copy of it.
     """

@@ -69,8 +69,8 @@ def check_cut(cut: Sequence[int] | None, stages: int) -> None:
         stages: Number of stages.
 
     Raises:
-        SpecError: The cut has not one number less than stages, does not strictly
-            ascend, or has a number below 1.
+        SpecError: The cut does not have exactly ``stages - 1`` numbers, they do not
+            strictly ascend, or one of them is below 1.
     """
     if cut is None:
         return

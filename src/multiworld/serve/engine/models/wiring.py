@@ -97,7 +97,8 @@ def interfaces_of(
     if len(graph_inputs) != len(inputs) or len(returned) != len(outputs):
         raise SpecError(
             f"the module takes {len(graph_inputs)} tensors and returns "
-            f"{len(returned)}; inputs= names {len(inputs)} and outputs= {len(outputs)}"
+            f"{len(returned)}, but inputs= names {len(inputs)} and outputs= names "
+            f"{len(outputs)}"
         )
     names = dict(zip(graph_inputs, inputs, strict=True))
     last_use = {

@@ -83,8 +83,8 @@ def _call(given: Any) -> dict[str, Any]:
         or given.get("type", "function") != "function"
     ):
         raise _wrong(
-            "has a tool call that is not a function with a name, and with arguments as "
-            "a string"
+            'must give each tool call the type "function", a name, and arguments as a '
+            "string"
         )
     arguments = function.get("arguments") or "{}"
     return {**given, "function": {**function, "arguments": arguments}}

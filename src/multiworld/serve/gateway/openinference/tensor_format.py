@@ -210,12 +210,13 @@ def _from_bytes(
     wanted = count * dtype.itemsize
     if type(size) is not int or size != wanted:
         raise InvalidRequestError(
-            f"{name}: binary_data_size is {repr(size)[:SHOWN]}; its shape needs "
-            f"{wanted}"
+            f"{name}: binary_data_size is {repr(size)[:SHOWN]}, but the tensor's "
+            f"shape needs {wanted} bytes"
         )
     if len(rest) < wanted:
         raise InvalidRequestError(
-            f"{name}: body ends before its {wanted} bytes; send all of them"
+            f"{name}: the body has only {len(rest)} of this tensor's {wanted} bytes; "
+            "send all of them"
         )
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -241,7 +242,7 @@ def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor
             found.append(_tensor(name, dtype, values))
     if size != count:
         raise InvalidRequestError(
-            f"{name}: {size} values in data; its shape needs {count}"
+            f"{name}: data has {size} values, but the tensor's shape needs {count}"
         )
     if len(found) == 1:
         return found[0]

@@ -164,7 +164,7 @@ class Router:
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
-        """Reject requests for another version that wait, but none that is in flight."""
+        """Reject the waiting requests for another version; leave those in flight."""
         outdated = [
             r
             for r in self._requests.values()

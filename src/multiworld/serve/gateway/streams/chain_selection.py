@@ -65,7 +65,8 @@ class StepSources:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Return whether a replica computes steps of others, but none of ``first``."""
+        """Return whether a replica computes steps of other replicas, but not of
+        ``first``."""
         return name in self._of and first not in self._of[name]
 
 

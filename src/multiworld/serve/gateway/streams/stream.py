@@ -209,7 +209,7 @@ class Stream:
 
     @property
     def is_isolated(self) -> bool:
-        """True for a suspect whose steps run alone, or only with its group's steps."""
+        """True for a suspect whose steps run alone, or with the steps of its group."""
         return self.group is not None and self.group.is_isolated
 
     @property

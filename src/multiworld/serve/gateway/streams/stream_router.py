@@ -200,7 +200,8 @@ class StreamRouter:
         return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
 
     def _quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams of a model that have no token and wait for a chain."""
+        """End the tenant's streams that wait for a chain of this model and have no
+        token yet."""
         names = {model, f"{model}@{tenant}"}
         for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names

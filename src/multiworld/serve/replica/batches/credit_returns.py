@@ -40,7 +40,8 @@ class CreditReturns:
             source.put(inference_messages.CreditRefused(tuple(keys)))
 
     def release_soon(self, works: Sequence[Work]) -> None:
-        """Return credit within ``RELEASE_S``, together with credit of other work."""
+        """Return credit within ``RELEASE_S``, together with the credit of other
+        work."""
         for source, keys in self._by_source(works).items():
             self._owed.setdefault(source, []).extend(keys)
         if not self._owed:

@@ -2,10 +2,10 @@
 
 To other processes, the leader (rank 0) is the replica. The leader forks the other ranks
 before it starts anything else (on Ray, each rank is launched by itself), and all ranks
-join a world of their own. The leader sends each batch to the other ranks; then every
-rank computes its part, and the ranks exchange tensors through the group's collectives.
-The loss of any rank is the loss of the replica: the world breaks, the leader exits, and
-the controller starts another replica.
+of the replica join one world. The leader sends each batch to the other ranks; then
+every rank computes its part, and the ranks exchange tensors through the group's
+collectives. The loss of any rank is the loss of the replica: the world breaks, the
+leader exits, and the controller starts another replica.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ async def follow(world: World, runner: Executor, device: str) -> None:
             try:
                 await runner.compute(bundle.tensors)
             except ServeError as error:
-                # The leader learns only that this part failed. If its own part raised,
-                # too, it reports its own error.
+                # The leader learns only that this part failed. If the leader's part
+                # also raised, the leader reports that error.
                 logger.info(
                     "rank %d failed in its part of a batch: %s", world.rank, error
                 )

@@ -29,7 +29,8 @@ HEAD = 0.2  # rows: the logits of a prompt token, which only ``prompt_logprobs``
 
 
 class SampleCosts(NamedTuple):
-    """Sampling costs of one sequence, in rows, in addition to its own rows."""
+    """Sampling costs of one sequence, in rows; the rows that the sequence has in the
+    step are counted separately."""
 
     token: float = 0.0  # rows for each sampled token
     scored: float = 0.0  # rows for each token of the prompt that is scored

@@ -52,8 +52,8 @@ class StepBudget:
             for share, demand in demands.items()
             if share.priority == first
         }
-        # The two tightest limits: the first one limits all tenants but its own, which
-        # the second one limits.
+        # The tenants with the two tightest limits: the first tenant's limit applies to
+        # all others, the second tenant's to the first.
         self._tightest = sorted(self._limits, key=self._limits.__getitem__)[:2]
         self._cost, self._max_rows = in_flight + STEP_ROWS, max_rows
         self.rows, self.used = 0, 0.0

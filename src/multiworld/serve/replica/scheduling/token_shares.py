@@ -6,8 +6,8 @@ Sheng et al., "Fairness in Serving Large Language Models", 2024). A tenant that 
 after a while, or takes less than its share, gets hardly any credit for that: its
 counter is lifted to the *level*, the counter of the tenant that was next in the latest
 step (the virtual time of start-time fair queueing, Goyal et al., 1996), minus the
-tokens of the steps in flight that it may have to wait for. Each priority has a level of
-its own, so that a waiting tenant does not hold down the level of a higher priority.
+tokens of the steps in flight that it may have to wait for. Each priority has a separate
+level, so that a waiting tenant does not hold down the level of a higher priority.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engine of a replica: runs the stage engine in a thread of its own, does the chores
+"""Engine of a replica: runs the stage engine in a separate thread, does the chores
 before each step, and exits the process if a step hangs."""
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from multiworld.serve.wire.edge_messages import EdgeMessage
 from multiworld.serve.wire.generation_messages import SequenceStart, StepPart
 from multiworld.serve.wire.protocol import Key, MessageError
 
-# Messages that only later stages may receive. ``OF_STAGE_0`` are those that only stage
-# 0 may receive.
+# Messages that only later stages may receive. ``OF_STAGE_0``: messages that
+# only stage 0 may receive.
 OF_LATER_STAGES = (
     generation_messages.ActivationRows,
     generation_messages.Step,

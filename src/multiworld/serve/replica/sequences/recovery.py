@@ -7,7 +7,8 @@ many tokens it has, and the previous stage replays the rest from its log. If tha
 lacks rows, the previous stage rewinds to the first missing row, and its own previous
 stage replays in turn. The tokens of stage 0 always suffice ("upstream backup", Hwang et
 al., "High-Availability Algorithms for Distributed Stream Processing", 2005). A first
-attempt without cached KV in stage 0 waits for no report: its first step announces it.
+attempt without cached KV in stage 0 does not wait for reports: its first step announces
+the sequence to the next stage.
 
 A replica never decides which replicas compute a sequence. If it cannot continue a
 sequence, it *returns* it to the gateway, and keeps the state until the gateway decides.

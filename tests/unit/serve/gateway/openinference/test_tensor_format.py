@@ -94,7 +94,7 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
         ({"datatype": "FP64"}, "must be FP32"),
         ({"shape": [4]}, "must have shape"),
         ({"shape": [4, 1]}, "must have shape"),
-        ({"shape": [3, 2]}, "4 values in data; its shape needs 6"),
+        ({"shape": [3, 2]}, "data has 4 values, but the tensor's shape needs 6"),
         ({"shape": [-1, 2]}, "list of sizes"),
         ({"shape": [True, 4]}, "list of sizes"),
         ({"shape": "2,2"}, "list of sizes"),
@@ -110,7 +110,7 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
         ({"parameters": [1]}, '"parameters" is not valid'),
         (
             {"parameters": {"binary_data_size": 16.0}, "data": None},
-            "its shape needs 16",
+            "the tensor's shape needs 16 bytes",
         ),
         ({"parameters": {"binary_data_size": 16}}, "both data and binary_data_size"),
         ({"shape": [0, 2**64], "data": []}, "list of sizes"),
@@ -119,8 +119,8 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
         ({"datatype": "UINT8", "data": [1, 2, 3, -1]}, "-1 is not a valid UINT8"),
         ({"datatype": "UINT16", "data": [1, -2, 3, 4]}, "-2 is not a valid UINT16"),
         ({"datatype": "UINT32", "data": [-3, 2, 3, 4]}, "-3 is not a valid UINT32"),
-        ({"parameters": {"binary_data_size": 16}, "data": None}, "body ends before"),
-        ({"parameters": {"binary_data_size": 5}, "data": None}, "its shape needs 16"),
+        ({"parameters": {"binary_data_size": 16}, "data": None}, "the body has only"),
+        ({"parameters": {"binary_data_size": 5}, "data": None}, "shape needs 16 bytes"),
     ],
 )
 def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:

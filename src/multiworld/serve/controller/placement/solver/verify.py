@@ -44,7 +44,7 @@ class _Books:
         self.where: dict[tuple[str, int], list[str]] = defaultdict(list)
 
     def enter(self, replica: Replica) -> Iterator[str]:
-        """Book a replica; yield its own faults."""
+        """Book a replica; yield the faults of this replica alone."""
         stages = self._models[replica.model].stages
         stage = stages[replica.stage]
         device, node = self.devices[replica.device], self.home[replica.device]

@@ -16,9 +16,9 @@ RUNNER = "runner.json"  # file with vLLM's release, and the runner that vLLM has
 
 # Maximum number of grammars to keep, compiled or waiting for compilation.
 KEPT_GRAMMARS = 64
-# Maximum seconds for which a step waits until grammars are compiled, if the step has
-# other sequences, and if it has none. A sequence whose grammar takes longer fails, and
-# is sent to a replica again.
+# Maximum seconds for which a step waits until grammars are compiled: ``SHARED_S`` if
+# another sequence of the step need not wait, ``ALONE_S`` if all wait. A sequence whose
+# grammar takes longer fails, and is sent to a replica again.
 SHARED_S, ALONE_S = 0.05, 2.0
 
 # Limits of llguidance's parser: the same as in this project's own engine.
