@@ -12,14 +12,31 @@ import aiohttp
 import click
 import orjson
 
+from multiworld.errors import MultiWorldError
+from multiworld.serve.controller.answers import StatusAnswer
+from multiworld.serve.controller.client import Service
+
+USUAL = "http://127.0.0.1:8000"
 PAUSE_S = 1.0  # a pause between tokens is shown if it exceeds this many seconds
 DATA = b"data: "
 
 
-async def model_of(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first model that generates text, or raise ClickException."""
+async def model_of(
+    session: aiohttp.ClientSession, url: str, wanted: str | None = None
+) -> str:
+    """Return ``wanted``, by default the first model that generates text.
+
+    Raises:
+        ClickException: There is no such model.
+    """
     async with session.get(f"{url}/v1/models") as answer:
         listed = await _json_of(answer)
+    known = [str(one["id"]) for one in listed["data"]]
+    if wanted is not None:
+        if wanted not in known:
+            there = ", ".join(known) or "none"
+            raise click.ClickException(f"no model {wanted!r} at {url}; there: {there}")
+        return wanted
     # Only models that generate text have a maximum length.
     names = [one["id"] for one in listed["data"] if "max_model_len" in one]
     if not names:
@@ -81,7 +98,7 @@ async def _chat(url: str, model: str | None, key: str, limit: int | None) -> Non
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         try:
-            model = model or await model_of(session, url)
+            model = await model_of(session, url, model)
             click.echo(f"{model} at {url}; Ctrl-D ends the chat", err=True)
             messages: list[dict[str, str]] = []
             while (line := await asyncio.to_thread(_read)) is not None:
@@ -91,6 +108,11 @@ async def _chat(url: str, model: str | None, key: str, limit: int | None) -> Non
                     body["max_tokens"] = limit
                 said = await _answer(session, url, body)
                 messages.append({"role": "assistant", "content": said})
+        except aiohttp.ClientConnectorError as error:
+            raise click.ClickException(
+                f"no service answers at {url} ({error.os_error.strerror}); start one "
+                "with `multiworld serve`, or name its address with --url"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise click.ClickException(f"{url}: {error}") from error
 
@@ -109,17 +131,30 @@ def _read() -> str | None:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--url", default="http://127.0.0.1:8000", help="Address of the service.")
+@click.option(
+    "--url",
+    help=f"Address of the service; by default that of this user's only service, or "
+    f"{USUAL}.",
+)
 @click.option("--key", envvar="MULTIWORLD_KEY", default="", help="Key of a tenant.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     help="Maximum number of tokens of an answer.",
 )
-def chat(model: str | None, url: str, key: str, max_tokens: int | None) -> None:
+def chat(model: str | None, url: str | None, key: str, max_tokens: int | None) -> None:
     """Chat with a served MODEL, by default the first that generates text.
 
     Each line of the input is a message. Pauses of more than a second, such as after the
     loss of a worker, are shown.
     """
-    asyncio.run(_chat(url.rstrip("/").removesuffix("/v1"), model, key, max_tokens))
+    found = (url or _url_here()).rstrip("/").removesuffix("/v1")
+    asyncio.run(_chat(found, model, key, max_tokens))
+
+
+def _url_here() -> str:
+    """Return the address of this user's only service, or the usual one."""
+    try:
+        return Service(None, None).ask("GET", "/status", StatusAnswer).url
+    except MultiWorldError:
+        return USUAL

@@ -81,8 +81,8 @@ def _latest(name: str) -> str:
     except Exception as error:  # several libraries raise their own errors here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SpecError(
-            f"{name} is neither a file nor a folder, and the Hugging Face Hub gave no "
-            f"model of that name: {reason}; give a folder, or --revision COMMIT of a "
+            f"{name} is neither a file nor a folder, and looking it up on the Hugging "
+            f"Face Hub failed: {reason}; give a folder, or --revision COMMIT of a "
             "model that was fetched before"
         ) from error
     return str(sha)

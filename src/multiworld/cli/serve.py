@@ -43,12 +43,14 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
         [
             click.option("--served-model-name", "name", help="Name for clients."),
             click.option("--host", help="Address to listen on; 127.0.0.1 by default."),
-            click.option("--port", type=int, help="Port; 8000 by default."),
+            click.option(
+                "--port", type=click.IntRange(0, 65535), help="Port; 8000 by default."
+            ),
             click.option(
                 "--api-key",
                 envvar="MULTIWORLD_API_KEY",
-                help="Key that every request needs; safer in MULTIWORLD_API_KEY, which "
-                "other users cannot see.",
+                help="Key that every request needs, of 16 characters or more; safer in "
+                "MULTIWORLD_API_KEY, which other users cannot see.",
             ),
             click.option(
                 "--max-model-len", type=int, help="Maximum tokens of a sequence."
@@ -58,8 +60,14 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
                 type=int,
                 help="Maximum running sequences of a replica.",
             ),
-            click.option("--dtype", help="float32, bfloat16 or float16."),
-            click.option("--quantization", help="int8, on CPUs."),
+            click.option(
+                "--dtype",
+                type=click.Choice(["float32", "bfloat16", "float16"]),
+                help="Number format to compute in.",
+            ),
+            click.option(
+                "--quantization", type=click.Choice(["int8"]), help="int8, on CPUs."
+            ),
             click.option("--engine", help="vllm or llama.cpp, in place of our own."),
             click.option(
                 "--stages",
@@ -288,8 +296,9 @@ def serve(
             store_key(folder.path, api_key)
 
     waiting = fork_waiting() if app.launcher in LAUNCHERS else None
-    sys.exit(
-        asyncio.run(
-            run_service(app, folder, up, progress, waiting, fetched_at, prepare)
-        )
+    code = asyncio.run(
+        run_service(app, folder, up, progress, waiting, fetched_at, prepare)
     )
+    if not as_json:
+        console.print(f"{app.app} has ended")
+    sys.exit(code)

@@ -75,7 +75,7 @@ def test_chat_keeps_what_was_said(url: str) -> None:
 
 def test_error_of_the_service_is_shown(url: str) -> None:
     Service.said = ["refused"]
-    found = CliRunner().invoke(cli, ["chat", "x", "--url", f"{url}/v1"], input="Hi\n")
+    found = CliRunner().invoke(cli, ["chat", "m", "--url", f"{url}/v1"], input="Hi\n")
     assert found.exit_code == 1
     assert "no such model" in found.output
 
@@ -100,3 +100,27 @@ def test_service_that_is_not_there_is_named() -> None:
     )
     assert found.exit_code == 1
     assert "http://127.0.0.1:1" in found.output
+    assert "no service answers" in found.output
+    assert "--url" in found.output
+
+
+def test_unknown_model_is_named_before_the_first_message(url: str) -> None:
+    found = CliRunner().invoke(cli, ["chat", "x", "--url", url], input="")
+    assert found.exit_code == 1
+    assert "no model 'x'" in found.output
+    assert "there: encoder, m" in found.output
+
+
+def test_only_service_of_this_user_is_found(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Found:
+        def __init__(self, app: str | None, state: object) -> None:
+            pass
+
+        def ask(self, method: str, path: str, kind: type) -> Any:
+            return type("Status", (), {"url": url})
+
+    monkeypatch.setattr("multiworld.cli.chat.Service", Found)
+    found = CliRunner().invoke(cli, ["chat"], input="Hi\n")
+    assert found.stdout == "Hello\n", found.output

@@ -127,6 +127,8 @@ class ProcessLifecycle:
 
     def exited(self, name: str, code: int | None) -> None:
         """Handle the exit of a process, which the launcher reports."""
+        # A launcher may report an exit twice, the second time without a code.
+        is_news = code is not None or name in self._processes.running
         self._processes.exited(name)
         is_ours, grew = name in self._killed, self._memory_kills.grew
         why = end_words(code, is_ours=is_ours, ran_out_of_memory=grew)
@@ -139,7 +141,8 @@ class ProcessLifecycle:
             self._gone(name, why, cause)
         elif code:  # its loss has been handled, so only note the code
             self._history.say("exited", f"{name}: {why}", name)
-        self._processes.note_end(name, cause)
+        if is_news:
+            self._processes.note_end(name, cause)
 
     def lost(self, name: str, error: MemberLostError) -> None:
         """Handle the loss of a process, which its control world reports."""

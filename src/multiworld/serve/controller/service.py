@@ -239,8 +239,13 @@ def _say_progress(
     if entry.kind not in PROGRESS:
         return
     ready = sum(p.phase is ProcessPhase.READY for p in fleet.processes.values())
+    desired = fleet.desired
+    wanted = desired.gateways + sum(
+        count for model in desired.models.values() for count in model.replicas
+    )
     said = entry.text if entry.kind == "ready" else f"{entry.kind}: {entry.text}"
-    on_progress(f"{ready} of {len(fleet.processes)} processes are ready: {said}")
+    count = max(wanted, len(fleet.processes))
+    on_progress(f"{ready} of {count} processes are ready: {said}")
 
 
 def _say_up(startup: Startup, on_up: OnUp, controller: Controller) -> None:
@@ -265,9 +270,15 @@ async def _control(
     old, port = before.old, reserved.getsockname()[1]
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if not ended.is_set():
+            on_progress("ending: requests and streams that run are answered first")
+        ended.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, ended.set)
+            loop.add_signal_handler(number, end)
     config = world_config(app.silence_s)
     async with WorldManager(config=config, security=security) as manager:
         holder: list[Controller] = []
