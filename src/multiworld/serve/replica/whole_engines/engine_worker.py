@@ -99,7 +99,11 @@ class EngineWorker:
     # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
-        await self._engine.start()
+        try:
+            await self._engine.start()
+        except BaseException:
+            await self._engine.close()
+            raise
         # Call these now, so that an adapter that raises fails before the replica is
         # ready.
         self.report()
