@@ -219,7 +219,8 @@ class Streams:
         ended: asyncio.Future[actions.Item] = asyncio.get_running_loop().create_future()
 
         def arrived(item: actions.Item) -> None:
-            if not (isinstance(item, TokenItem) and not item.finish):
+            is_last = not isinstance(item, TokenItem) or bool(item.finish)
+            if is_last and not ended.done():  # it is done if the probe was cancelled
                 ended.set_result(item)
 
         stream = self.open(
