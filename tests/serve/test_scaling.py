@@ -44,7 +44,7 @@ def stages(config: dict[str, Any], **second: Any) -> list[dict[str, Any]]:
 
 async def test_stage_scales_up_and_down_with_its_load(tmp_path: Path) -> None:
     """A new controller continues from the state of one that was lost meanwhile."""
-    # A replica may be starting while the controller is away: it is to wait for the next.
+    # A replica that starts while the controller is away has to wait for the next one.
     spec = spec_with(m_stages=stages(QUICK), m_objective_ms=200, orphan_s=20.0)
     with served(tmp_path, spec) as service:
         assert service.stages() == [1, 1, 1]

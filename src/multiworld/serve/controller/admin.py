@@ -215,7 +215,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
     @app.post("/cancel")
     async def cancel(asked: Cancel) -> Response:
         check_running()
-        operations.cancel(asked.request)
+        await operations.cancel(asked.request)
         return respond(answers.Cancelled(asked.request))
 
     @app.post("/chaos")

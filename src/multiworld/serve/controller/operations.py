@@ -6,7 +6,12 @@ import random
 import signal
 from dataclasses import replace
 
-from multiworld.errors import PlacementError, ServeError, UnknownModelError
+from multiworld.errors import (
+    PlacementError,
+    ServeError,
+    UnknownModelError,
+    UnknownStreamError,
+)
 from multiworld.serve.controller.answers import Scaled
 from multiworld.serve.controller.dtypes import Resolved, resolve
 from multiworld.serve.controller.fleet import desired_state, events
@@ -27,11 +32,7 @@ from multiworld.serve.engine.models import imported_sources
 from multiworld.serve.engine.models.factory import check_policies
 from multiworld.serve.gateway.http.tls_handshake import check_certificate
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.wire.control_messages import (
-    CancelRequest,
-    InjectHang,
-    InjectPartition,
-)
+from multiworld.serve.wire.control_messages import InjectHang, InjectPartition
 
 # Stands for the gateways in place of a model; no model may have this name.
 GATEWAY = "gateway"
@@ -127,10 +128,15 @@ class Operations:
                 "that is intended"
             )
 
-    def cancel(self, request: str) -> None:
-        """Order all gateways to end the streams of the request with this id."""
+    async def cancel(self, request: str) -> None:
+        """Order all gateways to end the streams of the request with this id.
+
+        Raises:
+            UnknownStreamError: No gateway has a stream of this request.
+        """
+        if await self._links.cancel(request) == 0:
+            raise UnknownStreamError(f"no gateway has a live stream of {request!r}")
         self._history.say("cancel", f"request {request} is cancelled")
-        self._links.send_gateways(CancelRequest(request))
 
     def resolve(self, app: AppSpec) -> Resolved:
         """Choose a dtype for every model that generates text."""

@@ -174,8 +174,20 @@ class ProcessLinks:
                 found.counted[name] = answer.counted
         return found
 
+    async def cancel(self, request: str) -> int | None:
+        """End a request's streams; return how many, or None if a gateway is silent."""
+        asked = messages.CancelRequest(request)
+        asking = (self._ask(name, REPORT_S, asked) for name in self.gateways)
+        answers = await asyncio.gather(*asking)
+        if None in answers:
+            return None
+        return sum(each.cancelled for each in answers if each is not None)
+
     async def _ask(
-        self, name: str, limit_s: float, asked: messages.ReportRequest
+        self,
+        name: str,
+        limit_s: float,
+        asked: messages.ReportRequest | messages.CancelRequest,
     ) -> messages.Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()

@@ -395,8 +395,10 @@ class GatewayProcess:
                 self._end()
             case messages.ReportRequest():
                 self._agent.send(self._report(order))
-            case messages.CancelRequest(request):
-                self._streams.cancel(request)
+            case messages.CancelRequest(request, number):
+                count = self._streams.cancel(request)
+                if number:
+                    self._agent.send(messages.Report(number, cancelled=count))
             case messages.FleetReport():
                 self._gateway.fleet = order
                 if self._fleet is not None and not self._fleet.done():

@@ -38,6 +38,9 @@ NEGATED = {
 MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf`` that is rewritten
 MAX_ARRANGEMENTS = 512  # maximum arrays to list for a ``uniqueItems`` over an enum
 MAX_CHARACTERS = 1024  # maximum total length of the strings that a value must not equal
+# Maximum length of one of them: a pattern of all others nests three levels for each of
+# its characters, and llguidance allows 250.
+MAX_WORD = 80
 
 Schema = dict[str, Any]
 
@@ -279,7 +282,8 @@ def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
     if kinds & {"number", "object", "array"}:
         return None
     strings = [each for each in values if isinstance(each, str)]
-    if sum(map(len, strings)) > MAX_CHARACTERS:
+    lengths = [len(each) for each in strings]
+    if sum(lengths) > MAX_CHARACTERS or max(lengths, default=0) > MAX_WORD:
         return None
     found: list[Schema] = [{"type": [k for k in TYPES if k not in kinds]}]
     if strings:

@@ -76,9 +76,13 @@ class ReportRequest(Message, frozen=True, tag="report_request"):
 
 
 class CancelRequest(Message, frozen=True, tag="cancel_request"):
-    """Controller → gateway: end the streams of a request, by its id."""
+    """Controller → gateway: end the streams of a request, by its id.
+
+    If ``number`` is given, reply with a ``Report`` of this number.
+    """
 
     request: str
+    number: int = 0
 
 
 class InjectPartition(Message, frozen=True, tag="inject_partition"):
@@ -269,12 +273,13 @@ class TableApplied(Message, frozen=True, tag="table_applied"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Process → controller: reply to ``ReportRequest``; number 0: sent at exit."""
+    """Process → controller: reply to a request's number; number 0: sent at exit."""
 
     number: int
     worker: WorkerReport | None = None
     gateway: GatewayReport | None = None
     counted: tuple[Counted, ...] = ()
+    cancelled: int = 0  # streams that ``CancelRequest`` has ended
 
 
 class FleetReportRequest(Message, frozen=True, tag="fleet_report_request"):

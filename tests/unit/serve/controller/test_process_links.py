@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -36,10 +36,11 @@ class Manager:
     worlds: tuple[str, ...] = ()
 
     def __init__(self, *joined: Any) -> None:
-        self._joined = joined
+        self.joined = joined
 
     async def keep(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        for world in self._joined:
+        joined, self.joined = self.joined, ()
+        for world in joined:
             yield world
         await asyncio.Event().wait()
 
@@ -166,6 +167,42 @@ async def test_process_that_rejoins_gets_no_older_table_after_its_greeting(
         await asyncio.sleep(0.5)
         assert first.tables() == [1]
         assert second.tables() == []
+
+
+class Gateway:
+    """A gateway that has this many streams of any request; None: it says nothing."""
+
+    def __init__(self, streams: int | None) -> None:
+        self._streams = streams
+        self._said: asyncio.Queue[str] = asyncio.Queue()
+
+    async def send_object(self, content: str, dst: int) -> None:
+        match messages.ORDERS.decode(content):
+            case messages.CancelRequest("r-1", number) if self._streams is not None:
+                report = messages.Report(number, cancelled=self._streams)
+                self._said.put_nowait(messages.NEWS.encode(report))
+
+    async def recv_object(self, src: int) -> str:
+        return await self._said.get()
+
+
+@pytest.mark.parametrize(
+    ("streams", "count"), [((0, 2), 2), ((0, 0), 0), ((0, None), None)]
+)
+async def test_cancelled_streams_are_counted_if_every_gateway_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    streams: tuple[int | None, ...],
+    count: int | None,
+) -> None:
+    monkeypatch.setattr(process_links, "REPORT_S", SILENCE_S)
+    manager: Any = Manager()
+    links = ProcessLinks(manager, "app", "127.0.0.1:1", SILENCE_S, cast("Any", Owner()))
+    for number, each in enumerate(streams):
+        manager.joined = (Gateway(each),)
+        links.open(f"gateway/{number}")
+        await turns()
+    assert await links.cancel("r-1") == count
+    await links.close_all()
 
 
 class Breaking(Receiver):

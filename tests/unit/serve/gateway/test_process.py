@@ -42,6 +42,7 @@ from multiworld.serve.wire.control_messages import (
     NEWS,
     ORDERS,
     AllTenants,
+    CancelRequest,
     Finish,
     FleetReport,
     FleetReportRequest,
@@ -419,6 +420,13 @@ async def test_factory_of_a_new_version_does_not_hold_up_other_orders() -> None:
         assert g.dispatcher.table.number == 2
         BUILT.set()
         await until(lambda: g.dispatcher.table.number == 3)
+
+
+async def test_order_to_cancel_is_answered_with_the_number_of_streams() -> None:
+    async with gateway() as g:
+        await g.up(table(1))
+        await g.order(CancelRequest("r-1", 7))
+        assert await g.received(Report) == Report(7)
 
 
 async def test_end_waits_for_requests_in_flight() -> None:

@@ -502,5 +502,8 @@ def test_refusal_does_not_show_our_own_grammar() -> None:
     with pytest.raises(InvalidRequestError) as refused:
         grammar_of_schema({"not": {"pattern": "^a$"}}, "x")
     assert str(refused.value) == '"x" cannot be enforced: Unimplemented keys: ["not"]'
+    for length in (81, 1000):  # llguidance allows few levels of nesting
+        with pytest.raises(InvalidRequestError, match="Unimplemented keys"):
+            grammar_of_schema({"type": "string", "not": {"const": "x" * length}}, "x")
     with pytest.raises(InvalidRequestError, match=r"unclosed group$"):
         grammar_of_regex("(a", "x")

@@ -98,10 +98,12 @@ class PagedKvCache:
             elif self._lengths.get(each.sequence, 0) < each.begin:
                 raise MissingTokensError(f"tokens before {each.begin} are missing")
         added: list[int] = []
-        for each in rows:
-            added += self._make_room(each.sequence, each.begin + each.count)
-            self._lengths[each.sequence] = each.begin + each.count
-        self._clear(added)
+        try:
+            for each in rows:
+                added += self._make_room(each.sequence, each.begin + each.count)
+                self._lengths[each.sequence] = each.begin + each.count
+        finally:  # also if memory runs out: the next step uses the pages as they are
+            self._clear(added)
 
     def _make_room(self, sequence: Hashable, tokens: int) -> list[int]:
         """Allocate pages for ``tokens`` tokens of a sequence; return the new ones."""

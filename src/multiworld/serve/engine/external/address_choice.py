@@ -114,15 +114,17 @@ class ServerChoice:
         """
         left = [url for url in self._urls if url.rstrip("/") not in failed]
         servers = [self.client_of(url) for url in left]
-        working = [server for server in servers if await server.answers()]
         chosen = None
-        for number in range(MAX_CLAIMS):
-            for server in working:
-                if chosen is None and self._claimed(server.url, number):
-                    chosen = server
-        for server in servers:
-            if server is not chosen:
-                await server.close()
+        try:
+            working = [server for server in servers if await server.answers()]
+            for number in range(MAX_CLAIMS):
+                for server in working:
+                    if chosen is None and self._claimed(server.url, number):
+                        chosen = server
+        finally:
+            for server in servers:
+                if server is not chosen:
+                    await server.close()
         if chosen is None and failed:
             raise EngineLostError("; ".join(failed.values()))
         if chosen is None:
@@ -213,7 +215,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except EngineLostError as error:  # the server answers, but cannot compute
+            except (EngineLostError, SpecError) as error:  # it cannot compute
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

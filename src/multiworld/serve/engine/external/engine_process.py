@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -214,10 +215,13 @@ class HeldPort:
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         while not self.number:
             number = free_port()
-            # Fails if another engine has reserved the port.
-            with contextlib.suppress(OSError):
+            try:
                 self._claim.bind(f"\0multiworld engine port {number}")
                 self.number = number
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # another engine has reserved it
+                    self._claim.close()
+                    raise
 
     def release(self) -> None:
         self._claim.close()

@@ -62,7 +62,7 @@ def folder_of(path: str, revision: str | None) -> str:
         )
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise SpecError(
             f"{path!r} is on the Hugging Face Hub; pip install huggingface_hub"
@@ -90,8 +90,8 @@ def folder_of(path: str, revision: str | None) -> str:
             _mark_of(found).parent.mkdir(parents=True, exist_ok=True)
             _mark_of(found).touch()
         return found
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = str(error).strip().splitlines()[0]
+    except Exception as error:  # of the hub, its HTTP library, or the file system
+        why = (str(error).strip() or repr(error)).splitlines()[0]
         raise SpecError(
             f"cannot fetch {path} at {revision} from the hub: {why}"
         ) from error

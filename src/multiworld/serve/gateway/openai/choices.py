@@ -111,7 +111,8 @@ async def generate(
                 places.take()
                 sent = tuple(tokens.get(choice.index, ()))
                 noise = record.drawn.noise.get(choice.index)
-                arrivals.open(stream, choice, sampling, Delivered(sent, noise))
+                delivered = Delivered(sent, noise, record.spent_s)
+                arrivals.open(stream, choice, sampling, delivered)
                 open_choices += 1
         while open_choices:
             piece = await arrivals.next()

@@ -28,7 +28,7 @@ def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
             stream.model,
             stream.prompt,
             stream.made,
-            round(now - stream.began_at, 1),
+            round(now - stream.began_at + stream.earlier_s, 1),
             stream.phase.value,
             stream.chain,
             stream.attempt,

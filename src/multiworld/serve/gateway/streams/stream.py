@@ -136,6 +136,7 @@ class Stream:
     adapter: str = ""  # the LoRA adapter to compute with; empty: none
     session: str = ""  # streams of one session prefer the same replicas; empty: none
     origin: Origin = NOWHERE
+    earlier_s: float = 0.0  # its age when another gateway handed it over
     attempt: int = 0
     last_attempt: int = 0  # highest attempt number so far
     chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt

@@ -83,10 +83,12 @@ class Delivered:
         tokens: Delivered tokens.
         noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any
             replica may continue the stream.
+        age_s: Seconds since its request began.
     """
 
     tokens: tuple[int, ...] = ()
     noise: str | None = None
+    age_s: float = 0.0
 
 
 NOTHING = Delivered()
@@ -190,6 +192,7 @@ class Streams:
             adapter=adapter,
             origin=origin,
             noise=delivered.noise,
+            earlier_s=delivered.age_s,
         )
         if via is None:
             whose = f"{model}\0{adapter}\0{share.tenant}"
@@ -260,9 +263,14 @@ class Streams:
         """End a tenant's waiting streams without a token, dedicated or shared."""
         self._handle(events.TenantQuarantined(tenant, model))
 
-    def cancel(self, request: str) -> None:
-        """End the streams of a request with ``RequestCancelledError``."""
+    def cancel(self, request: str) -> int:
+        """End a request's streams with ``RequestCancelledError``; return how many."""
+        count = sum(
+            stream.origin.request == request and not stream.has_ended
+            for stream in self.router.streams.values()
+        )
         self._handle(events.RequestCancelled(request))
+        return count
 
     def shown(self, report: GatewayReport) -> GatewayReport:
         """Return a report with live streams."""

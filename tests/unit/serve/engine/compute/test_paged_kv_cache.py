@@ -229,6 +229,31 @@ def test_numbers_of_one_sequence_reach_no_other() -> None:
         torch.testing.assert_close(one, other, **CLOSE)
 
 
+def test_step_without_memory_leaves_no_numbers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a step that memory does not suffice for, its parts are computed alone."""
+    paged, plain = PagedKvCache(4), KvCache()
+    bad = torch.full((KEY_HEADS, 30, SIZE), float("nan"))
+    with torch.inference_mode():
+        attention = paged.step([Rows("bad", 0, 30)])
+        for layer in range(LAYERS):
+            attention.attend(layer, torch.ones(HEADS, 30, SIZE), bad, bad)
+    paged.free("bad")
+    rows = [Rows("good", 0, 5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "_grow", _without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            paged.step([*rows, Rows("huge", 0, 10_000)])
+    found, expected = attended(paged, rows, 1), attended(plain, rows, 1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def _without_memory() -> None:
+    raise torch.OutOfMemoryError
+
+
 # A whole stage.
 
 

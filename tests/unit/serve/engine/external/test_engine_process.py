@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -246,6 +248,19 @@ def test_engines_that_start_together_get_different_ports(
     assert third.number == 5000
     second.release()
     third.release()
+
+
+def test_port_cannot_be_held_where_the_system_refuses_such_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refused(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(engine_process, "free_port", lambda: 5000)
+    monkeypatch.setattr(socket, "socket", Refused)
+    with pytest.raises(PermissionError):
+        HeldPort()
 
 
 def test_output_of_an_engine_is_bounded_and_ends_with_its_last_words() -> None:

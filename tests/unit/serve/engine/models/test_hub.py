@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import hub
@@ -144,6 +146,17 @@ def test_model_that_cannot_be_fetched_is_named(
     endpoint = f"http://127.0.0.1:{server.server_port}"
     text = fetched(endpoint, tmp_path, "some/other")
     assert text.startswith("SpecError: cannot fetch some/other at 0123")
+
+
+def test_error_without_a_text_is_named_by_its_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(*args: object, local_files_only: bool = False, **more: object) -> str:
+        raise LocalEntryNotFoundError("no") if local_files_only else TimeoutError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", silent)
+    with pytest.raises(SpecError, match=r"from the hub: TimeoutError\(\)"):
+        hub.folder_of("some/model", COMMIT)
 
 
 def test_hub_name_needs_a_revision_and_a_folder_has_none(tmp_path: Path) -> None:

@@ -399,8 +399,8 @@ async def test_cancelled_request_ends_and_others_go_on() -> None:
     await net.connected()
     clients = [Client(net, [5, 6, n], 40, request=f"r-{n}") for n in range(3)]
     await have_tokens(net, clients)
-    net.streams.cancel("r-1")
-    net.streams.cancel("of nobody")
+    assert net.streams.cancel("r-1") == 1
+    assert net.streams.cancel("r-1") == net.streams.cancel("of nobody") == 0
     with pytest.raises(RequestCancelledError):
         await clients[1].task
     await whole(net, clients[0], clients[2])

@@ -36,7 +36,9 @@ def stream(number: int, began_at: float = 0.0, **more: Any) -> Stream:
 
 
 def test_streams_in_trouble_come_first_and_then_the_oldest() -> None:
-    found = [stream(n, began_at=10.0 - n, chain=("a",)) for n in range(1, 4)]
+    found = [
+        stream(n, began_at=10.0 - n, earlier_s=5.0, chain=("a",)) for n in range(1, 4)
+    ]
     waiting = stream(9, began_at=9.5)
     for each in found:
         each.become(Phase.COMPUTING)
@@ -44,7 +46,7 @@ def test_streams_in_trouble_come_first_and_then_the_oldest() -> None:
     probe = stream(8, via={0: "a"})
     told = shown([*found, probe, waiting], 20.0)
     assert [each.request for each in told] == ["r-9", "r-3", "r-2", "r-1"]
-    assert (told[1].made, told[1].prompt, told[1].age_s) == (2, 2, 13.0)
+    assert (told[1].made, told[1].prompt, told[1].age_s) == (2, 2, 18.0)
     assert told[1].longest_s == 1.25
 
 
