@@ -50,6 +50,8 @@ READERS = 64  # maximum number of open pages
 WAY = 500  # maximum number of log entries shown for one request
 LOG_BYTES = 64 * 1024  # maximum bytes shown from the end of a log
 BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
+# A chat may last long; its model's deadline limits it.
+CHAT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 COOKIE = "multiworld_key"
 
 END = b""  # the last event of a stream; it is not sent
@@ -253,7 +255,12 @@ def make_dashboard(service: Service, key: str = "") -> Guard:
             headers["authorization"] = given
         url = f"{await watch.url()}/v1/chat/completions"
         http: aiohttp.ClientSession = request.app.state.http
-        answer = await http.post(url, data=body, headers=headers, ssl=False)
+        try:
+            answer = await http.post(
+                url, data=body, headers=headers, ssl=False, timeout=CHAT
+            )
+        except aiohttp.ClientError as error:
+            return JSONResponse({"error": f"no gateway answers: {error}"}, 502)
 
         async def parts() -> AsyncIterator[bytes]:
             async with answer:

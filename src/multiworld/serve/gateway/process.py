@@ -295,8 +295,9 @@ class GatewayProcess:
             made.connection_made(NoTransport(made))
             return
         kept = PeekedSocket(fileno=sock.detach())
-        make = partial(make, recorder=Recorder(self._stream_keeper, record, kept))
-        task = loop.create_task(self._connected(make, kept, record))
+        recorder = Recorder(self._stream_keeper, record, kept)
+        make = partial(make, recorder=recorder)
+        task = loop.create_task(self._connected(make, kept, recorder))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
 
@@ -304,14 +305,15 @@ class GatewayProcess:
         self,
         make: Callable[[], asyncio.Protocol],
         sock: PeekedSocket,
-        record: ConnectionRecord,
+        recorder: Recorder,
     ) -> None:
         sock.setblocking(False)
         try:
-            sock.take_recorded(record)
+            sock.take_recorded(recorder.record)
             await asyncio.get_running_loop().connect_accepted_socket(make, sock)
         except OSError as error:
             logger.warning("a connection cannot be served: %s", error)
+            recorder.closed()
             sock.close()
 
     async def _serve(self, sockets: list[socket.socket]) -> None:

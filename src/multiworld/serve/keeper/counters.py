@@ -23,34 +23,27 @@ TRIES = 1000  # maximum attempts to read consistent counters
 
 def written(sock: socket.socket) -> int:
     """Return how many bytes this host has written to the connection."""
-    return _settled(sock, BYTES_ACKED, SIOCOUTQ, 1)
+    acked, waiting, _ = _settled(sock, BYTES_ACKED, SIOCOUTQ)
+    return acked + waiting
 
 
 def read(sock: socket.socket) -> int:
     """Return how many bytes this host has read from the connection."""
-    found = _settled(sock, BYTES_RECEIVED, SIOCINQ, -1)
-    return found - (_info(sock)[0] in ENDED)
+    received, waiting, state = _settled(sock, BYTES_RECEIVED, SIOCINQ)
+    return received - waiting - (state in ENDED)
 
 
-def _settled(sock: socket.socket, offset: int, queue: int, sign: int) -> int:
-    # A packet may arrive between the two calls: repeat until the counter is stable.
+def _settled(sock: socket.socket, offset: int, queue: int) -> tuple[int, int, int]:
+    # A packet may arrive between the calls: repeat until the counter is stable.
     for _ in range(TRIES):
-        before = _counter(sock, offset)
-        waiting = _queued(sock, queue)
-        if _counter(sock, offset) == before:
+        before, _ = _counter(sock, offset)
+        (waiting,) = struct.unpack("i", fcntl.ioctl(sock, queue, b"\0" * 4))
+        counter, state = _counter(sock, offset)
+        if counter == before:
             break
-    return before + sign * waiting
+    return counter, waiting, state
 
 
-def _counter(sock: socket.socket, offset: int) -> int:
-    (found,) = struct.unpack_from("Q", _info(sock), offset)
-    return int(found)
-
-
-def _info(sock: socket.socket) -> bytes:
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-
-
-def _queued(sock: socket.socket, request: int) -> int:
-    (found,) = struct.unpack("i", fcntl.ioctl(sock, request, b"\0" * 4))
-    return int(found)
+def _counter(sock: socket.socket, offset: int) -> tuple[int, int]:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    return struct.unpack_from("Q", info, offset)[0], info[0]

@@ -56,6 +56,7 @@ class AdmittedRequest:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     model: str = ""  # model that the request names; empty until known
+    counted_for: str | None = None  # the model of its usage, once it has finished
 
 
 class Authenticator:
@@ -125,6 +126,7 @@ class Authenticator:
         ``status``: None if another gateway continues the request, and will count it.
         """
         self.limiter.release(admitted.tenant)
+        admitted.counted_for = model
         sums = self.meter.at(admitted.tenant.name, model, time.time())
         if status is not None:
             sums.requests += 1
@@ -145,7 +147,11 @@ class Authenticator:
 
     def count_sent(self, admitted: AdmittedRequest, size: int) -> None:
         """Count bytes of an answer, as they are sent."""
-        admitted.bytes_out += size
+        if admitted.counted_for is None:
+            admitted.bytes_out += size
+        else:  # a kept stream has ended, and its client still reads
+            name, model = admitted.tenant.name, admitted.counted_for
+            self.meter.at(name, model, time.time()).bytes_out += size
         self.limiter.spend(admitted.tenant, size)
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:

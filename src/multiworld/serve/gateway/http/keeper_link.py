@@ -362,11 +362,9 @@ class KeeperLink:
         try:
             async with asyncio.timeout(limit_s):
                 kept = await self._may_hand_over
+                if kept is None or not await self._is_flushed():
+                    return False
         except TimeoutError:
-            return False
-        if kept is None:
-            return False
-        if not await self._is_flushed():
             return False
         # Release kept streams first (they have descriptor -1), so that the keeper can
         # give the connections that read them to the same gateways.

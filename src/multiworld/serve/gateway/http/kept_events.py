@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from multiworld.errors import UnknownStreamError
+
 COMMENT = b":"  # first byte of a comment, which keeps a connection open
 KEEP_ALIVE = b": still generating\n\n"
 KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comment
@@ -46,9 +48,13 @@ class EventLog:
     def has_readers(self) -> bool:
         return bool(self._positions)
 
-    def has_all(self, after: int) -> bool:
-        """Return whether no event after number ``after`` was dropped."""
-        return self._first <= after
+    def require_all(self, after: int) -> None:
+        """Raise UnknownStreamError if an event after number ``after`` was dropped."""
+        if after < self._first:
+            raise UnknownStreamError(
+                f"event {after + 1} is no longer kept; the operator can raise "
+                "gateway.detached_mb"
+            )
 
     # Filling.
 
@@ -102,7 +108,12 @@ class EventLog:
     # Reading.
 
     async def read(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after number ``after``, until the stream ends."""
+        """Yield the events after number ``after``, until the stream ends.
+
+        Raises:
+            UnknownStreamError: Some of these events were dropped.
+        """
+        self.require_all(after)
         position = [after]
         self._positions.append(position)
         self._stop_timer()
@@ -123,6 +134,7 @@ class EventLog:
                     yield KEEP_ALIVE
         finally:
             self._positions.remove(position)
+            self._tell()  # the stream may wait for this reader
             self._wait_for_reader()
 
     # The end.

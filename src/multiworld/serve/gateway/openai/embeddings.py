@@ -157,7 +157,7 @@ def _checked(
 async def _embed_all(call: AdmittedCall, asked: EmbeddingRequest) -> Response:
     """Embed all texts with one version of a model."""
     authenticator = call.gateway.authenticator
-    asked_at = authenticator.clock()
+    asked_at = authenticator.clock() - call.record.spent_s
     while True:
         version, model, inputs = await _prepared(call, asked)
         tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)

@@ -48,11 +48,7 @@ async def events_behind(call: Call, name: str, after: int) -> Response:
         # Nobody reads this response: the connection moves to the gateway that has
         # the stream.
         return Response()
-    if not log.has_all(after):
-        raise UnknownStreamError(
-            f"event {after + 1} is no longer kept; the operator can raise "
-            "gateway.detached_mb"
-        )
+    log.require_all(after)
     if call.request.scope["method"] == "HEAD":
         return Response(headers=SSE_HEADERS, media_type="text/event-stream")
     return _Continued(log.read(after))

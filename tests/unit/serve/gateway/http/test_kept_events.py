@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
+from multiworld.errors import UnknownStreamError
 from multiworld.serve.gateway.http import kept_events
 from multiworld.serve.gateway.http.kept_events import EventLog, EventLogs
 
@@ -155,8 +156,37 @@ async def test_stream_without_room_goes_at_the_pace_of_its_reader() -> None:
         assert source.given.qsize() >= 6, "it waits for the reader"
         rest = [event async for event in events]
     assert [number_of(event) for event in (first, *rest)] == list(range(1, 10))
-    assert not log.has_all(0)
-    assert log.has_all(9)
+    log.require_all(9)
+    with pytest.raises(UnknownStreamError, match="event 1 is no longer kept"):
+        log.require_all(0)
+
+
+async def test_stream_goes_on_when_its_slowest_reader_has_left() -> None:
+    log, source = begun(EventLogs(4 * SIZE))
+    source.give(9)
+    source.end()
+    slow = log.read(0)
+    async with asyncio.timeout(HANG_S):
+        await anext(slow)
+    fast = asyncio.ensure_future(all_of(log))
+    await settle()
+    assert source.given.qsize() >= 6, "it waits for the slow reader"
+    await slow.aclose()
+    assert await fast == list(range(1, 10))
+
+
+async def test_reader_that_begins_too_late_is_refused() -> None:
+    """Between the check of its request and its first event, events may be dropped."""
+    log, source = begun(EventLogs(4 * SIZE))
+    async with aclosing(log.read(0)) as events, asyncio.timeout(HANG_S):
+        source.give(1)
+        await anext(events)
+        late = log.read(0)
+        source.give(5)
+        for _ in range(4):
+            await anext(events)
+        with pytest.raises(UnknownStreamError):
+            await anext(late)
 
 
 async def test_size_is_zero_when_all_are_gone() -> None:

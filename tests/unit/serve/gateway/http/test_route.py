@@ -222,6 +222,17 @@ async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
     assert {row.model: row.bytes_out for row in rows}["m"] == 8 + len(EventStream.last)
 
 
+async def test_bytes_sent_after_the_end_of_a_kept_stream_are_counted() -> None:
+    fake = Fake()
+    door = fake.gateway.authenticator
+    admitted = door.admit(request().headers)
+    door.count_sent(admitted, 3)
+    door.finish(admitted, "m", 200)
+    door.count_sent(admitted, 4)
+    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
+    assert [(row.model, row.requests, row.bytes_out) for row in rows] == [("m", 1, 7)]
+
+
 async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
     fake = Fake()
 

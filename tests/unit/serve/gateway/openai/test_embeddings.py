@@ -14,6 +14,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.gateway.http import request_body
+from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.openai.embeddings import MAX_TEXTS, WINDOW
 from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
@@ -276,6 +277,15 @@ async def test_all_inputs_share_one_deadline() -> None:
     left = [call["deadline_s"] for call in fake.dispatcher.calls]
     assert all(4.0 < seconds <= 5.0 for seconds in left[:2])
     assert 29.0 < left[2] <= 30.0
+
+
+async def test_deadline_counts_from_the_first_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AnswerRecord, "spent_s", 20.0)
+    fake = Fake()
+    await embed(fake, input="a")
+    assert 9.0 < fake.dispatcher.calls[0]["deadline_s"] <= 10.0
 
 
 async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
