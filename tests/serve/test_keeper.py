@@ -250,6 +250,9 @@ async def test_gateway_that_hangs_is_killed_and_cuts_no_stream(service: Served) 
         async with asyncio.timeout(WAIT_S):
             while is_living(hung):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+    (*_, lost) = await asyncio.to_thread(service.events, "lost")
+    assert "it was stopped for" in lost.text
+    assert "and the stream keeper killed it" in lost.text
 
 
 async def test_two_gateways_are_lost_at_once(service: Served) -> None:

@@ -405,7 +405,9 @@ def _silence(peer: _Peer, silent_s: float, now: float) -> tuple[str, str]:
         )
     return (
         f"it has been silent for {silent_s:.1f} s",
-        "no heartbeat arrived; its host or the network may be down",
+        "no heartbeat arrived"
+        if peer.is_near
+        else "no heartbeat arrived; its host or the network may be down",
     )
 
 

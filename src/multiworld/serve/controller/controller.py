@@ -50,6 +50,7 @@ from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.controller.observe.observer import Observer
 from multiworld.serve.controller.observe.operation_trace import OperationTrace
+from multiworld.serve.controller.observe.troubles import SATURATED
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_placement import Specs
@@ -70,6 +71,7 @@ from multiworld.serve.engine.models.factory import (
 )
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.machines.assignment import assign
+from multiworld.serve.machines.neighbours import Neighbours
 from multiworld.serve.machines.usage import disk_of
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.registry import open_registry
@@ -161,6 +163,7 @@ class Controller:
             self._args_of,
             self.recorded,
             self._save,
+            folder.keeper.parent,
         )
         self.operations = Operations(
             self._current,
@@ -195,6 +198,7 @@ class Controller:
         )
         self.observer = Observer(self.history, self.journal, clock)
         self._watched_until = 0.0
+        self._neighbours, self._neighbour = Neighbours(clock), ""
         self._metrics = FleetMetrics(
             self._look,
             self.fleet.processes,
@@ -324,6 +328,13 @@ class Controller:
             if p.phase is ProcessPhase.READY
         }
         self.observer.seen(reports, self._metrics.sums(), posts)
+        busy = (report.machine_busy for report in reports.workers.values())
+        self._neighbour = ""
+        if max(busy, default=0.0) >= SATURATED:
+            running = self.processes.running.values()
+            self._neighbour = self._neighbours.most(
+                {os.getpid(), *(each.pid for each in running)}
+            )
 
     async def _look(self, limit_s: float) -> messages.Reports:
         is_watched = self._clock() < self._watched_until
@@ -341,6 +352,7 @@ class Controller:
             self.history.handed_over,
             self.tenanting.budgets(),
             disk_of(self._folder.path),
+            self._neighbour,
         )
 
     async def _report_fleet(self, name: str, number: int) -> None:

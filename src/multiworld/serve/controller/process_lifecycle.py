@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from multiworld.errors import (
@@ -19,10 +20,11 @@ from multiworld.serve.controller.fleet.state import Process, ProcessPhase
 from multiworld.serve.controller.launchers.base import Launcher
 from multiworld.serve.controller.placement.replica_placement import ReplicaBookings
 from multiworld.serve.controller.process_links import ProcessLinks
-from multiworld.serve.controller.processes import Processes, end_words
+from multiworld.serve.controller.processes import Processes, end_words, local_words
 from multiworld.serve.controller.reconciliation import Reconciliation
 from multiworld.serve.controller.versions import Versions
 from multiworld.serve.deadlines import EXIT_S
+from multiworld.serve.keeper import kill_notes
 from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.wire.process_args import ProcessArgs
@@ -56,11 +58,13 @@ class ProcessLifecycle:
         # Waits until the record is on disk.
         recorded: Callable[[], Coroutine[Any, Any, None]],
         save: Callable[[], None],
+        keeper: Path,  # the folder of the stream keeper
     ) -> None:
         self._fleet, self._reconciliation = fleet, reconciliation
         self._versions, self._processes, self._links = versions, processes, links
         self._launcher, self._bookings, self._history = launcher, bookings, history
         self._args_of, self._recorded, self._save = args_of, recorded, save
+        self._keeper = keeper
         self._launching: set[asyncio.Task[None]] = set()
         # Processes that this controller killed and whose exit is not reported yet.
         self._killed: set[str] = set()
@@ -128,10 +132,12 @@ class ProcessLifecycle:
     def exited(self, name: str, code: int | None) -> None:
         """Handle the exit of a process, which the launcher reports."""
         # A launcher may report an exit twice, the second time without a code.
-        is_news = code is not None or name in self._processes.running
+        running = self._processes.running.get(name)
+        is_news = code is not None or running is not None
         self._processes.exited(name)
         is_ours, grew = name in self._killed, self._memory_kills.grew
-        why = end_words(code, is_ours=is_ours, ran_out_of_memory=grew)
+        why = "" if running is None else kill_notes.take(self._keeper, running.pid)
+        why = why or end_words(code, is_ours=is_ours, ran_out_of_memory=grew)
         self._killed.discard(name)
         process, cause = self._fleet.processes.get(name), why
         if code and code > 0 and (process is None or not self._is_new(process)):
@@ -150,6 +156,9 @@ class ProcessLifecycle:
         # reason need not name the rank.
         why = error.reason.removeprefix("rank 1 was lost: ")
         why += f"; {error.evidence}"
+        running = self._processes.running.get(name)
+        if not error.has_ended and running is not None:
+            why += local_words(running.pid, running.began)
         if error.has_ended:
             # Wait for the launcher to report the exit code, which is a better reason;
             # see ``exited``.

@@ -14,11 +14,16 @@ from pathlib import Path
 from multiworld.log_format import formatter_of
 from multiworld.serve.controller.fleet.record import ProcessRecord
 from multiworld.serve.controller.fleet.state import Process, ProcessPhase
-from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
+from multiworld.serve.controller.launchers.base import (
+    Launcher,
+    RunningProcess,
+    began_at,
+)
 from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.status import exit_words, last_words
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.bookings import Bookings
+from multiworld.serve.machines.usage import is_stopped
 from multiworld.serve.wire.process_args import ProcessArgs
 
 logger = logging.getLogger("multiworld.serve")
@@ -181,6 +186,15 @@ def end_words(
         return "the controller killed it"
     lack = ", and the kernel killed a process for lack of memory meanwhile"
     return words + lack * ran_out_of_memory()
+
+
+def local_words(pid: int, began: int) -> str:
+    """Return whether a silent process of this machine runs; empty if it is not here."""
+    if began_at(pid) != began:
+        return ""
+    if is_stopped(pid):
+        return "; its process is stopped"
+    return "; its process runs on this machine: its connections may be cut"
 
 
 def _changed_at(path: Path) -> float:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from multiworld.serve.keeper import counters
+from multiworld.serve.keeper import counters, kill_notes
 from multiworld.serve.keeper.channel import Channel, is_same
 from multiworld.serve.keeper.connection_record import record_of
 from multiworld.serve.keeper.frames import (
@@ -47,6 +47,7 @@ from multiworld.serve.keeper.keeper import (
     Trim,
 )
 from multiworld.serve.machines.open_files import raise_limit
+from multiworld.serve.machines.usage import is_stopped
 
 MIB = 2**20
 BACKLOG = 2048  # maximum connections that wait to be accepted
@@ -83,8 +84,10 @@ class KeeperProcess:
         silence_s: float,
         max_bytes: int,
         active: int,
+        folder: Path,
     ) -> None:
         self.keeper = Keeper(silence_s, max_bytes, active)
+        self._folder = folder
         self._listeners = listeners
         self._loop = asyncio.get_running_loop()
         # Starts at the current time, because restored connections keep the numbers that
@@ -301,9 +304,17 @@ class KeeperProcess:
                         self.keeper.released(connection, found, now, stream)
                     )
                 case Kill(gateway):
+                    self._note_kill(gateway)
                     _kill(self._processes[gateway])
                 case Say(gateway, what):
                     self._send(gateway, [what])
+
+    def _note_kill(self, gateway: int) -> None:
+        pid = self._pids[gateway]
+        silent_s = self._loop.time() - self.keeper.gateways[gateway].heard_at
+        what = "was stopped" if is_stopped(pid) else "did not respond"
+        why = f"it {what} for {silent_s:.1f} s, and the stream keeper killed it"
+        kill_notes.leave(self._folder, pid, why)
 
     def _give(self, connection: int, gateway: int) -> None:
         channel = self._channels.get(gateway)
@@ -435,7 +446,11 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     listeners = [socket.socket(fileno=number) for number in args.listener]
-    process = KeeperProcess(listeners, args.silence, args.memory * MIB, args.active)
+    folder = Path(args.socket).parent
+    kill_notes.clear(folder)
+    process = KeeperProcess(
+        listeners, args.silence, args.memory * MIB, args.active, folder
+    )
 
     def joined() -> None:
         try:

@@ -32,6 +32,15 @@ def disk_of(folder: Path) -> tuple[int, int]:
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process of this machine."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"  # proc(5)
+
+
 def usage_of(pid: int) -> Usage:
     """Return the usage of a process and its descendants; zeros if it has exited."""
     family = family_of(pid)

@@ -25,10 +25,10 @@ def test_end_of_the_peer_between_two_looks_is_not_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
-    with Watched(fileno=accepted.detach()) as sock:
+    with peer, Watched(fileno=accepted.detach()) as sock:
         sock.peer = peer
         peer.sendall(b"abc")
-        assert sock.recv(10, socket.MSG_PEEK | socket.MSG_WAITALL) == b"abc"
+        assert sock.recv(3, socket.MSG_PEEK | socket.MSG_WAITALL) == b"abc"
         assert counters.read(sock) == 0
         sock.recv(3)
         sock.looks = 0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
+from multiworld.serve.wire.control_messages import TenantLoad
 
 BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
 FULL = 0.95  # minimum share of KV memory in use that counts as full
+LONG = 500  # mean tokens of the waiting prompts from which they count as long
 READY = "ready"
 
 
 def bottleneck_of(
-    stages: Sequence[StageFacts], replicas: Mapping[str, ReplicaFacts], waiting: int
+    stages: Sequence[StageFacts],
+    replicas: Mapping[str, ReplicaFacts],
+    waiting: int,
+    held: Iterable[TenantLoad] = (),
 ) -> str:
     """Return a model's bottleneck; empty if nothing waits and no stage is busy.
 
@@ -21,6 +26,7 @@ def bottleneck_of(
         stages: The model's stages.
         replicas: The service's replicas, by name.
         waiting: Number of requests and streams that wait at gateways.
+        held: What each tenant has in progress, of all models.
     """
     ready = [
         [
@@ -53,9 +59,18 @@ def bottleneck_of(
         more = f"; {', '.join(slow)} is slow" if slow else ""
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
-        return (
-            f"{waiting} waiting, and no stage computes all the time: long prompts, "
-            "grammars that are compiled, or a limit (max_num_seqs, "
-            "max_ongoing_requests) hold them back"
-        )
+        return f"{waiting} waiting, and no stage computes all the time: {_cause(held)}"
     return ""
+
+
+def _cause(held: Iterable[TenantLoad]) -> str:
+    """Return what holds requests back although no stage is busy."""
+    held = list(held)
+    waiting = sum(each.waiting for each in held)
+    causes = []
+    if waiting and sum(each.prompt_tokens for each in held) > LONG * waiting:
+        causes.append("long prompts hold them back")
+    if any(each.waiting and each.structured for each in held):
+        causes.append("grammars that are compiled hold them back")
+    limits = "max_num_seqs, max_ongoing_requests"
+    return " and ".join(causes) or f"a limit holds them back ({limits})"

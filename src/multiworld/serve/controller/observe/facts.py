@@ -31,6 +31,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageFacts, ...]
     requests_s: float = 0.0  # requests answered per second
     failures_s: float = 0.0  # requests answered with an error per second
+    # Requests per second that the service failed to answer, by HTTP status.
+    failed_s: dict[str, float] = {}
     tokens_s: float = 0.0
     in_flight: int = 0
     waiting: int = 0  # requests that wait at the gateways
@@ -161,6 +163,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     failing: dict[str, str] = {}
     # Used share of the cores of each machine, by any process.
     busy: dict[str, float] = {}
+    # The process outside the service that uses most of the controller's machine, if it
+    # has no free core: its name, id and cores.
+    neighbour: str = ""
     # Free and total bytes of the file system that has the service's state and logs.
     disk: tuple[int, int] = (0, 0)
     # Stages all of whose replicas compute more slowly than before, and how much.

@@ -42,6 +42,7 @@ CHAINS = 100  # maximum number of a model's chains in the facts
 POINTS = 300  # maximum number of points of a model's load, two seconds apart
 SHARES = 0.5, 0.99
 GOOD = "200"  # status of an answer without an error
+FAILED = "500"  # statuses from here on are failures of the service
 
 
 class Observer:
@@ -156,6 +157,7 @@ class Observer:
         handed_over: int,
         budgets: Mapping[str, Mapping[str, tuple[int, int]]],
         disk: tuple[int, int] = (0, 0),
+        neighbour: str = "",
     ) -> Facts:
         """Return all facts, as of the last reports.
 
@@ -165,6 +167,7 @@ class Observer:
             handed_over: Connections that another gateway has continued.
             budgets: Tokens used and allowed, by tenant and limit.
             disk: Free and total bytes of the file system of the service's state.
+            neighbour: As in ``Facts``.
         """
         gateways = self._reports.gateways
         totals: Counter[str] = Counter()
@@ -200,6 +203,7 @@ class Observer:
             },
             busy=self._busy(replicas),
             disk=disk,
+            neighbour=neighbour,
             slower=self._slower(status),
         )
         return replace(facts, troubles=tuple(troubles_of(facts)))
@@ -228,6 +232,7 @@ class Observer:
     ) -> Iterator[tuple[str, ModelFacts]]:
         answered = self._window.rates("requests")
         tokens = self._window.rates("stage_tokens")
+        held = summed(*(g.tenants for g in gateways.values())).values()
         for name, wanted in status.wanted.models.items():
             version = status.active.get(name, wanted.version)
             posts = [p for p in status.processes if p.model == name]
@@ -253,6 +258,7 @@ class Observer:
                     stages=tuple(stages),
                     requests_s=rates.get(GOOD, 0.0),
                     failures_s=sum(r for s, r in rates.items() if s != GOOD),
+                    failed_s={s: r for s, r in rates.items() if s >= FAILED},
                     tokens_s=sum(r for la, r in tokens.items() if la[0] == name),
                     in_flight=sum(loads),
                     waiting=waiting,
@@ -269,7 +275,7 @@ class Observer:
                     ),
                     prefix_hits=self._prefix_hits(name),
                     chains=_chains(stages, gateways),
-                    bottleneck=bottleneck_of(stages, replicas, waiting),
+                    bottleneck=bottleneck_of(stages, replicas, waiting, held),
                     answers=self._spread("request_buckets", name),
                     first_tokens=self._spread("first_token_buckets", name),
                     between_tokens=self._spread("output_token_buckets", name),
@@ -413,4 +419,12 @@ def _chains(
 def _work_of(report: WorkerReport, post: tuple[str, str, int]) -> Work:
     steps = report.counts.get("steps", 0) or report.counts.get("batches", 0)
     rows = report.counts.get("rows", 0)
-    return Work(post, steps, rows, report.computed_s, report.cpu_s, report.computing_s)
+    return Work(
+        post,
+        steps,
+        rows,
+        report.computed_s,
+        report.cpu_s,
+        report.computing_s,
+        report.machine_busy,
+    )

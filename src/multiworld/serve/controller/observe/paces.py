@@ -26,6 +26,7 @@ LONG_S = 1.0
 LONG = 5.0
 # CPU time per second of computing, relative to peers, below which a replica is starved.
 STARVED = 0.6
+FREE = 0.85  # used share of a machine's cores below which some of them are free
 MIN_PAST = 3  # minimum number of windows of a past that a whole stage is compared with
 NO_COMPARISON = 1.0
 
@@ -39,6 +40,7 @@ class Work(NamedTuple):
     computed_s: float
     cpu_s: float
     computing_s: float  # seconds since its current step began
+    machine_busy: float = 1.0  # used share of its machine's cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Pace:
         rows: Mean rows per step.
         cpu: CPU seconds per second of computing.
         busy: Share of the time in which it computes.
+        has_free_cores: Whether its machine has free cores.
     """
 
     stage: tuple[str, str, int]
@@ -57,6 +60,7 @@ class Pace:
     rows: float
     cpu: float
     busy: float = 0.0
+    has_free_cores: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +98,7 @@ class Paces:
     def slower(self) -> dict[tuple[str, str, int], str]:
         """Stages all of whose replicas are slower than before, and how much.
 
-        A single one is in ``slow``.
+        A single one is in ``slow``. Steps that have many more rows are not slow.
         """
         stages: dict[tuple[str, str, int], list[tuple[Pace, _Replica]]] = {}
         for name, pace in self.paces.items():
@@ -105,6 +109,7 @@ class Paces:
             for stage, found in stages.items()
             if len(found) > 1
             and all(pace.step_s > SLOW * median(each.past) for pace, each in found)
+            and any(pace.rows <= SLOW * median(each.past_rows) for pace, each in found)
         }
 
     def seen(self, found: Mapping[str, Work], now: float) -> None:
@@ -170,6 +175,7 @@ def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
         rows / steps,
         cpu_s / computed_s,
         min(1.0, share),
+        0 <= last.machine_busy < FREE,
     )
 
 
@@ -193,10 +199,10 @@ def _slower_words(found: Sequence[tuple[Pace, _Replica]]) -> str:
     past_s = median(median(each.past) for _, each in found)
     rows = median(pace.rows for pace, _ in found)
     past_rows = median(median(each.past_rows) for _, each in found)
-    text = f"a step takes {1000 * step_s:.3g} ms, before {1000 * past_s:.3g}"
-    if rows > SLOW * past_rows:
-        return f"{text}; it has {rows:.3g} rows, before {past_rows:.3g}"
-    return f"{text}, with no more rows than before"
+    return (
+        f"a step takes {1000 * step_s:.3g} ms, before {1000 * past_s:.3g}, with "
+        f"{rows:.3g} rows, before {past_rows:.3g}"
+    )
 
 
 def _words(
@@ -211,9 +217,11 @@ def _words(
     usual = median(p.cpu for p in peers) if peers else 1.0
     if pace.cpu < STARVED * usual:
         beside = f", its peers {usual:.2f} s" if peers else ""
+        cause = "something else runs on its cores, or it is throttled"
+        if pace.has_free_cores:
+            cause = "cores are free, so it is throttled, or stopped again and again"
         return (
             f"{text}; it is starved: it gets {pace.cpu:.2f} s of processor time for a "
-            f"second of computing{beside}: something else runs on its cores, or it is "
-            "throttled"
+            f"second of computing{beside}: {cause}"
         )
     return f"{text}; it gets enough processor time: its computation is slower"

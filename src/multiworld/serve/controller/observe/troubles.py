@@ -8,9 +8,10 @@ from multiworld.config import MIB
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 
-# A stage, or the gateways, keep dying if at least ``MANY`` processes were lost within
-# ``RECENT_S`` seconds.
-RECENT_S, MANY = 120.0, 3
+# Losses at a stage, or of gateways, are a trouble if at least ``MANY`` happened within
+# ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago.
+RECENT_S, MANY, FRESH_S = 120.0, 2, 60.0
+FAILING_S = 0.05  # failed requests per second that are mentioned
 LOSSES = ("lost", "outgrown")
 LONG_S = 5.0  # seconds after which a wait for a first token or an answer is long
 # A tenant is named if it has more than this share of the requests in flight, or more
@@ -37,9 +38,9 @@ def troubles_of(facts: Facts) -> Iterator[str]:
             yield f"{name} is silent: it hangs, or its network is cut"
     if not facts.is_ready:
         yield from _of_lacks(facts)
+    yield from _of_tenants(facts)
     for name, model in facts.models.items():
         yield from _of_load(name, model)
-    yield from _of_tenants(facts)
     for name, replica in facts.replicas.items():
         if replica.slow:
             yield f"{name} is slow: {replica.slow}"
@@ -67,11 +68,11 @@ def _of_losses(facts: Facts) -> Iterator[str]:
         if event.kind in LOSSES and facts.at - event.at <= RECENT_S:
             groups.setdefault(_group_of(event.name, facts), []).append(event)
     for group, found in groups.items():
-        if len(found) >= MANY:
-            ago_s = max(0.0, facts.at - found[-1].at)
+        ago_s = max(0.0, facts.at - found[-1].at)
+        if len(found) >= MANY and ago_s < FRESH_S:
             yield (
-                f"{group} keep dying: {len(found)} in two minutes, the last "
-                f"{ago_s:.0f} s ago: {found[-1].text}"
+                f"{group} are lost again and again: {len(found)} in two minutes, the "
+                f"last {ago_s:.0f} s ago: {found[-1].text}"
             )
 
 
@@ -106,6 +107,9 @@ def _of_load(name: str, model: ModelFacts) -> Iterator[str]:
             f"{name}: the oldest request without a first token or an answer has waited "
             f"{model.oldest_s:.0f} s"
         )
+    for status, rate in model.failed_s.items():
+        if rate > FAILING_S:
+            yield f"{name}: {rate:.1f} requests a second fail with status {status}"
 
 
 def _of_tenants(facts: Facts) -> Iterator[str]:
@@ -128,7 +132,11 @@ def _of_tenants(facts: Facts) -> Iterator[str]:
                     f"{tenant.waiting} wait for a first token or an answer, with "
                     f"{tenant.prompt_tokens:,} prompt tokens"
                 )
-            yield f"tenant {name} has {'; '.join(parts)}"
+            limit = "max-parallel-requests" if has_most else "tpm-limit"
+            yield (
+                f"tenant {name} has {'; '.join(parts)}: `multiworld tenants change "
+                f"{name} --{limit} N` limits it"
+            )
 
 
 def _of_machines(facts: Facts) -> Iterator[str]:
@@ -138,8 +146,11 @@ def _of_machines(facts: Facts) -> Iterator[str]:
             continue
         ours = sum(r.cores for r in facts.replicas.values() if r.node == name)
         ours += sum(gateway.cores for gateway in facts.gateways.values())
-        if busy * node.cpus - ours > OTHERS * node.cpus:
+        others = busy * node.cpus - ours
+        if others > OTHERS * node.cpus:
+            who = f", most of it by {facts.neighbour}" if facts.neighbour else ""
             yield (
                 f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} are "
-                f"used, {ours:.1f} by this service's replicas and gateways"
+                f"used, {ours:.1f} by this service's replicas and gateways, and "
+                f"{others:.1f} by others{who}"
             )

@@ -21,11 +21,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from multiworld.serve.engine.external.held_cores import HeldCores
 from multiworld.serve.machines import leash
-from multiworld.serve.machines.usage import family_of
+from multiworld.serve.machines.usage import family_of, is_stopped
 
 END_S = 5.0  # seconds for an engine to exit before it is killed
 # Seconds for a killed engine to disappear, because it may hang in a driver.
@@ -149,7 +148,7 @@ class EngineProcess:
         now = self._clock()
         if now - self._family_at >= FAMILY_S:
             self._family, self._family_at = family_of(self.pid), now
-        if not any(map(_is_stopped, self._family)):
+        if not any(map(is_stopped, self._family)):
             self._stopped_at = None
             return 0.0
         if self._stopped_at is None:
@@ -185,14 +184,6 @@ class EngineProcess:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             pass
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from multiworld.serve.controller.observe.bottlenecks import bottleneck_of
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
+from multiworld.serve.wire.control_messages import TenantLoad
 
 STAGES = (
     StageFacts("front", 1, ("m/0/1",)),
@@ -60,3 +61,19 @@ def test_bottleneck_is_named(
 def test_stage_at_zero_lacks_nothing() -> None:
     stages = (StageFacts("front", 0, ()), StageFacts("back", 0, ()))
     assert bottleneck_of(stages, {}, 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (TenantLoad(60, 18, 0, 18), "a limit holds them back (max_num_seqs"),
+        (TenantLoad(12, 12, 0, 21_000), "long prompts hold them back"),
+        (TenantLoad(8, 4, 8, 4), "grammars that are compiled hold them back"),
+        (TenantLoad(8, 4, 8, 7_200), "long prompts hold them back and grammars"),
+    ],
+)
+def test_cause_of_a_wait_without_a_busy_stage_is_named(
+    held: TenantLoad, words: str
+) -> None:
+    found = bottleneck_of(STAGES, replicas(), 18, [held])
+    assert f"18 waiting, and no stage computes all the time: {words}" in found

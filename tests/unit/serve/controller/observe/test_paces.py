@@ -31,6 +31,7 @@ class Replica:
     computed_s: float = 0.0
     cpu_s: float = 0.0
     computing_s: float = 0.0
+    machine_busy: float = 1.0
 
     def work(self, seconds: float) -> Work:
         if not self.is_idle:
@@ -45,6 +46,7 @@ class Replica:
             self.computed_s,
             self.cpu_s,
             self.computing_s,
+            self.machine_busy,
         )
 
 
@@ -77,13 +79,23 @@ def test_replica_that_becomes_slow_is_named_within_a_window() -> None:
     assert "it gets enough processor time" in why
 
 
-def test_starved_replica_is_said_to_be() -> None:
+@pytest.mark.parametrize(
+    ("busy", "cause"),
+    [
+        (0.99, "something else runs on its cores"),
+        (-1.0, "something else runs on its cores, or it is throttled"),
+        (0.5, "cores are free, so it is throttled, or stopped again and again"),
+    ],
+)
+def test_starved_replica_is_said_to_be(busy: float, cause: str) -> None:
+    """``busy``: used share of its machine's cores; negative if it is unknown."""
     stage = Stage(Replica(), Replica())
     stage.run(30.0)
     slow = stage.replicas["m/0/0"]
-    slow.step_s, slow.cpu = 0.03, 0.33
+    slow.step_s, slow.cpu, slow.machine_busy = 0.03, 0.33, busy
     why = stage.run(WINDOW_S + TICK_S)["m/0/0"]
     assert "starved" in why
+    assert cause in why
 
 
 def test_replica_that_recovers_is_no_longer_slow() -> None:
@@ -117,6 +129,20 @@ def test_larger_batches_are_not_slowness() -> None:
     busy = stage.replicas["m/0/0"]
     busy.step_s, busy.rows = 0.04, 16
     assert stage.run(30.0) == {}
+
+
+@pytest.mark.parametrize(("rows", "is_slower"), [(1.0, True), (10.0, False)])
+def test_stage_is_slower_if_its_steps_take_longer_with_as_many_rows(
+    rows: float, *, is_slower: bool
+) -> None:
+    stage = Stage(Replica(), Replica())
+    stage.run(60.0)
+    for replica in stage.replicas.values():
+        replica.step_s, replica.rows = 0.05, rows * replica.rows
+    stage.run(WINDOW_S + TICK_S)
+    found = stage.paces.slower
+    assert bool(found) == is_slower
+    assert all("a step takes 50 ms, before 10, with" in why for why in found.values())
 
 
 def test_replica_that_was_always_slower_is_named_beside_its_peers() -> None:

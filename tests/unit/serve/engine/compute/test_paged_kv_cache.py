@@ -241,7 +241,7 @@ def test_step_without_memory_leaves_no_numbers_of_others(
             attention.attend(layer, torch.ones(HEADS, 30, SIZE), bad, bad)
     paged.free("bad")
     rows = [Rows("good", 0, 5)]
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(paged, "_grow", _without_memory)
         with pytest.raises(torch.OutOfMemoryError):
             paged.step([*rows, Rows("huge", 0, 10_000)])
