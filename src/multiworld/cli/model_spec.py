@@ -57,11 +57,7 @@ def is_model(text: str) -> bool:
 def found(
     text: str, revision: str | None, tell: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo model.
-
-    Raises:
-        SpecError: The hub cannot be reached, or does not have the model.
-    """
+    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo model."""
     path = Path(text).expanduser()
     if text == DEMO:
         from multiworld.demo import smollm2

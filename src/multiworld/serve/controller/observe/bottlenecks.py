@@ -13,15 +13,11 @@ READY = "ready"
 
 
 def bottleneck_of(
-    stages: Sequence[StageFacts], replicas: Mapping[str, ReplicaFacts], waiting: int
+    stages: Sequence[StageFacts],
+    replicas: Mapping[str, ReplicaFacts],
+    waiting: int,  # requests and streams at gateways
 ) -> str:
-    """Return a model's bottleneck; empty if nothing waits and no stage is busy.
-
-    Args:
-        stages: The model's stages.
-        replicas: The service's replicas, by name.
-        waiting: Number of requests and streams that wait at gateways.
-    """
+    """Return a model's bottleneck; empty if nothing waits and no stage is busy."""
     ready = [
         [
             replicas[name]

@@ -43,20 +43,13 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace of a replica within the last window.
-
-    Attributes:
-        step_s: Mean seconds per step.
-        rows: Mean rows per step.
-        cpu: CPU seconds per second of computing.
-        busy: Share of the time in which it computes.
-    """
+    """The pace of a replica within the last window."""
 
     stage: tuple[str, str, int]
-    step_s: float
-    rows: float
-    cpu: float
-    busy: float = 0.0
+    step_s: float  # mean seconds per step
+    rows: float  # mean rows per step
+    cpu: float  # CPU seconds per second of computing
+    busy: float = 0.0  # share of the time in which it computes
 
 
 @dataclass(slots=True)
