@@ -179,9 +179,6 @@ def record_of(
         port=port,
         number=fleet.table.number,
         next_number=fleet.next_number,
-        replicas={
-            name: list(model.replicas) for name, model in fleet.desired.models.items()
-        },
         sizes={
             name: {v: list(n) for (m, v), n in fleet.sizes.items() if m == name}
             for name, _ in fleet.sizes

@@ -24,7 +24,7 @@ KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
 # Maximum number of decisions that wait to be written; the file lacks further ones.
 WAITING = 100
-FORMAT = 1  # format of a line; older releases wrote the same lines without this field
+FORMAT = 1  # format of a line
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
 
