@@ -24,11 +24,7 @@ DATA = b"data: "
 async def model_of(
     session: aiohttp.ClientSession, url: str, wanted: str | None = None
 ) -> str:
-    """Return ``wanted``, by default the first model that generates text.
-
-    Raises:
-        ClickException: There is no such model.
-    """
+    """Return ``wanted``, by default the first model that generates text."""
     async with session.get(f"{url}/v1/models") as answer:
         listed = await _json_of(answer)
     known = [str(one["id"]) for one in listed["data"]]

@@ -219,8 +219,7 @@ def _addresses() -> list[Finding]:
         remedy = "worlds across hosts need a network interface"
         findings.append(Finding("address", "warn", "loopback only", remedy))
     else:
-        text = f"{outside} ({_interface_of(outside)})"
-        findings.append(Finding("address", "ok", text))
+        findings.append(Finding("address", "ok", outside))
     if all(address.startswith("127.") for address in found):
         remedy = (
             "harmless here: multiworld binds to the address by which the store is "
@@ -232,23 +231,6 @@ def _addresses() -> list[Finding]:
     else:
         findings.append(Finding("host name", "ok", f"{name} is {', '.join(found)}"))
     return findings
-
-
-def _interface_of(address: str) -> str:
-    import array
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack("256s", name.encode()[:15]))
-            try:
-                fcntl.ioctl(sock.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(request[20:24].tobytes()) == address:
-                return name
-    return "unknown interface"
 
 
 def _loopback(backend: str) -> Finding:

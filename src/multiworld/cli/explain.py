@@ -11,7 +11,11 @@ import click
 from multiworld.cli.options import of_service
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import Service
-from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.controller.fleet.entries import (
+    Assessment,
+    Decision,
+    HistoryEntry,
+)
 from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 
@@ -39,7 +43,7 @@ def _show_assessments(assessments: Sequence[Assessment]) -> None:
         click.echo(f"  {assessment.kind}{about} ({ago_s:.0f} s ago): {assessment.what}")
 
 
-def _show_decisions(decisions: Sequence[answers.DecisionShown]) -> None:
+def _show_decisions(decisions: Sequence[Decision]) -> None:
     if not decisions:
         click.echo("\nno decisions about scaling or placement yet")
         return

@@ -57,15 +57,22 @@ def target_of(
     return embeddings(url, model, lines)
 
 
+async def _ask(target: Target, url: str, body: bytes | None = None) -> tuple[int, str]:
+    """Send one request; return the status and the text of the answer."""
+    method = "GET" if body is None else "POST"
+    headers, tls = target.headers, target.tls
+    async with (
+        aiohttp.ClientSession(timeout=TIMEOUT) as http,
+        http.request(method, url, data=body, headers=headers, ssl=tls) as response,
+    ):
+        return response.status, await response.text()
+
+
 async def _generates(target: Target, url: str, model: str) -> bool:
     """Return whether a model generates text; False if that is unknown."""
-    where = f"{url.rstrip('/')}/v1/models/{model}"
     try:
-        async with (
-            aiohttp.ClientSession(timeout=TIMEOUT) as http,
-            http.get(where, headers=target.headers, ssl=target.tls) as response,
-        ):
-            return "max_model_len" in await response.json()
+        _, text = await _ask(target, f"{url.rstrip('/')}/v1/models/{model}")
+        return "max_model_len" in json.loads(text)
     except (aiohttp.ClientError, TimeoutError, ValueError, TypeError):
         return False
 
@@ -113,11 +120,8 @@ async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
     if metrics is None:
         return None
     try:
-        async with (
-            aiohttp.ClientSession(timeout=TIMEOUT) as http,
-            http.get(metrics, headers=target.headers, ssl=target.tls) as response,
-        ):
-            return cpu_in(await response.text()) if response.status == 200 else None
+        status, text = await _ask(target, metrics)
+        return cpu_in(text) if status == 200 else None
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
 
@@ -125,23 +129,7 @@ async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
 async def _try(target: Target) -> None:
     """Send one request, so that an invalid one fails at once with a single message."""
     try:
-        async with (
-            aiohttp.ClientSession(timeout=TIMEOUT) as http,
-            http.post(
-                target.url,
-                data=target.bodies[0],
-                headers=target.headers,
-                ssl=target.tls,
-            ) as response,
-        ):
-            text = await response.text()
-            if response.status in (401, 403, 404, 405):
-                raise click.ClickException(f"{target.url}: {_message_in(text)}")
-            if response.status in (400, 415, 422):
-                raise click.ClickException(
-                    f"{target.url} refuses the request: {_message_in(text)}; give a "
-                    "valid request with --body or --texts"
-                )
+        status, text = await _ask(target, target.url, target.bodies[0])
     except aiohttp.InvalidURL as error:
         raise click.ClickException(
             f"{target.url} is not a URL; a URL begins with http:// or https://"
@@ -151,6 +139,13 @@ async def _try(target: Target) -> None:
             f"{target.url} cannot be reached ({type(error).__name__}: {error}); give "
             "the URL that `multiworld serve` or `status` shows"
         ) from error
+    if status in (401, 403, 404, 405):
+        raise click.ClickException(f"{target.url}: {_message_in(text)}")
+    if status in (400, 415, 422):
+        raise click.ClickException(
+            f"{target.url} refuses the request: {_message_in(text)}; give a valid "
+            "request with --body or --texts"
+        )
 
 
 def _message_in(text: str) -> str:

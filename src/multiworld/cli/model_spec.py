@@ -7,9 +7,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import hub
+
+if TYPE_CHECKING:  # ``multiworld fetch`` needs no schema of specs
+    from multiworld.serve.machines.amounts import Node
 
 DEMO = "smollm2"
 
@@ -37,13 +41,6 @@ class ModelOptions:
     has_key: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    memory_bytes: int
-    cpus: float
-    gpus: int = 0
-
-
 def is_model(text: str) -> bool:
     """Return whether an argument names a model rather than a spec file."""
     path = Path(text).expanduser()
@@ -57,11 +54,7 @@ def is_model(text: str) -> bool:
 def found(
     text: str, revision: str | None, tell: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo model.
-
-    Raises:
-        SpecError: The hub cannot be reached, or does not have the model.
-    """
+    """Return a model's ``path`` and ``revision`` in a spec; fetch the demo model."""
     path = Path(text).expanduser()
     if text == DEMO:
         from multiworld.demo import smollm2
@@ -88,7 +81,7 @@ def _latest(name: str) -> str:
     return str(sha)
 
 
-def replicas_that_fit(weight_bytes: int, machine: Machine) -> tuple[int, str]:
+def replicas_that_fit(weight_bytes: int, machine: Node) -> tuple[int, str]:
     """Return the number of replicas that fit, but at least 1, and why not more."""
     need = weight_bytes + KV_BYTES + BASE_BYTES
     room = int(SHARE * machine.memory_bytes)
@@ -107,16 +100,17 @@ def text_of(
     revision: str | None,
     options: ModelOptions,
     weight_bytes: int,
-    machine: Machine,
+    machine: Node,
 ) -> str:
     """Return the spec as YAML, with a comment for each field."""
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
-    has_gpus = machine.gpus >= options.stages * (options.replicas or 1)
-    if has_gpus and machine.gpus:
+    gpus = len(machine.gpus)
+    has_gpus = gpus >= options.stages * (options.replicas or 1)
+    if has_gpus:
         # Do not check whether the model fits the GPUs: if not, it fails to load.
-        replicas = max(1, min(MAX_REPLICAS, machine.gpus // options.stages))
-        why = f"each stage on a GPU of its own; the machine has {machine.gpus}"
+        replicas = max(1, min(MAX_REPLICAS, gpus // options.stages))
+        why = f"each stage on a GPU of its own; the machine has {gpus}"
     if options.replicas is not None:
         replicas, why = options.replicas, "replicas of each stage"
     threads = max(1, int(machine.cpus) // (replicas * options.stages))
@@ -144,7 +138,7 @@ def text_of(
     else:
         lines.append("    generation: {}  # the model generates text")
     threaded = "" if options.engine else f", threads: {threads}"
-    if has_gpus and machine.gpus:
+    if has_gpus:
         threaded = ", device: cuda"
     lines.append("    stages:  # parts of the model, each in processes of its own")
     for number in range(options.stages):

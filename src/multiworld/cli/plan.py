@@ -237,11 +237,7 @@ Spread = dict[tuple[str, int], Counter[str]]  # replicas of each stage, by locat
 def _admitted(
     app: AppSpec, machines: Sequence[Node], placement: Placement
 ) -> tuple[Spread, str]:
-    """Return where all replicas fit, or else why they do not.
-
-    The solvers leave out models with several GPUs a replica; the service places those
-    first, in free resources.
-    """
+    """Return where all replicas fit, or else why they do not."""
     specs = {name: {model.version: model} for name, model in app.models.items()}
     solved = Counter((r.model, r.stage) for r in placement.replicas)
     bookings = ReplicaBookings(machines)
@@ -258,6 +254,8 @@ def _admitted(
         for name, model in desired.models.items()
     }
     spread: Spread = {}
+    # The solvers leave out models with several GPUs a replica; the service places those
+    # first, in free resources.
     try:
         placed = bookings.admit(asks_of(replace(desired, models=models), specs))
     except PlacementError as error:

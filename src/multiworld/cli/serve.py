@@ -105,10 +105,8 @@ def _spec_of_model(
     if options.name is None and model == model_spec.DEMO:
         options = replace(options, name=model)
     folder = Path(hub.folder_of(path, commit))
-    node = this_node()
-    machine = model_spec.Machine(node.memory_bytes, node.cpus, len(node.gpus))
     size = model_spec.weight_bytes_of(folder, options.dtype)
-    return model_spec.text_of(path, commit, options, size, machine), folder
+    return model_spec.text_of(path, commit, options, size, this_node()), folder
 
 
 def _load(

@@ -11,7 +11,6 @@ from multiworld.cli.main import cli
 from multiworld.cli.model_spec import (
     BASE_BYTES,
     KV_BYTES,
-    Machine,
     ModelOptions,
     curl_of,
     has_chat_template,
@@ -21,6 +20,7 @@ from multiworld.cli.model_spec import (
     text_of,
 )
 from multiworld.cli.serve import store_key
+from multiworld.serve.machines.amounts import Gpu, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.directory import Key, Tenant, TenantDirectory
@@ -29,10 +29,17 @@ from multiworld.serve.tenants.registry import open_registry
 from tests.tiny_decoder import save_decoder
 
 GIB = 2**30
-LARGE = Machine(64 * GIB, 8.0)
 
 
-def spec_of(options: ModelOptions, machine: Machine = LARGE) -> AppSpec:
+def machine_of(memory_bytes: int = 64 * GIB, cpus: float = 8.0, gpus: int = 0) -> Node:
+    found = tuple(Gpu(index, "l4", 24 * GIB) for index in range(gpus))
+    return Node("here", cpus, memory_bytes, found)
+
+
+LARGE = machine_of()
+
+
+def spec_of(options: ModelOptions, machine: Node = LARGE) -> AppSpec:
     return parse_spec(text_of("/models/My Model.v2", None, options, GIB, machine))
 
 
@@ -64,24 +71,24 @@ def test_defaults_fit_the_machine() -> None:
     (stage,) = spec_of(ModelOptions()).models["my-model.v2"].stages
     assert (stage.replicas, stage.threads) == (2, 4)
     need = GIB + KV_BYTES + BASE_BYTES
-    count, why = replicas_that_fit(GIB, Machine(int(1.9 * need / 0.8), 2.0))
+    count, why = replicas_that_fit(GIB, machine_of(int(1.9 * need / 0.8), 2.0))
     assert count == 1
     assert "one replica only" in why
-    assert replicas_that_fit(GIB, Machine(GIB, 2.0))[0] == 1, "the start will tell"
+    assert replicas_that_fit(GIB, machine_of(GIB, 2.0))[0] == 1, "the start will tell"
 
 
 @pytest.mark.parametrize("engine", [None, "vllm"])
 def test_gpus_are_used_where_there_are_any(engine: str | None) -> None:
     options = ModelOptions(engine=engine)
     for gpus, replicas in ((1, 1), (2, 2), (8, 2)):
-        machine = Machine(64 * GIB, 8.0, gpus)
-        ((model,),) = (spec_of(options, machine).models.values(),)
+        app = spec_of(options, machine_of(gpus=gpus))
+        ((model,),) = (app.models.values(),)
         assert [s.device for s in model.stages] == ["cuda"]
         assert model.stages[0].replicas == replicas
 
 
 def test_one_gpu_is_not_for_two_stages() -> None:
-    app = spec_of(ModelOptions(stages=2), Machine(64 * GIB, 8.0, 1))
+    app = spec_of(ModelOptions(stages=2), machine_of(gpus=1))
     (model,) = app.models.values()
     assert [s.device for s in model.stages] == ["cpu", "cpu"]
 

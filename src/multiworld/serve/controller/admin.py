@@ -19,7 +19,7 @@ from multiworld.serve.controller.controller import Controller
 from multiworld.serve.controller.identities import find_changes
 from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.spec_shown import shown
-from multiworld.serve.controller.status import decisions_of, nodes_of, with_reports
+from multiworld.serve.controller.status import nodes_of, with_reports
 from multiworld.serve.engine.models.factory import fetch, import_new
 from multiworld.serve.engine.models.identity import refusal
 from multiworld.serve.spec.loader import parse_spec
@@ -134,8 +134,10 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
 
     @app.get("/decisions")
     async def decisions(last: int = 10, snapshots: bool = False) -> Response:
-        found = decisions_of(controller.journal, last, with_snapshots=snapshots)
-        return respond(found)
+        journal = controller.journal
+        found = journal.last(last, with_snapshots=snapshots)
+        reasons = journal.reasons()
+        return respond(answers.DecisionsAnswer(tuple(found), tuple(reasons)))
 
     @app.get("/events")
     async def events(since: int = 0) -> Response:

@@ -69,7 +69,6 @@ def remember_old_versions(
                 # ``model_copy`` does not validate. That is needed here: a dedicated
                 # copy (``model@tenant``) is valid only next to its model.
                 alone = app.model_copy(update={"models": {name: spec}})
-                sizes = old.sizes.get(name, {})
-                replicas = sizes.get(version, old.replicas.get(name, ()))
+                replicas = old.sizes.get(name, {}).get(version, ())
                 before = desired_state_of(alone, {name: Sizes(replicas, spec)})
                 fleet.remember(name, before.models[name])

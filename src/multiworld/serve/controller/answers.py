@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from multiworld.serve.controller.fleet.entries import Assessment, HistoryEntry
+from multiworld.serve.controller.fleet.entries import (
+    Assessment,
+    Decision,
+    HistoryEntry,
+)
 from multiworld.serve.controller.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.machines.amounts import Gpu
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
@@ -227,24 +231,10 @@ class NodeShown(msgspec.Struct, frozen=True):
 # Decisions.
 
 
-class DecisionShown(msgspec.Struct, frozen=True):
-    """One decision; see ``LoggedDecision``. `snapshot` is omitted unless requested."""
-
-    number: int
-    at: float
-    kind: str
-    about: str
-    what: str
-    # The keys of ``facts`` and ``snapshot`` depend on the policy, which users may
-    # replace.
-    facts: dict[str, Any]
-    snapshot: dict[str, Any] | UnsetType = UNSET
-
-
 class DecisionsAnswer(msgspec.Struct, frozen=True):
     """The last decisions, oldest first, and the latest reason by kind and model."""
 
-    decisions: tuple[DecisionShown, ...]
+    decisions: tuple[Decision, ...]  # with snapshots only if requested
     thoughts: tuple[Assessment, ...]
 
 

@@ -92,7 +92,6 @@ class FleetMetrics:
         events = [("fleet_events", labels, count) for labels, count in counts]
         return messages.FleetReport(
             number,
-            dict(self._history.kinds),
             reports.workers,
             gateways,
             (*self._totals.sums(without=name), *events),

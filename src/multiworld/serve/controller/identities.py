@@ -21,10 +21,7 @@ class Identities:
         self._specs, self._copies = specs, copies
 
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
-        """Add each version's identity; raise SpecError if a file cannot be read.
-
-        ``used``: models and versions that keep their present identity.
-        """
+        """Add identities except ``used`` ones; raise SpecError if a file is unreadable."""
         known = {
             name: spec
             for name, version in used

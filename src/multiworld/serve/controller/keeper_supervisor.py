@@ -44,24 +44,16 @@ END_S = 2.0  # seconds for the keeper's exit after SIGTERM
 
 
 class KeeperSupervisor:
-    """Starts a keeper, and replaces it when it is lost or hangs.
-
-    A running keeper of an earlier controller is adopted.
-
-    Args:
-        folder: State folder of the service.
-        listener: Bound socket of the gateways' address; stays open until the service
-            exits, so that no client is refused while there is no keeper.
-        history: Log of the service's events.
-        app: Returns the service's spec, which an update changes.
-    """
+    """Starts or adopts a keeper, and replaces it when it is lost or hangs."""
 
     def __init__(
         self,
         folder: StateFolder,
+        # Stays open until the service exits, so that no client is refused while there
+        # is no keeper.
         listener: socket.socket,
         history: History,
-        app: Callable[[], AppSpec],
+        app: Callable[[], AppSpec],  # an update changes the spec
     ) -> None:
         self._app = app
         self._history = history

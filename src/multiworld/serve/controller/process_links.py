@@ -127,10 +127,7 @@ class ProcessLinks:
             task.add_done_callback(self._sending.discard)
 
     def announce(self, order: messages.TableChanged) -> None:
-        """Send a routing table to all processes, now or after a short time.
-
-        It replaces earlier tables that have not been sent.
-        """
+        """Send a table to all processes, now or soon; it replaces unsent ones."""
         self._tables = dict.fromkeys(self._worlds, messages.ORDERS.encode(order))
         if self._announcing is None:
             pause_s = min(MAX_TABLE_S, TABLE_S * len(self._worlds))

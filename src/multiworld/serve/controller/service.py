@@ -438,12 +438,6 @@ def _preload(app: AppSpec) -> list[str]:
     return modules
 
 
-def _has_gateway(old: Record) -> bool:
-    """Return whether an earlier controller's gateway runs and holds the port."""
-    gateways = (p for p in old.processes if not p.model)
-    return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
-
-
 def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
     """Bind the gateways' port, so that it stays reserved while no gateway runs.
 
@@ -451,8 +445,11 @@ def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
     """
     port = app.gateway.port or held or (old.port if old else 0)
     try:
+        # The earlier service's gateways may still run and hold the port.
         is_ours = held == port or (
-            old is not None and old.port == port and _has_gateway(old)
+            old is not None
+            and old.port == port
+            and any(began_at(p.pid) == p.began for p in old.processes if not p.model)
         )
         if port and not is_ours:
             try:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
 from multiworld.serve.controller import answers
-from multiworld.serve.controller.fleet.decision_log import DecisionLog
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.record import ProcessRecord, Record, StoreRecord
@@ -163,24 +162,6 @@ def nodes_of(ledger: Bookings) -> list[answers.NodeShown]:
     return found
 
 
-def decisions_of(
-    journal: DecisionLog, last: int, *, with_snapshots: bool
-) -> answers.DecisionsAnswer:
-    decisions = (
-        answers.DecisionShown(
-            number=decided.number,
-            at=decided.at,
-            kind=decided.kind,
-            about=decided.about,
-            what=decided.what,
-            facts=decided.facts,
-            snapshot=decided.snapshot() if with_snapshots else UNSET,
-        )
-        for decided in journal.last(last)
-    )
-    return answers.DecisionsAnswer(tuple(decisions), tuple(journal.reasons()))
-
-
 def record_of(
     app: AppSpec,
     specs: Specs,
@@ -198,9 +179,6 @@ def record_of(
         port=port,
         number=fleet.table.number,
         next_number=fleet.next_number,
-        replicas={
-            name: list(model.replicas) for name, model in fleet.desired.models.items()
-        },
         sizes={
             name: {v: list(n) for (m, v), n in fleet.sizes.items() if m == name}
             for name, _ in fleet.sizes

@@ -6,8 +6,8 @@ that losing a machine affects few of them; the most free resources; the fewest r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from multiworld.errors import PlacementError
 from multiworld.serve.machines.amounts import Location, Need, in_words
@@ -16,17 +16,9 @@ from multiworld.serve.machines.bookings import Bookings, able_gpus
 Plan = Mapping[tuple[Any, str], int]  # planned replicas of each post on each machine
 
 
-class Policy(Protocol):
-    """A function that chooses a location, such as ``assign``."""
-
-    def __call__(
-        self, ledger: Bookings, post: object, need: Need, plan: Plan
-    ) -> Location:
-        """Return the location of one more replica of ``post``.
-
-        Raises:
-            PlacementError: No machine fits; ``short`` says why, by machine.
-        """
+# Returns the location of one more replica of a post, as ``assign`` does. It raises
+# PlacementError if no machine fits; ``short`` says why, by machine.
+Policy = Callable[[Bookings, object, Need, Plan], Location]
 
 
 def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,10 +34,6 @@ class StageProfile(BaseModel):
     seconds: dict[PositiveInt, Count]
     kv_bytes: Count = 0.0  # bytes of keys and values per token, for generated text
 
-    def item_s(self, max_batch_size: float) -> float:
-        """Return the seconds per row of the most efficient batch up to this size."""
-        return item_s_of(self.seconds, max_batch_size)
-
 
 def item_s_of(seconds: Mapping[int, float], max_batch_size: float) -> float:
     """Return the minimum seconds per row; ``seconds``: batch times by row count."""
@@ -67,9 +62,7 @@ class ModelProfile(BaseModel):
 def load_profile(path: Path) -> ModelProfile:
     """Read a file that ``multiworld profile`` wrote."""
     try:
-        found = ModelProfile.model_validate(
-            json.loads(path.read_text(encoding="utf-8"))
-        )
+        found = ModelProfile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise SpecError(f"cannot read profile {path}: {error.strerror}") from error
     except ValueError as error:
@@ -119,7 +112,7 @@ def _declared(
     most = math.inf if is_text else stage.max_batch_size
     measured = {
         "memory_mb": found.memory_mb(k),
-        "item_ms": found.stages[k].item_s(most) * 1000,
+        "item_ms": item_s_of(found.stages[k].seconds, most) * 1000,
         "out_kb": found.stages[k].out_bytes / 1024,
     }
     missing = {n: v for n, v in measured.items() if getattr(stage, n) is None}

@@ -343,10 +343,6 @@ def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
     return {"replicas": len(urls)} if isinstance(urls, list) and urls else {}
 
 
-def _is_one(stages: object) -> bool:
-    return isinstance(stages, list) and len(stages) == 1
-
-
 class ModelSpec(_Strict):
     """One model."""
 
@@ -485,7 +481,8 @@ class ModelSpec(_Strict):
         counted = {} if scaled or data["engine"] != OPENAI else _one_a_server(data)
         stages = data.get("stages", [{**own, **counted}])
         # A dumped spec already has the one stage that this function adds.
-        if "stages" in data and (own or not _is_one(stages)):
+        is_dumped = not own and isinstance(stages, list) and len(stages) == 1
+        if "stages" in data and not is_dumped:
             raise ValueError(
                 "a model with an engine has no stages; write replicas and the "
                 "other fields of a stage at the model"

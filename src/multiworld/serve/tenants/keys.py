@@ -37,15 +37,10 @@ def check_given(key: str) -> None:
         )
 
 
-def given_id(digest: str) -> str:
-    """Return the id of a key that an operator chose, by its digest."""
-    return f"{GIVEN}{digest[: 2 * ID_BYTES]}"
-
-
 def known_as(text: str) -> tuple[str, str]:
     """Return the id and the digest of a key, also of one that an operator chose."""
     key_id, digest = parse_key(text)
-    return key_id or given_id(digest), digest
+    return key_id or f"{GIVEN}{digest[: 2 * ID_BYTES]}", digest
 
 
 def parse_key(text: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from multiworld.serve.tenants.usage_rows import FIELDS, MAX_UNCONFIRMED, UsageRo
 
 logger = logging.getLogger("multiworld.serve")
 
-FORMAT = 2  # SQLite's ``user_version``; formats 0 and 1 have no token totals
+FORMAT = 2  # SQLite's ``user_version``, which is 0 in a new file
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -62,9 +62,8 @@ class TenantDatabase:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA busy_timeout = 5000")
             # Write nothing if the format is current, because the disk may be full.
-            if self._check_format() < FORMAT:
+            if self._check_format() != FORMAT:
                 self._db.executescript(SCHEMA)
-                self._add_totals()
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
         except sqlite3.Error as error:
             raise _unusable(path, error) from error
@@ -73,22 +72,13 @@ class TenantDatabase:
         """Return the format of the file; raise ServeError if it is unknown."""
         found: int
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
-        if found > FORMAT:
+        if found not in (0, FORMAT):
             self._db.close()
             raise ServeError(
-                f"{self._path} has format {found}, and this release reads up to "
+                f"{self._path} has format {found}, and this release reads format "
                 f"{FORMAT}; use the release that wrote it"
             )
         return found
-
-    def _add_totals(self) -> None:
-        """Add the columns of totals that an earlier format lacks."""
-        known = {row[1] for row in self._db.execute("PRAGMA table_info(usage)")}
-        for name in FIELDS:
-            if name not in known:
-                self._db.execute(
-                    f"ALTER TABLE usage ADD COLUMN {name} REAL NOT NULL DEFAULT 0"
-                )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

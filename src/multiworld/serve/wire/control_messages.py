@@ -210,8 +210,7 @@ class FleetReport(Message, frozen=True, tag="fleet_report"):
     """Controller → gateway: reply to ``FleetReportRequest``; excludes the requester."""
 
     number: int = 0
-    events: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
-    replicas: dict[str, WorkerReport] = {}  # noqa: RUF012
+    replicas: dict[str, WorkerReport] = {}  # noqa: RUF012 - msgspec copies it
     gateways: dict[str, GatewayReport] = {}  # noqa: RUF012
     others: tuple[Counted, ...] = ()
     slow: dict[str, str] = {}  # noqa: RUF012 - reason for each slow replica

@@ -9,7 +9,7 @@ import pytest
 
 from multiworld.serve.controller import answers
 from multiworld.serve.controller.answers import AnswerFormError, decode, encode, plain
-from multiworld.serve.controller.fleet.entries import HistoryEntry
+from multiworld.serve.controller.fleet.entries import Decision, HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.wire.control_messages import GatewayReport, WorkerReport
 from tests.unit.serve.controller import examples
@@ -33,7 +33,7 @@ EXAMPLES: list[tuple[Any, Any]] = [
         answers.DecisionsAnswer,
         {"decisions": [examples.DECISION], "thoughts": [examples.THOUGHT]},
     ),
-    (answers.DecisionShown, {**examples.DECISION, "snapshot": {"now": 1.5}}),
+    (Decision, {**examples.DECISION, "snapshot": {"now": 1.5}}),
     (list[HistoryEntry], examples.STATUS["operations"]),
     (list[UsageSum], [examples.USAGE]),
     (list[AuditEntry], [examples.AUDIT]),
@@ -106,5 +106,5 @@ def test_facts_of_a_policy_may_be_anything() -> None:
         def __str__(self) -> str:
             return "odd"
 
-    decided = answers.DecisionShown(1, 2.0, "scaling", "m", "more", {"fact": Odd()})
-    assert decode(encode(decided), answers.DecisionShown).facts == {"fact": "odd"}
+    decided = Decision(1, 2.0, "scaling", "m", "more", {"fact": Odd()})
+    assert decode(encode(decided), Decision).facts == {"fact": "odd"}

@@ -15,7 +15,7 @@ from multiworld.serve.controller.fleet.events import DesiredStateChanged
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.reconciler import Reconciler
 from multiworld.serve.controller.fleet.state import DesiredState
-from multiworld.serve.controller.operations import Operations
+from multiworld.serve.controller.operations import ConfirmationNeededError, Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.versions import CurrentSpec, Versions
 from multiworld.serve.engine.models import imported_sources
@@ -39,7 +39,7 @@ def app(version: str) -> AppSpec:
 class Service:
     """A fleet in an update to version `new`, in which no process becomes ready."""
 
-    def __init__(self, new: str = "2") -> None:
+    def __init__(self, new: str = "2", cores: float = 9) -> None:
         self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
         versions = Versions(None)
         for version in ("1", new):
@@ -48,7 +48,7 @@ class Service:
         self.room = 99
         placement = SimpleNamespace(
             admit=lambda wanted, model: None,
-            nodes=[SimpleNamespace(cpus=9)],
+            nodes=[SimpleNamespace(cpus=cores)],
             bookings=SimpleNamespace(admit=self.admit),
         )
         history = SimpleNamespace(say=lambda *words: None)
@@ -111,6 +111,29 @@ def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:
     service = Service()
     with pytest.raises(ServeError, match="an update of 'm' is in progress"):
         service.operations.scale("m", "b", 0)
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 16), (9, 36)])
+def test_far_more_replicas_than_cores_need_a_confirmation(
+    cores: float, most: int
+) -> None:
+    """A slip of the keyboard would otherwise make every model slow."""
+    service = Service(cores=cores)
+    operations = service.operations
+
+    def replicas() -> tuple[int, ...]:
+        return service.fleet.desired.models["m"].replicas
+
+    operations.scale("m", "a", most - 2)
+    assert replicas() == (most - 2, 2)
+    what = f"{most + 1} replicas would share {cores} cores"
+    with pytest.raises(ConfirmationNeededError, match=what):
+        operations.scale("m", "a", most - 1)
+    assert replicas() == (most - 2, 2)
+    operations.scale("m", "a", most - 1, is_confirmed=True)
+    assert replicas() == (most - 1, 2)
+    operations.scale("m", "b", 1)  # fewer replicas than before need none
+    assert replicas() == (most - 1, 1)
 
 
 SPECS = """models:

@@ -586,7 +586,6 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
 
 FLEET = FleetReport(
     1,
-    {"lost": 3},
     {},
     {"gateway/2": GatewayReport(in_flight=7)},
     (("attained", ("m",), 5.0), ("fleet_events", ("lost", "m", "1"), 3.0)),

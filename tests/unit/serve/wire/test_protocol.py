@@ -42,7 +42,6 @@ ORDERS_SENT: list[Order] = [
     AllTenants((TENANT,), is_first=True, is_last=False),
     FleetReport(
         4,
-        {"lost": 2},
         {"m/0/1": WorkerReport(queued=3, counts={"rows": 9})},
         {"gateway/1": GatewayReport(in_flight=1)},
         (("requests", ("m", "200"), 2.0),),

@@ -9,12 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict, replace
+
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.controller.fleet.entries import Assessment
+from multiworld.serve.controller.fleet.entries import Assessment, Decision
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
@@ -23,23 +24,13 @@ KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
 # Maximum number of decisions that wait to be written; the file lacks further ones.
 WAITING = 100
-FORMAT = 1  # format of a line; older releases wrote the same lines without this field
+FORMAT = 1  # format of a line
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedDecision:
-    """One decision; ``snapshot`` returns its complete input, as plain data."""
-
-    number: int
-    at: float  # seconds since the Unix epoch
-    kind: str  # "scaling" or "placement"
-    about: str  # name of the model; empty for all models
-    what: str
-    # The keys of ``facts`` and ``snapshot`` depend on the policy, which users may
-    # replace.
-    facts: dict[str, Any] = field(default_factory=dict)
-    snapshot: Callable[[], dict[str, Any]] = dict
+# Returns a decision's snapshot. It is called when the snapshot is written or requested,
+# because making it plain takes long.
+Snapshot = Callable[[], dict[str, Any]]
 
 
 class _Lines:
@@ -47,14 +38,14 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: queue.Queue[LoggedDecision] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[tuple[Decision, Snapshot]] = queue.Queue(WAITING)
         threading.Thread(
             target=self._run, name="multiworld decisions", daemon=True
         ).start()
 
-    def put(self, decided: LoggedDecision) -> None:
+    def put(self, decision: Decision, snapshot: Snapshot) -> None:
         try:
-            self._waiting.put_nowait(decided)
+            self._waiting.put_nowait((decision, snapshot))
         except queue.Full:
             error = OSError(f"{self._path}: writing to the disk takes too long")
             rare_log.error("cannot write the decision log", error)
@@ -66,9 +57,9 @@ class _Lines:
 
     def _run(self) -> None:
         while True:
-            decided = self._waiting.get()
+            decision, snapshot = self._waiting.get()
             try:
-                self._append(_line_of(decided))
+                self._append(_line_of(replace(decision, snapshot=snapshot())))
             except Exception as error:
                 # The disk may be full, or the facts of a user's policy may not be
                 # encodable.
@@ -88,7 +79,7 @@ class DecisionLog:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._lines: _Lines | None = None
-        self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
+        self._decided: deque[tuple[Decision, Snapshot]] = deque(maxlen=KEPT)
         self._number = 0
         self._reasons: dict[tuple[str, str], Assessment] = {}
 
@@ -98,42 +89,32 @@ class DecisionLog:
         about: str,
         what: str,
         facts: dict[str, Any],
-        snapshot: Callable[[], dict[str, Any]],
+        snapshot: Snapshot,
     ) -> None:
         """Record a decision that changes something."""
         self._number += 1
-        decided = LoggedDecision(
-            number=self._number,
-            at=time.time(),
-            kind=kind,
-            about=about,
-            what=what,
-            facts=facts,
-            snapshot=snapshot,
-        )
-        self._decided.append(decided)
+        decision = Decision(self._number, time.time(), kind, about, what, facts)
+        self._decided.append((decision, snapshot))
         if len(self._decided) > KEPT_SNAPSHOTS:
-            old = self._decided[-KEPT_SNAPSHOTS - 1]
-            self._decided[-KEPT_SNAPSHOTS - 1] = replace(old, snapshot=dict)
+            old, _ = self._decided[-KEPT_SNAPSHOTS - 1]
+            self._decided[-KEPT_SNAPSHOTS - 1] = old, dict
         self.set_reason(kind, about, what)
-        self._write(decided)
+        if self._path is not None:
+            self._lines = self._lines or _Lines(self._path)
+            self._lines.put(decision, snapshot)
 
     def set_reason(self, kind: str, about: str, what: str) -> None:
         """Set the latest reason, whether or not the decision changes anything."""
         self._reasons[kind, about] = Assessment(kind, about, time.time(), what)
 
-    def last(self, count: int) -> list[LoggedDecision]:
-        return list(self._decided)[max(0, len(self._decided) - count) :]
+    def last(self, count: int, *, with_snapshots: bool = False) -> list[Decision]:
+        found = list(self._decided)[max(0, len(self._decided) - count) :]
+        if not with_snapshots:
+            return [decision for decision, _ in found]
+        return [replace(decision, snapshot=snapshot()) for decision, snapshot in found]
 
     def reasons(self) -> list[Assessment]:
         return list(self._reasons.values())
-
-    def _write(self, decided: LoggedDecision) -> None:
-        if self._path is None:
-            return
-        if self._lines is None:
-            self._lines = _Lines(self._path)
-        self._lines.put(decided)
 
     def settle(self, limit_s: float) -> None:
         """Wait until all decisions are in the file, at most ``limit_s``."""
@@ -141,8 +122,6 @@ class DecisionLog:
             self._lines.settle(limit_s)
 
 
-def _line_of(decided: LoggedDecision) -> str:
-    names = [f.name for f in fields(LoggedDecision)]
-    entry = {"format": FORMAT} | {name: getattr(decided, name) for name in names}
-    entry["snapshot"] = decided.snapshot()
+def _line_of(decision: Decision) -> str:
+    entry = {"format": FORMAT, **asdict(decision)}
     return json.dumps(entry, default=str, skipkeys=True) + "\n"

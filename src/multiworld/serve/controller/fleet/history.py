@@ -48,7 +48,6 @@ class History:
 
     def __init__(self) -> None:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
-        self.kinds: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.handed_over = 0  # number of connections that another gateway has continued
         self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
@@ -57,7 +56,6 @@ class History:
         number = self._entries[-1].number + 1 if self._entries else 1
         entry = HistoryEntry(number, time.time(), kind, text, name)
         self._entries.append(entry)
-        self.kinds[kind] += 1
         self.counts[kind, *_stage_of(name)] += 1
         self.on_event(entry)
         level = logging.WARNING if kind in BAD else logging.INFO

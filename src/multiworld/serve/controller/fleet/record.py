@@ -25,7 +25,7 @@ from multiworld.serve.controller.fleet.desired_state import Sizes
 from multiworld.serve.engine.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-FORMAT = 1  # format of ``record.json``; files of older releases lack it, and count as 1
+FORMAT = 1  # format of ``record.json``
 MAX_SOCKET_PATH = 107  # maximum bytes of a socket's path on Linux
 
 
@@ -68,10 +68,7 @@ class Record(BaseModel):
     port: int = 0
     number: int = 0  # number of the last routing table
     next_number: int = 1  # number in the name of the next process
-    # By model: replicas of each stage of the desired version.
-    replicas: dict[str, list[int]] = {}
-    # By model and version, desired or not: replicas of each stage. Empty in records of
-    # older releases.
+    # By model and version, desired or not: replicas of each stage.
     sizes: dict[str, dict[str, list[int]]] = {}
     processes: list[ProcessRecord] = []
 
@@ -85,9 +82,6 @@ def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
             if version in sizes and version in specs:
                 found[name] = Sizes(sizes[version], specs[version])
                 break
-        else:
-            if name in old.replicas and name in old.app.models:
-                found[name] = Sizes(old.replicas[name], old.app.models[name])
     return found
 
 

@@ -63,13 +63,13 @@ class ForkServer:
                 case protocol.Launch() as order:
                     if not self._launch(order):
                         return False
-                case protocol.Ping(number):
-                    self._send(protocol.Pong(number))
+                case protocol.Ping():
+                    self._send(protocol.Pong())
         return bool(data)
 
     def _send(self, news: protocol.ForkNews) -> None:
         try:
-            self._control.sendall(protocol.LineCodec.encode(news))
+            self._control.sendall(protocol.encode(news))
         except OSError:
             pass  # the next read notices that the socket is closed
 
@@ -258,7 +258,7 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
             # Continue: only processes that need the module will fail.
             traceback.print_exc()
         if has_more_threads(threads):
-            control.sendall(protocol.LineCodec.encode(protocol.Threaded(module)))
+            control.sendall(protocol.encode(protocol.Threaded(module)))
             return  # ``main`` then ends the process
     gc.collect()
     gc.freeze()

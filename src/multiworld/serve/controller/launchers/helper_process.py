@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
+import msgspec
+
 from multiworld.errors import LaunchError
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.controller.launchers.protocol import (
     Begin,
     Line,
-    LineCodec,
     Ping,
     Pong,
+    encode,
 )
 
 logger = logging.getLogger("multiworld.serve")
@@ -69,7 +71,7 @@ class HelperProcess(Generic[M]):
         self,
         module: str,
         log: Path | None,
-        codec: LineCodec[M],
+        decoder: msgspec.json.Decoder[M],
         on_news: Callable[[M], None],  # called with every message after the first
         on_end: Callable[[], None],  # called when the process has closed its socket
         on_hang: Callable[[], None] = lambda: None,
@@ -77,7 +79,7 @@ class HelperProcess(Generic[M]):
         # Whether to kill the process if it hangs; False if others would die with it.
         is_replaceable: bool = True,
     ) -> None:
-        self._module, self._log, self._codec = module, log, codec
+        self._module, self._log, self._decoder = module, log, decoder
         self._on_news, self._on_end, self._on_hang = on_news, on_end, on_hang
         self._is_replaceable = is_replaceable
         self._unanswered = 0
@@ -129,7 +131,7 @@ class HelperProcess(Generic[M]):
         self._reading = loop.create_task(self._read(reader))
         assert self._process is not None
         self._pinging = loop.create_task(self._ping(self._process))
-        return self._codec.decode(line)
+        return self._decoder.decode(line)
 
     async def _spawn(self, words: list[str], env: dict[str, str]) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -155,7 +157,7 @@ class HelperProcess(Generic[M]):
         self._process = ForkedChild(waiting.pid)
         begin = Begin(tuple(words), env, str(self._log or ""))
         with contextlib.suppress(OSError):  # the process may have exited
-            waiting.control.sendall(LineCodec.encode(begin))
+            waiting.control.sendall(encode(begin))
         return waiting.control
 
     async def _ping(self, process: Child) -> None:
@@ -185,13 +187,13 @@ class HelperProcess(Generic[M]):
         if self._writer.transport.get_write_buffer_size() == 0:
             with contextlib.suppress(OSError):
                 # The process has exited, or has stopped reading.
-                self._socket.send(LineCodec.encode(Ping(self._unanswered)))
+                self._socket.send(encode(Ping()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
                 self._unanswered = 0
-                news = self._codec.decode(line)
+                news = self._decoder.decode(line)
                 if not isinstance(news, Pong):
                     self._on_news(news)
         except (OSError, ValueError) as error:
@@ -202,7 +204,7 @@ class HelperProcess(Generic[M]):
     def send(self, order: Line) -> None:
         """Send a message, which is lost if the process has exited."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(LineCodec.encode(order))
+            self._writer.write(encode(order))
 
     async def close(self, limit_s: float = END_S) -> None:
         """Close the socket and await the exit; kill the process after ``limit_s``."""

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
-
 import msgspec
-
-VERSION = 1  # version of these messages; helpers always have the controller's
-
-M = TypeVar("M")
 
 
 class Line(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -51,13 +45,9 @@ class Exited(Line, frozen=True, tag="Exited"):
 class Ping(Line, frozen=True, tag="Ping"):
     """Check whether the helper process still responds (controller → helper)."""
 
-    number: int
-
 
 class Pong(Line, frozen=True, tag="Pong"):
-    """Answer to the ``Ping`` with the same number (helper → controller)."""
-
-    number: int
+    """Answer to a ``Ping`` (helper → controller)."""
 
 
 # Messages of the fork server.
@@ -75,7 +65,6 @@ class Warm(Line, frozen=True, tag="Warm"):
     """First line: all modules are imported (fork server → controller)."""
 
     pid: int
-    version: int = VERSION
 
 
 class Threaded(Line, frozen=True, tag="Threaded"):
@@ -151,7 +140,6 @@ class ClusterReady(Line, frozen=True, tag="ClusterReady"):
     """First line: the bridge is connected (bridge → controller)."""
 
     nodes: tuple[ClusterNode, ...]
-    version: int = VERSION
 
 
 class ClusterNodes(Line, frozen=True, tag="ClusterNodes"):
@@ -164,23 +152,14 @@ class ClusterNodes(Line, frozen=True, tag="ClusterNodes"):
 BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited | Pong
 
 
-class LineCodec(Generic[M]):
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.json.Decoder[M] = msgspec.json.Decoder(kind)
-
-    @staticmethod
-    def encode(message: Line) -> bytes:
-        return _ENCODER.encode(message) + b"\n"
-
-    def decode(self, line: bytes) -> M:
-        """Return the message in a line; raise ``ValueError`` if it is not valid."""
-        return self._decoder.decode(line)
+def encode(message: Line) -> bytes:
+    return _ENCODER.encode(message) + b"\n"
 
 
 _ENCODER = msgspec.json.Encoder()
 
-FORK_BEGIN: LineCodec[Begin] = LineCodec(Begin)
-FORK_ORDERS: LineCodec[ForkOrder] = LineCodec(ForkOrder)
-FORK_NEWS: LineCodec[ForkNews] = LineCodec(ForkNews)
-ACTOR_ORDERS: LineCodec[ActorOrder] = LineCodec(ActorOrder)
-BRIDGE_NEWS: LineCodec[BridgeNews] = LineCodec(BridgeNews)
+FORK_BEGIN: msgspec.json.Decoder[Begin] = msgspec.json.Decoder(Begin)
+FORK_ORDERS: msgspec.json.Decoder[ForkOrder] = msgspec.json.Decoder(ForkOrder)
+FORK_NEWS: msgspec.json.Decoder[ForkNews] = msgspec.json.Decoder(ForkNews)
+ACTOR_ORDERS: msgspec.json.Decoder[ActorOrder] = msgspec.json.Decoder(ActorOrder)
+BRIDGE_NEWS: msgspec.json.Decoder[BridgeNews] = msgspec.json.Decoder(BridgeNews)

@@ -17,17 +17,10 @@ READY = "ready"
 def bottleneck_of(
     stages: Sequence[StageFacts],
     replicas: Mapping[str, ReplicaFacts],
-    waiting: int,
-    held: Iterable[TenantLoad] = (),
+    waiting: int,  # requests and streams at gateways
+    held: Iterable[TenantLoad] = (),  # what each tenant has in progress, of all models
 ) -> str:
-    """Return a model's bottleneck; empty if nothing waits and no stage is busy.
-
-    Args:
-        stages: The model's stages.
-        replicas: The service's replicas, by name.
-        waiting: Number of requests and streams that wait at gateways.
-        held: What each tenant has in progress, of all models.
-    """
+    """Return a model's bottleneck; empty if nothing waits and no stage is busy."""
     ready = [
         [
             replicas[name]

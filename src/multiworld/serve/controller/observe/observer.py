@@ -46,13 +46,7 @@ FAILED = "500"  # statuses from here on are failures of the service
 
 
 class Observer:
-    """Keeps the last reports of all processes, and derives rates and facts from them.
-
-    Args:
-        history: Log of the service's events; gets an event when a replica becomes slow.
-        journal: Log of the service's decisions.
-        clock: Monotonic clock.
-    """
+    """Keeps the last reports of all processes; derives rates and facts from them."""
 
     def __init__(
         self,
@@ -74,16 +68,9 @@ class Observer:
     def seen(
         self,
         reports: Reports,
-        counted: tuple[Counted, ...],
-        posts: Mapping[str, tuple[str, str, int]],
+        counted: tuple[Counted, ...],  # sums since the service started
+        posts: Mapping[str, tuple[str, str, int]],  # model, version and stage
     ) -> None:
-        """Process the reports of all processes.
-
-        Args:
-            reports: Reports of the processes that answered.
-            counted: Sums over all processes since the service started.
-            posts: Model, version and stage of each replica.
-        """
         now = self._clock()
         self._reports = reports
         self._counts = {(kind, labels): value for kind, labels, value in counted}
@@ -159,16 +146,7 @@ class Observer:
         disk: tuple[int, int] = (0, 0),
         neighbour: str = "",
     ) -> Facts:
-        """Return all facts, as of the last reports.
-
-        Args:
-            status: Status of the service.
-            nodes: Machines of the service.
-            handed_over: Connections that another gateway has continued.
-            budgets: Tokens used and allowed, by tenant and limit.
-            disk: Free and total bytes of the file system of the service's state.
-            neighbour: As in ``Facts``.
-        """
+        """Return all facts, as of the last reports."""
         gateways = self._reports.gateways
         totals: Counter[str] = Counter()
         for (kind, labels), value in self._counts.items():

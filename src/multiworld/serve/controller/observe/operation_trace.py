@@ -22,15 +22,6 @@ UPDATED = ("updated", "rolled back")
 
 
 class OperationTrace:
-    """Exports spans for events.
-
-    Args:
-        tracer: Exports the spans.
-        processes: Processes of the service, by name.
-        stage_name: Returns the name of a process's stage.
-        clock: Monotonic clock.
-    """
-
     def __init__(
         self,
         tracer: Tracer,
@@ -43,13 +34,7 @@ class OperationTrace:
         self._updates: dict[str, float] = {}  # start time of each model's update
 
     def happened(self, kind: str, text: str, name: str) -> None:
-        """Export a span if an event ends one.
-
-        Args:
-            kind: Kind of the event.
-            text: Text of the event.
-            name: Name of the event's process; empty: none.
-        """
+        """Export a span if an event ends one; ``name``: its process, if any."""
         now = self._clock()
         process = self._processes.get(name)
         model = text.partition(":")[0]

@@ -45,22 +45,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace of a replica within the last window.
-
-    Attributes:
-        step_s: Mean seconds per step.
-        rows: Mean rows per step.
-        cpu: CPU seconds per second of computing.
-        busy: Share of the time in which it computes.
-        has_free_cores: Whether its machine has free cores.
-    """
+    """The pace of a replica within the last window."""
 
     stage: tuple[str, str, int]
-    step_s: float
-    rows: float
-    cpu: float
-    busy: float = 0.0
-    has_free_cores: bool = False
+    step_s: float  # mean seconds per step
+    rows: float  # mean rows per step
+    cpu: float  # CPU seconds per second of computing
+    busy: float = 0.0  # share of the time in which it computes
+    has_free_cores: bool = False  # whether its machine has some
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 Label = tuple[str, tuple[str, ...]]  # kind of count, and its labels
 
@@ -34,9 +34,7 @@ class Window:
             found = sample
         return found
 
-    def rates(
-        self, kind: str, is_of: Callable[[tuple[str, ...]], bool] = lambda labels: True
-    ) -> dict[tuple[str, ...], float]:
+    def rates(self, kind: str) -> dict[tuple[str, ...], float]:
         """Return the growth of counts per second, by their labels."""
         before = self._before(RATE_S)
         if before is None:
@@ -46,8 +44,8 @@ class Window:
         return {
             labels: grown / took_s
             for (name, labels), value in counts.items()
-            if name == kind and is_of(labels)
-            if (grown := value - before[1].get((name, labels), 0.0)) > 0
+            if name == kind
+            and (grown := value - before[1].get((name, labels), 0.0)) > 0
         }
 
     def quantiles(self, kind: str, model: str, at: tuple[float, ...]) -> list[float]:

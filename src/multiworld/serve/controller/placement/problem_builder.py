@@ -55,11 +55,6 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return a ``ReplicaRequest`` for each model.
-
-    If a model declares a demand, the solver chooses how many replicas its stages with a
-    range have; other stages have their initial number.
-    """
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -69,6 +64,7 @@ def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
 
 
 def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
+    """Return a request for each model; the solver chooses counts only given a demand."""
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas

@@ -15,7 +15,7 @@ from multiworld.serve.controller.placement.problem_builder import (
     plan_of,
     problem_of,
 )
-from multiworld.serve.controller.placement.solver.problem import Placement, Problem
+from multiworld.serve.controller.placement.solver.problem import Placement
 from multiworld.serve.machines.amounts import Node
 from multiworld.serve.machines.assignment import Plan
 
@@ -36,7 +36,6 @@ class PlacementSnapshot:
 @dataclass(frozen=True, slots=True)
 class PlanReady:
     snapshot: PlacementSnapshot
-    problem: Problem
     placement: Placement
     plan: Plan
 
@@ -127,4 +126,4 @@ def _plan(snapshot: PlacementSnapshot) -> PlanReady:
     problem = problem_of(snapshot.nodes, snapshot.asks, snapshot.running)
     placement = place(problem, LIMIT_S)
     versions = {ask.name: ask.spec.version for ask in snapshot.asks}
-    return PlanReady(snapshot, problem, placement, plan_of(placement, versions))
+    return PlanReady(snapshot, placement, plan_of(placement, versions))

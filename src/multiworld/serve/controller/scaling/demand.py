@@ -79,10 +79,7 @@ def demand_of(
 
 
 def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
-    """Return about the minimum throughput (requests/s) that keeps waits short.
-
-    It would have kept them to ``max_wait_s`` in the last ``period_s``.
-    """
+    """Return the minimum requests/s that would have kept waits to ``max_wait_s``."""
     # Requests that arrive within any ``w`` seconds must be computed within ``w +
     # max_wait_s``: the measured arrival curve of network calculus (Cruz, "A calculus
     # for network delay", IEEE Transactions on Information Theory 37, 1991).

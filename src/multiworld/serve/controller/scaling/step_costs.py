@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from multiworld.serve.controller.scaling.snapshot import Snapshot, StageSeen
 from multiworld.serve.replica.scheduling.step_planner import MIN_CHUNK
@@ -50,13 +50,7 @@ class StepSums:
     row_seconds: float = 0.0
 
     def faded(self, share: float) -> StepSums:
-        return StepSums(
-            self.steps * share,
-            self.rows * share,
-            self.row_squares * share,
-            self.seconds * share,
-            self.row_seconds * share,
-        )
+        return StepSums(*(value * share for value in astuple(self)))
 
     def with_steps(self, one: StageSeen, other: StageSeen) -> StepSums:
         """Add the steps between two samples, assuming that all have the same size."""

@@ -36,8 +36,8 @@ def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
     }
     decide(log, "more")
     assert log.reasons()[0].what == "more"
-    (one,) = log.last(10)
-    assert (one.number, one.what, one.snapshot()) == (1, "more", {"now": 5})
+    (one,) = log.last(10, with_snapshots=True)
+    assert (one.number, one.what, one.snapshot) == (1, "more", {"now": 5})
 
 
 def test_last_decisions_come_oldest_first() -> None:
@@ -54,7 +54,7 @@ def test_snapshots_are_kept_of_the_last_decisions_only() -> None:
     log = DecisionLog()
     for number in range(KEPT_SNAPSHOTS + 2):
         decide(log, str(number))
-    kept = [bool(d.snapshot()) for d in log.last(KEPT)]
+    kept = [bool(d.snapshot) for d in log.last(KEPT, with_snapshots=True)]
     assert kept == [False] * 2 + [True] * KEPT_SNAPSHOTS
 
 

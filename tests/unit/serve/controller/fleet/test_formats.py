@@ -1,8 +1,7 @@
-"""Formats of files on disk: older ones are read, newer ones refused."""
+"""Formats of files on disk: files without a format are read, newer ones refused."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 from pathlib import Path
@@ -17,14 +16,13 @@ from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import sqlite_registry
 from multiworld.serve.tenants.sqlite_registry import TenantDatabase
-from multiworld.serve.tenants.usage_rows import UsageRow
 
 APP: dict[str, Any] = {
     "models": {"m": {"factory": "a:b", "version": "1", "stages": [{}]}}
 }
 
 
-def test_record_of_an_older_release_is_read_and_a_newer_one_refused(
+def test_record_without_a_format_is_read_and_a_newer_one_refused(
     tmp_path: Path,
 ) -> None:
     folder = StateFolder(tmp_path)
@@ -42,8 +40,9 @@ def test_record_of_an_older_release_is_read_and_a_newer_one_refused(
         folder.load()
 
 
-def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
-    tmp_path: Path,
+@pytest.mark.parametrize("other", [1, sqlite_registry.FORMAT + 1])
+def test_database_without_a_format_is_read_and_another_refused(
+    tmp_path: Path, other: int
 ) -> None:
     path = tmp_path / "registry.db"
     TenantDatabase(path).close()
@@ -53,9 +52,9 @@ def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
     db.close()
     TenantDatabase(path).close()
     with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version = {sqlite_registry.FORMAT + 1}")
+        db.execute(f"PRAGMA user_version = {other}")
     db.close()
-    with pytest.raises(ServeError, match=f"has format {sqlite_registry.FORMAT + 1}"):
+    with pytest.raises(ServeError, match=f"has format {other}"):
         TenantDatabase(path)
 
 
@@ -75,25 +74,3 @@ def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(
     path.write_text('{"format": 7}\n{"world": "w", "epoch": 5}\n')
     with pytest.raises(ConfigError, match="format 7"):
         EpochFile(path)
-
-
-def test_usage_of_an_earlier_format_gets_the_new_totals(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    totals = ("requests", "answered", "failed", "refused", "rows")
-    columns = (*totals, "bytes_in", "bytes_out", "seconds")
-    with contextlib.closing(sqlite3.connect(path)) as db, db:
-        named = ", ".join(f"{name} REAL NOT NULL DEFAULT 0" for name in columns)
-        db.execute(
-            "CREATE TABLE usage (minute INTEGER NOT NULL, tenant TEXT NOT NULL, "
-            f"model TEXT NOT NULL, {named}, PRIMARY KEY (minute, tenant, model)) "
-            "WITHOUT ROWID"
-        )
-        db.execute("INSERT INTO usage VALUES (60, 'a', 'm', 3, 3, 0, 0, 3, 9, 9, 1.5)")
-        db.execute("PRAGMA user_version = 1")
-    opened = TenantDatabase(path)
-    row = UsageRow(60, "a", "m", 1, 1, 0, 0, 1, 2, 2, 0.5, 10, 20)
-    opened.add_usage("gateway/1", 1, [row])
-    (found,) = opened.usage(None, 0, by_minute=False)
-    assert (found.requests, found.seconds) == (4, 2.0)
-    assert (found.prompt_tokens, found.generated_tokens) == (10, 20)
-    opened.close()

@@ -29,7 +29,7 @@ def test_oldest_entries_are_dropped_and_still_counted() -> None:
     kept = history.since(0)
     assert len(kept) == EVENTS
     assert (kept[0].number, kept[-1].number) == (6, EVENTS + 5)
-    assert history.kinds == {"ready": EVENTS + 5}
+    assert history.counts == {("ready", "", ""): EVENTS + 5}
 
 
 @pytest.mark.parametrize("kind", ["ready", *BAD])

@@ -51,7 +51,6 @@ def record(**more: Any) -> Record:
         "specs": {"m": {"1": APP.models["m"]}},
         "active": {"m": "1"},
         "store": StoreRecord(address="tcp://127.0.0.1:1", pid=10, began=8),
-        "replicas": {"m": [2]},
         "processes": processes,
     }
     return Record(**{**given, **more})
@@ -68,18 +67,12 @@ def test_size_before_is_that_of_the_same_version_or_of_the_active_one() -> None:
     old = record(
         app=version("2", 1),
         specs=specs,
-        replicas={"m": [1]},
         sizes={"m": {"1": [5], "2": [1]}},
     )
     for number, size in (("1", 5), ("2", 1), ("3", 5)):
         found = sizes_before(old, version(number, 4))["m"]
         assert found.replicas == [size]
         assert found.spec == specs["m"]["2" if number == "2" else "1"]
-
-
-def test_record_of_an_older_release_has_one_size() -> None:
-    assert sizes_before(record(), APP)["m"].replicas == [2]
-    assert sizes_before(record(replicas={}), APP) == {}
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ import signal
 import socket
 import sys
 
-import msgspec
-
-from multiworld.serve.controller.launchers.protocol import Exited, LineCodec, Pong, Warm
+from multiworld.serve.controller.launchers.protocol import Exited, Pong, Warm, encode
 
 
 def main() -> None:
@@ -19,7 +17,7 @@ def main() -> None:
         return
     if word == "hangs":
         signal.pause()
-    control.sendall(LineCodec.encode(Warm(os.getpid())))
+    control.sendall(encode(Warm(os.getpid())))
     if word == "breaks off":
         control.sendall(b'{"kind": "Exi')
         return
@@ -36,11 +34,10 @@ def main() -> None:
         for line in lines:
             if b'"Ping"' in line:
                 if word != "is deaf":
-                    number = msgspec.json.decode(line)["number"]
-                    control.sendall(LineCodec.encode(Pong(number)))
+                    control.sendall(encode(Pong()))
                 continue
             said = os.environ.get("WORD", "") + line.decode()
-            control.sendall(LineCodec.encode(Exited(said, len(line))))
+            control.sendall(encode(Exited(said, len(line))))
             if b"end now" in line:
                 return
 

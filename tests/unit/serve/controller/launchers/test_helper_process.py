@@ -21,8 +21,8 @@ from multiworld.serve.controller.launchers.protocol import (
     Exited,
     ForkNews,
     Launch,
-    LineCodec,
     Warm,
+    encode,
 )
 from tests.unit.serve.edges import HANG_S
 
@@ -175,7 +175,7 @@ async def test_line_that_is_too_long_counts_as_the_end(
 
 def test_lines_are_read_as_they_were_written() -> None:
     message = Exited("a\nb", None)
-    line = LineCodec.encode(message)
+    line = encode(message)
     assert line.count(b"\n") == 1
     assert FORK_NEWS.decode(line) == message
     for bad in (b"", b"{}", b'{"kind": "Vanish"}', b"[]", line[:-3]):

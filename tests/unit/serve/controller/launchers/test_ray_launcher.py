@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import msgspec
 import pytest
 
 from multiworld.errors import LaunchError
@@ -23,7 +24,6 @@ from multiworld.serve.controller.launchers.protocol import (
     KillActor,
     LaunchActor,
     Launched,
-    LineCodec,
     Sweep,
 )
 from multiworld.serve.controller.launchers.ray import launcher as module
@@ -49,7 +49,7 @@ class Bridge:
         self,
         module: str,
         log: Path,
-        codec: LineCodec[BridgeNews],
+        decoder: msgspec.json.Decoder[BridgeNews],
         on_news: Callable[[BridgeNews], None],
         on_end: Callable[[], None],
         on_hang: Callable[[], None],

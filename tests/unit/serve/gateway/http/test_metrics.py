@@ -188,7 +188,7 @@ def test_reports_of_replicas_are_shown() -> None:
         cpu_s=2.5,
     )
     replicas = {"m/0/1": worker, "new": WorkerReport(computed_s=1.0)}
-    found = shown(fleet=FleetReport(1, {"lost": 2}, replicas))
+    found = shown(fleet=FleetReport(1, replicas))
     for name, number in counts.items():
         assert found[f"multiworld_replica_{name}_total", of(**OF_REPLICA)] == number
     for name in GAUGES:

@@ -163,8 +163,8 @@ class Bridge:
                 line, _, buffer = buffer.partition(b"\n")
                 order = protocol.ACTOR_ORDERS.decode(line)
                 match order:
-                    case protocol.Ping(number):
-                        self._news.put(protocol.Pong(number))
+                    case protocol.Ping():
+                        self._news.put(protocol.Pong())
                     case protocol.Sweep(known):
                         # Carried out in this thread, because later orders must wait for
                         # it.
@@ -199,7 +199,7 @@ class Bridge:
         while True:
             news = self._news.get()
             try:
-                self._control.sendall(protocol.LineCodec.encode(news))
+                self._control.sendall(protocol.encode(news))
             except OSError:
                 return  # the reader sees that the socket is closed
 
