@@ -254,10 +254,7 @@ def grammar_of_answer_or_calls(
     is_single: bool,
     trial: Trial | None = None,
 ) -> str:
-    """Return a grammar of either a schema's JSON, or tool calls between two marks.
-
-    ``marks`` are put before and after each call; each is a token or a string.
-    """
+    """Return a grammar of either a schema's JSON, or tool calls between two marks."""
     schema = _checked_schema(schema, "response_format")
     _check_multiples([schema, *(each for _, each in tools)], "tools")
     begin, end = map(_mark, marks)
@@ -273,16 +270,13 @@ def grammar_of_answer_or_calls(
 
 def after_reasoning(
     grammar: str,
-    marks: tuple[int | str, int | str],
-    ends: Sequence[int],
+    marks: tuple[int | str, int | str],  # each is a token or a string
+    ends: Sequence[int],  # tokens that end the output
     *,
+    # Whether the prompt has the first mark; otherwise, the reasoning is optional.
     is_begun: bool,
 ) -> str:
-    """Return a grammar of reasoning between two marks, followed by ``grammar``.
-
-    Each of ``marks`` is a token or a string. ``ends`` are tokens that end the output.
-    ``is_begun``: the prompt has the first mark; otherwise, the reasoning is optional.
-    """
+    """Return a grammar of reasoning between two marks, followed by ``grammar``."""
     begin, end = map(_mark, marks)
     if isinstance(marks[1], str):
         free = f"thought[stop={end}]: /(?s:.*)/"
@@ -304,17 +298,15 @@ def after_reasoning(
 
 
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
-    """Return the right-hand side of a rule that allows a call of any tool, as JSON.
-
-    Each schema is embedded separately, so its references (``#/$defs/…``) still start at
-    its own root.
-    """
+    """Return the right-hand side of a rule that allows a call of any tool, as JSON."""
     # Limits also apply to all schemas together, because one grammar has all of them.
     schemas = [parameters for _, parameters in tools]
     _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
     _check_multiples(schemas, "tools")
     # These checks do not compile; ``_checked`` compiles all schemas together.
     enforced = [(name, _checked_schema(each, "tools")) for name, each in tools]
+    # Each schema is embedded separately, so its references (``#/$defs/…``) still start
+    # at its own root.
     return "\n    | ".join(
         f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
         f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "

@@ -111,11 +111,7 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 
 def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
-    """Convert a schema of any draft to a schema of 2020-12 that can be enforced.
-
-    Raises:
-        SchemaError: llguidance would not enforce a part of the schema exactly.
-    """
+    """Convert a schema of any draft to a schema of 2020-12 that can be enforced."""
     latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
     has_ids = any("$id" in node for node in nodes(latest))
     root = {} if has_ids else latest

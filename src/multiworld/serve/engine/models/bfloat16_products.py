@@ -48,19 +48,13 @@ class Packed(ctypes.Structure):
 
 
 class Bfloat16Linear:
-    """A linear, [outputs, inputs], with a bias, for the compiled code.
-
-    Args:
-        weight: [outputs, inputs], bfloat16.
-        bias: [outputs], or None.
-        kind: Kind of instructions; None: the best kind.
-
-    Raises:
-        NotImplementedError: The code is not available here.
-    """
+    """A linear for the compiled code; raises NotImplementedError without that code."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, kind: Instructions | None = None
+        self,
+        weight: Tensor,  # [outputs, inputs], bfloat16
+        bias: Tensor | None,  # [outputs]
+        kind: Instructions | None = None,  # None: the best kind
     ) -> None:
         self._multiply = library().multiworld_multiply
         self._kind = best() if kind is None else kind
@@ -80,10 +74,8 @@ class Bfloat16Linear:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether rows have the same bits in calls of any size.
-
-        AMX tiles may round differently from the instructions for few rows.
-        """
+        """Whether rows have the same bits in calls of any size."""
+        # AMX tiles may round differently from the instructions for few rows.
         return self._kind is not Instructions.AMX
 
     def __call__(self, given: Tensor) -> Tensor:

@@ -149,10 +149,8 @@ class TorchKernel:
         raise NotImplementedError
 
     def sums(self, given: Tensor) -> Tensor:
-        """Return sums times the outputs' scales, [rows, outputs], float32.
-
-        ``given``: numbers from -64 to 64, which are rounded to integers, in place.
-        """
+        """Return sums times the outputs' scales, [rows, outputs], float32."""
+        # ``given``: numbers from -64 to 64, which are rounded to integers, in place.
         raise NotImplementedError
 
     def products(self, rows: Tensor) -> list[Tensor]:
