@@ -44,10 +44,6 @@ class PrefixCache:
         self._uses: Counter[Digest] = Counter()
         self.nbytes = 0
 
-    @property
-    def in_use(self) -> int:
-        return len(self._uses)
-
     def use(self, names: Iterable[Digest]) -> list[Block]:
         """Return the cached blocks of a prefix, which are in use until ``release``."""
         found: list[Block] = []

@@ -78,9 +78,6 @@ class IntegerLinear(nn.Module):
         """Memory of the weight and its scales, in bytes."""
         return self.out_features * (self.in_features + 4)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
     def forward(self, given: Tensor) -> Tensor:
         """Return the product; ``given`` is [..., inputs], the result has its dtype."""
         found = self._weights.product(given, self._number)

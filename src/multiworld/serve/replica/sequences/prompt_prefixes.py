@@ -31,15 +31,6 @@ class PromptPrefixes:
         self._names: dict[StreamId, list[Digest]] = {}
         self._found: dict[StreamId, list[Block]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return self._cache.nbytes
-
-    @property
-    def in_use(self) -> int:
-        """Number of uses of cached blocks; 0 if all blocks may be dropped."""
-        return len(self._found) + self._cache.in_use
-
     def find(self, state: SequenceState) -> None:
         """Look up the cached prefix of a sequence's prompt."""
         start = state.start
