@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.compute.layer_code import can_run
-from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.engine.compute.prefix_blocks import Block, BlockSpan
 from multiworld.serve.engine.compute.stage_engine import (
     Chores,
     Computed,
