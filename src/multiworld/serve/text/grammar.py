@@ -153,7 +153,8 @@ def _checked_schema(schema: Any, param: str) -> Any:
     try:
         draft = schema_drafts.draft_of(schema)
         _schemas(draft).validate(schema)
-        return _enforced(schema_drafts.enforceable(schema, draft))
+        found = schema_drafts.enforceable(schema, draft)
+        return schema_drafts.mapped(found, _without_idle)
     except schema_drafts.SchemaError as error:
         raise wrong_field(param, str(error)) from None
     except ValidationError as error:
@@ -169,26 +170,15 @@ def _checked_schema(schema: Any, param: str) -> Any:
         raise wrong_field(param, "is nested too deeply") from None
 
 
-def _enforced(schema: Any) -> Any:
-    """Return a schema without keywords that have no effect but that llguidance refuses.
-
-    An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
-    """
-    if isinstance(schema, list):
-        return [_enforced(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
-            continue
-        if (name, value) in NO_RULES:
-            continue
-        if name in schema_drafts.MAPS and isinstance(value, dict):
-            found[name] = {key: _enforced(each) for key, each in value.items()}
-        else:
-            found[name] = value if name in schema_drafts.DATA else _enforced(value)
-    return found
+def _without_idle(node: dict[str, Any]) -> dict[str, Any]:
+    """Drop keywords that have no effect but that llguidance refuses."""
+    # An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
+    return {
+        name: value
+        for name, value in node.items()
+        if (name, value) not in NO_RULES
+        and not (name == "format" and isinstance(value, str) and value not in FORMATS)
+    }
 
 
 def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:

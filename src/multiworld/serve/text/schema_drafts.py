@@ -112,7 +112,7 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
     """Convert a schema of any draft to a schema of 2020-12 that can be enforced."""
-    latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
+    latest: dict[str, Any] = mapped(schema, lambda node: _as_latest(node, draft))
     has_ids = any("$id" in node for node in nodes(latest))
     root = {} if has_ids else latest
     budget = _Budget()
@@ -122,7 +122,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
         budget.spend(made)
         return made
 
-    found: dict[str, Any] = _mapped(latest, written)
+    found: dict[str, Any] = mapped(latest, written)
     for node in nodes(found):
         _check_reference(node)
         _check_data(node)
@@ -133,7 +133,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
             )
     _check_bounds(found)
     has_steps = any("multipleOf" in node for node in nodes(found))
-    bounded: dict[str, Any] = _mapped(
+    bounded: dict[str, Any] = mapped(
         found, lambda node: _bounded(node, has_steps=has_steps)
     )
     return _with_bounded_rest(bounded, has_steps=has_steps)
@@ -181,18 +181,18 @@ class _Budget:
             )
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Apply ``change`` to a schema and all schemas within it, outermost first."""
     if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
+        return [mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for name, value in change(schema).items():
         if name in MAPS and isinstance(value, dict):
-            found[name] = {key: _mapped(each, change) for key, each in value.items()}
+            found[name] = {key: mapped(each, change) for key, each in value.items()}
         else:
-            found[name] = value if name in DATA else _mapped(value, change)
+            found[name] = value if name in DATA else mapped(value, change)
     return found
 
 
