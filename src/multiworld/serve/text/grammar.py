@@ -33,6 +33,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text import grammar_trial_process, schema_drafts
 from multiworld.serve.text.grammar_trial_process import TokenizerData
+from multiworld.serve.text.schema_patterns import SchemaError
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -155,7 +156,7 @@ def _checked_schema(schema: Any, param: str) -> Any:
         _schemas(draft).validate(schema)
         found = schema_drafts.enforceable(schema, draft)
         return schema_drafts.mapped(found, _without_idle)
-    except schema_drafts.SchemaError as error:
+    except SchemaError as error:
         raise wrong_field(param, str(error)) from None
     except ValidationError as error:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from multiworld.serve.text import schema_patterns
+from multiworld.serve.text.schema_patterns import SchemaError
 from multiworld.serve.text.schema_rewrites import NOTES, rewritten
 
 # Keywords whose values map names to schemas, and keywords whose values are data.
@@ -94,10 +95,6 @@ KEYWORDS = frozenset(
 )
 # Maximum nodes, and maximum characters of all enums, of a schema after ``rewritten``.
 MAX_NODES, MAX_ENUMS = 20_000, 256 * 1024
-
-
-class SchemaError(ValueError):
-    """A schema cannot be enforced; the error's text says why."""
 
 
 def draft_of(schema: dict[str, Any]) -> str:
@@ -291,15 +288,12 @@ def _check_bounds(schema: Any) -> None:
 def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with patterns that llguidance enforces exactly."""
     found = dict(node)
-    try:
-        if isinstance(node.get("pattern"), str):
-            found["pattern"] = schema_patterns.enforceable(node["pattern"])
-        if isinstance(named := node.get("patternProperties"), dict):
-            found["patternProperties"] = {
-                schema_patterns.enforceable(name): each for name, each in named.items()
-            }
-    except schema_patterns.PatternError as error:
-        raise SchemaError(str(error)) from None
+    if isinstance(node.get("pattern"), str):
+        found["pattern"] = schema_patterns.enforceable(node["pattern"])
+    if isinstance(named := node.get("patternProperties"), dict):
+        found["patternProperties"] = {
+            schema_patterns.enforceable(name): each for name, each in named.items()
+        }
     return found
 
 
