@@ -320,13 +320,8 @@ def _are_few_multiples(schema: Any) -> bool:
     """Return whether the least common multiple of all ``multipleOf`` is small."""
     # ``allOf`` or ``$ref`` may apply several of them to the same number.
     scale = multiple = 1
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left += part
-        elif isinstance(part, dict):
-            left += part.values()
+    for part in schema_drafts.parts_of(schema):
+        if isinstance(part, dict):
             given = part.get("multipleOf")
             is_number = isinstance(given, int | float) and not isinstance(given, bool)
             if is_number and given and (isinstance(given, int) or math.isfinite(given)):

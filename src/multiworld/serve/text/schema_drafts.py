@@ -152,6 +152,17 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
                     left.append(value)
 
 
+def parts_of(*values: Any) -> Iterator[Any]:
+    """Yield values and everything within them: items, names and their values."""
+    left = [*values]
+    while left:
+        yield (part := left.pop())
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += (*part, *part.values())
+
+
 class _Budget:
     """Limits the growth of a schema while ``rewritten`` expands its rules."""
 
@@ -161,14 +172,8 @@ class _Budget:
     def spend(self, node: dict[str, Any]) -> None:
         maps = (node.get(name) for name in MAPS)
         self._nodes += 1 + sum(len(each) for each in maps if isinstance(each, dict))
-        left = [node.get("enum")]
-        while left:
-            part = left.pop()
+        for part in parts_of(node.get("enum")):
             self._characters += len(part) if isinstance(part, str) else 1
-            if isinstance(part, list):
-                left += part
-            elif isinstance(part, dict):
-                left += (*part, *part.values())
             if self._characters > MAX_ENUMS:
                 break
         if self._nodes > MAX_NODES or self._characters > MAX_ENUMS:
@@ -237,15 +242,10 @@ def _check_reference(node: dict[str, Any]) -> None:
 def _check_data(node: dict[str, Any]) -> None:
     """Refuse numbers that llguidance would round, and strings that it cannot write."""
     given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
-    left = [*given, node.get("const"), node.get("enum")]
-    left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            left += [*part, *part.values()]
-        elif isinstance(part, list):
-            left += part
-        elif isinstance(part, str):
+    given += [node.get("const"), node.get("enum")]
+    given += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
+    for part in parts_of(*given):
+        if isinstance(part, str):
             if not schema_patterns.can_be_written(part):
                 raise SchemaError(
                     "has a string with a control character that cannot be enforced"
