@@ -9,6 +9,7 @@ from multiworld.backends.mailbox import Mailbox
 from multiworld.rendezvous.admission import Registry
 from multiworld.serve.controller.fleet_metrics import Totals
 from multiworld.serve.gateway.requests.router import Router
+from multiworld.serve.replica.scheduling.token_shares import TokenShares
 from multiworld.serve.replica.sequences.generation_worker import GenerationWorker
 from multiworld.serve.replica.whole_engines.engine_sequences import (
     EngineSequences,
@@ -48,7 +49,8 @@ def leaks_of(worker: Any) -> dict[str, int]:
             found = {
                 "sequences": len(worker._table),
                 "logged bytes": worker._log.nbytes,
-                "prefixes in use": worker._prefixes.in_use,
+                "prefixes in use": len(worker._prefixes._found)
+                + len(worker._prefixes._cache._uses),
                 "blocks": worker._scheduler.pool.used_blocks,
                 "rebuilt tokens": len(worker.recovery.sampled),
                 "scheduled": len(worker._scheduler.pool.known),
@@ -56,6 +58,16 @@ def leaks_of(worker: Any) -> dict[str, int]:
         case _:
             raise TypeError(f"{type(worker).__name__} is no worker of sequences")
     return {kind: count for kind, count in found.items() if count}
+
+
+def kept_bytes(worker: GenerationWorker) -> int:
+    """Return the bytes of the activation log and of the prefix cache."""
+    return worker._log.nbytes + worker._prefixes._cache.nbytes
+
+
+def counter_count(shares: TokenShares) -> int:
+    """Return the number of tenants whose counters are kept."""
+    return len(shares._served)
 
 
 def is_clean(inbound: Inbound) -> bool:

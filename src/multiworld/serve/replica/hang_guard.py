@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +13,12 @@ from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.deadlines import GUARD_S
 
 EXIT_HUNG = 70  # exit code of a replica whose model hangs
+
+
+def exit_hung() -> None:
+    """Write the stack traces of all threads, and exit at once."""
+    faulthandler.dump_traceback(sys.stderr)
+    os._exit(EXIT_HUNG)
 
 
 class HangGuard:

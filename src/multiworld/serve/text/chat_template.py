@@ -49,12 +49,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def controls(self) -> Controls:
-        """Tokens that a template can write, special tokens, and end tokens.
-
-        Special tokens alone do not suffice: a folder's flag ``special`` determines only
-        whether a token is shown, and some folders do not set it for tokens that mark
-        turns.
-        """
+        """Tokens that a template can write, special tokens, and end tokens."""
+        # Special tokens alone do not suffice: a folder's flag ``special`` determines
+        # only whether a token is shown, and some folders do not set it for tokens that
+        # mark turns.
         theirs = self._theirs
         written = inspected = frozenset[str]()
         if theirs.chat_template is not None:
@@ -93,29 +91,20 @@ class ChatTemplate:
 
     def render(
         self,
+        # As in OpenAI's API, with parsed arguments of tool calls.
         messages: list[dict[str, Any]],
         *,
-        begins_answer: bool = True,
-        tools: Sequence[dict[str, Any]] = (),
-        options: Mapping[str, Any],
+        begins_answer: bool = True,  # whether the assistant's answer follows
+        tools: Sequence[dict[str, Any]] = (),  # tools that the model may call
+        options: Mapping[str, Any],  # variables of the template
+        # Variable ``reasoning_effort``, if the template reads it.
         effort: str | None = None,
+        # Marks to put around control tokens: the first in all messages but the
+        # assistant's, the second in the assistant's; None: messages may have control
+        # tokens.
         marks: tuple[Marks, Marks] | None = None,
     ) -> str:
-        """Return the text of a chat.
-
-        Args:
-            messages: As in OpenAI's API, with parsed arguments of tool calls.
-            begins_answer: Whether the assistant's answer follows.
-            tools: Tools that the model may call.
-            options: Variables of the template.
-            effort: Variable ``reasoning_effort``, if the template reads it.
-            marks: Marks to put around control tokens: the first in all messages but the
-                assistant's, the second in the assistant's; None: messages may have
-                control tokens.
-
-        Raises:
-            InvalidRequestError: There is no template, or it refuses this chat.
-        """
+        """Return a chat's text; raises InvalidRequestError if it cannot be rendered."""
         self.check_exists()
         self._check_options(options)
         if tools and "tools" not in self.variables:

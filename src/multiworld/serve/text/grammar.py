@@ -33,6 +33,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text import grammar_trial_process, schema_drafts
 from multiworld.serve.text.grammar_trial_process import TokenizerData
+from multiworld.serve.text.schema_patterns import SchemaError
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -153,8 +154,9 @@ def _checked_schema(schema: Any, param: str) -> Any:
     try:
         draft = schema_drafts.draft_of(schema)
         _schemas(draft).validate(schema)
-        return _enforced(schema_drafts.enforceable(schema, draft))
-    except schema_drafts.SchemaError as error:
+        found = schema_drafts.enforceable(schema, draft)
+        return schema_drafts.mapped(found, _without_idle)
+    except SchemaError as error:
         raise wrong_field(param, str(error)) from None
     except ValidationError as error:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
@@ -169,26 +171,15 @@ def _checked_schema(schema: Any, param: str) -> Any:
         raise wrong_field(param, "is nested too deeply") from None
 
 
-def _enforced(schema: Any) -> Any:
-    """Return a schema without keywords that have no effect but that llguidance refuses.
-
-    An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
-    """
-    if isinstance(schema, list):
-        return [_enforced(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for name, value in schema.items():
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
-            continue
-        if (name, value) in NO_RULES:
-            continue
-        if name in schema_drafts.MAPS and isinstance(value, dict):
-            found[name] = {key: _enforced(each) for key, each in value.items()}
-        else:
-            found[name] = value if name in schema_drafts.DATA else _enforced(value)
-    return found
+def _without_idle(node: dict[str, Any]) -> dict[str, Any]:
+    """Drop keywords that have no effect but that llguidance refuses."""
+    # An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
+    return {
+        name: value
+        for name, value in node.items()
+        if (name, value) not in NO_RULES
+        and not (name == "format" and isinstance(value, str) and value not in FORMATS)
+    }
 
 
 def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:
@@ -254,10 +245,7 @@ def grammar_of_answer_or_calls(
     is_single: bool,
     trial: Trial | None = None,
 ) -> str:
-    """Return a grammar of either a schema's JSON, or tool calls between two marks.
-
-    ``marks`` are put before and after each call; each is a token or a string.
-    """
+    """Return a grammar of either a schema's JSON, or tool calls between two marks."""
     schema = _checked_schema(schema, "response_format")
     _check_multiples([schema, *(each for _, each in tools)], "tools")
     begin, end = map(_mark, marks)
@@ -273,16 +261,13 @@ def grammar_of_answer_or_calls(
 
 def after_reasoning(
     grammar: str,
-    marks: tuple[int | str, int | str],
-    ends: Sequence[int],
+    marks: tuple[int | str, int | str],  # each is a token or a string
+    ends: Sequence[int],  # tokens that end the output
     *,
+    # Whether the prompt has the first mark; otherwise, the reasoning is optional.
     is_begun: bool,
 ) -> str:
-    """Return a grammar of reasoning between two marks, followed by ``grammar``.
-
-    Each of ``marks`` is a token or a string. ``ends`` are tokens that end the output.
-    ``is_begun``: the prompt has the first mark; otherwise, the reasoning is optional.
-    """
+    """Return a grammar of reasoning between two marks, followed by ``grammar``."""
     begin, end = map(_mark, marks)
     if isinstance(marks[1], str):
         free = f"thought[stop={end}]: /(?s:.*)/"
@@ -304,17 +289,15 @@ def after_reasoning(
 
 
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
-    """Return the right-hand side of a rule that allows a call of any tool, as JSON.
-
-    Each schema is embedded separately, so its references (``#/$defs/…``) still start at
-    its own root.
-    """
+    """Return the right-hand side of a rule that allows a call of any tool, as JSON."""
     # Limits also apply to all schemas together, because one grammar has all of them.
     schemas = [parameters for _, parameters in tools]
     _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
     _check_multiples(schemas, "tools")
     # These checks do not compile; ``_checked`` compiles all schemas together.
     enforced = [(name, _checked_schema(each, "tools")) for name, each in tools]
+    # Each schema is embedded separately, so its references (``#/$defs/…``) still start
+    # at its own root.
     return "\n    | ".join(
         f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
         f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
@@ -337,13 +320,8 @@ def _are_few_multiples(schema: Any) -> bool:
     """Return whether the least common multiple of all ``multipleOf`` is small."""
     # ``allOf`` or ``$ref`` may apply several of them to the same number.
     scale = multiple = 1
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left += part
-        elif isinstance(part, dict):
-            left += part.values()
+    for part in schema_drafts.parts_of(schema):
+        if isinstance(part, dict):
             given = part.get("multipleOf")
             is_number = isinstance(given, int | float) and not isinstance(given, bool)
             if is_number and given and (isinstance(given, int) or math.isfinite(given)):

@@ -56,12 +56,7 @@ class GrammarTrials:
         self._known: OrderedDict[str, str | None] = OrderedDict()
 
     def why_not(self, tokenizer: TrialTokenizer, grammar: str) -> str | None:
-        """Return why a grammar cannot be enforced; None if it can. Blocks meanwhile.
-
-        Raises:
-            NoReplicaError: The process could not be started, or died twice.
-            ModelFailedError: llguidance cannot use the tokenizer.
-        """
+        """Return why a grammar cannot be enforced; None if it can. Blocks meanwhile."""
         data = f"{tokenizer.name}\n{grammar}".encode()
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         with self._lock:

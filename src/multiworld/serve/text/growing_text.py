@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 
 from multiworld.serve.text.tokenizer import Tokenizer
@@ -32,7 +32,8 @@ class GrowingText:
         self._window = _Window(tokenizer, before[-CONTEXT:], hidden)
         self._min_tokens = min_tokens
         self._count = 0
-        self._stop = StopStrings(tuple(filter(None, stop)))
+        self._stop = sorted(filter(None, stop))
+        self._longest = max(map(len, self._stop), default=0)
         self._held = ""
         self._length = 0
         self.is_stopped = False
@@ -56,74 +57,33 @@ class GrowingText:
         return self._emit(self._window.rest(), is_end=True)
 
     def _emit(self, new: str, *, is_end: bool) -> str:
-        before = len(self._held)
-        self._held += new
-        if self._stop.advance(new, is_early=self._count < self._min_tokens):
+        before, text = len(self._held), self._held + new
+        places = [
+            place
+            # A stop string that ends earlier does not count, but one that only starts
+            # there may count later.
+            for stop in (self._stop if self._count >= self._min_tokens else ())
+            if (place := text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if places:
             self.is_stopped = True
-            given, self._held = self._held[: self._stop.find(self._held, before)], ""
+            given, self._held = text[: min(places)], ""
         else:
-            # Hold back text that may be the start of a stop string.
-            keep = 0 if is_end else self._stop.begun
-            cut = len(self._held) - keep
-            given, self._held = self._held[:cut], self._held[cut:]
+            cut = len(text) - (0 if is_end else self._begun(text))
+            given, self._held = text[:cut], text[cut:]
         self._length += len(given)
         return given
 
-
-class StopStrings:
-    """Finds stop strings in growing text, in linear time (Knuth, Morris and Pratt)."""
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self._strings = strings
-        # For each stop string: length of its longest prefix that ends the text.
-        self._begun = [0] * len(strings)
-
-    @property
-    def begun(self) -> int:
-        """Length of the longest prefix of a stop string that ends the text."""
-        return max(self._begun, default=0)
-
-    def advance(self, new: str, *, is_early: bool = False) -> bool:
-        """Read more text; return whether it completes a stop string.
-
-        ``is_early``: a stop string that ends within ``new`` does not count, but one
-        that only starts there may count later.
-        """
-        is_found = False
-        for number, string in enumerate(self._strings):
-            borders, length = _borders(string), self._begun[number]
-            for character in new:
-                while length and string[length] != character:
-                    length = borders[length - 1]
-                length += string[length] == character
-                if length == len(string):
-                    if is_early:
-                        length = borders[-1]
-                        continue
-                    is_found = True
-                    break
-            self._begun[number] = length
-        return is_found
-
-    def find(self, text: str, before: int) -> int:
-        """Return the start of the first stop string that ends after ``before``."""
-        places = (
-            text.find(string, max(0, before - len(string) + 1))
-            for string in self._strings
-        )
-        return min(place for place in places if place >= 0)
-
-
-@functools.lru_cache(maxsize=1024)
-def _borders(string: str) -> tuple[int, ...]:
-    """Return, for each prefix, the length of its longest border (prefix and suffix)."""
-    found, length = [0] * len(string), 0
-    for at in range(1, len(string)):
-        while length and string[length] != string[at]:
-            length = found[length - 1]
-        length += string[length] == string[at]
-        found[at] = length
-    return tuple(found)
+    def _begun(self, text: str) -> int:
+        """Return how many of the last characters may be the start of a stop string."""
+        # Each length that fails here shortens the text that is held back, so there is
+        # about one search for each character of the stream.
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            start = text[-length:]
+            at = bisect_right(self._stop, start)  # sorted: those that it begins follow
+            if at < len(self._stop) and self._stop[at].startswith(start):
+                return length
+        return 0
 
 
 class _Window:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from multiworld.serve.text import schema_patterns
+from multiworld.serve.text.schema_patterns import SchemaError
 from multiworld.serve.text.schema_rewrites import NOTES, rewritten
 
 # Keywords whose values map names to schemas, and keywords whose values are data.
@@ -96,10 +97,6 @@ KEYWORDS = frozenset(
 MAX_NODES, MAX_ENUMS = 20_000, 256 * 1024
 
 
-class SchemaError(ValueError):
-    """A schema cannot be enforced; the error's text says why."""
-
-
 def draft_of(schema: dict[str, Any]) -> str:
     declared = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
     name = str(declared).removesuffix("#").partition("://")[2]
@@ -111,12 +108,8 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 
 def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
-    """Convert a schema of any draft to a schema of 2020-12 that can be enforced.
-
-    Raises:
-        SchemaError: llguidance would not enforce a part of the schema exactly.
-    """
-    latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
+    """Convert a schema of any draft to a schema of 2020-12 that can be enforced."""
+    latest: dict[str, Any] = mapped(schema, lambda node: _as_latest(node, draft))
     has_ids = any("$id" in node for node in nodes(latest))
     root = {} if has_ids else latest
     budget = _Budget()
@@ -126,7 +119,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
         budget.spend(made)
         return made
 
-    found: dict[str, Any] = _mapped(latest, written)
+    found: dict[str, Any] = mapped(latest, written)
     for node in nodes(found):
         _check_reference(node)
         _check_data(node)
@@ -137,7 +130,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
             )
     _check_bounds(found)
     has_steps = any("multipleOf" in node for node in nodes(found))
-    bounded: dict[str, Any] = _mapped(
+    bounded: dict[str, Any] = mapped(
         found, lambda node: _bounded(node, has_steps=has_steps)
     )
     return _with_bounded_rest(bounded, has_steps=has_steps)
@@ -159,6 +152,17 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
                     left.append(value)
 
 
+def parts_of(*values: Any) -> Iterator[Any]:
+    """Yield values and everything within them: items, names and their values."""
+    left = [*values]
+    while left:
+        yield (part := left.pop())
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += (*part, *part.values())
+
+
 class _Budget:
     """Limits the growth of a schema while ``rewritten`` expands its rules."""
 
@@ -168,14 +172,8 @@ class _Budget:
     def spend(self, node: dict[str, Any]) -> None:
         maps = (node.get(name) for name in MAPS)
         self._nodes += 1 + sum(len(each) for each in maps if isinstance(each, dict))
-        left = [node.get("enum")]
-        while left:
-            part = left.pop()
+        for part in parts_of(node.get("enum")):
             self._characters += len(part) if isinstance(part, str) else 1
-            if isinstance(part, list):
-                left += part
-            elif isinstance(part, dict):
-                left += (*part, *part.values())
             if self._characters > MAX_ENUMS:
                 break
         if self._nodes > MAX_NODES or self._characters > MAX_ENUMS:
@@ -185,18 +183,18 @@ class _Budget:
             )
 
 
-def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """Apply ``change`` to a schema and all schemas within it, outermost first."""
     if isinstance(schema, list):
-        return [_mapped(each, change) for each in schema]
+        return [mapped(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found = {}
     for name, value in change(schema).items():
         if name in MAPS and isinstance(value, dict):
-            found[name] = {key: _mapped(each, change) for key, each in value.items()}
+            found[name] = {key: mapped(each, change) for key, each in value.items()}
         else:
-            found[name] = value if name in DATA else _mapped(value, change)
+            found[name] = value if name in DATA else mapped(value, change)
     return found
 
 
@@ -244,15 +242,10 @@ def _check_reference(node: dict[str, Any]) -> None:
 def _check_data(node: dict[str, Any]) -> None:
     """Refuse numbers that llguidance would round, and strings that it cannot write."""
     given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
-    left = [*given, node.get("const"), node.get("enum")]
-    left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            left += [*part, *part.values()]
-        elif isinstance(part, list):
-            left += part
-        elif isinstance(part, str):
+    given += [node.get("const"), node.get("enum")]
+    given += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
+    for part in parts_of(*given):
+        if isinstance(part, str):
             if not schema_patterns.can_be_written(part):
                 raise SchemaError(
                     "has a string with a control character that cannot be enforced"
@@ -295,15 +288,12 @@ def _check_bounds(schema: Any) -> None:
 def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with patterns that llguidance enforces exactly."""
     found = dict(node)
-    try:
-        if isinstance(node.get("pattern"), str):
-            found["pattern"] = schema_patterns.enforceable(node["pattern"])
-        if isinstance(named := node.get("patternProperties"), dict):
-            found["patternProperties"] = {
-                schema_patterns.enforceable(name): each for name, each in named.items()
-            }
-    except schema_patterns.PatternError as error:
-        raise SchemaError(str(error)) from None
+    if isinstance(node.get("pattern"), str):
+        found["pattern"] = schema_patterns.enforceable(node["pattern"])
+    if isinstance(named := node.get("patternProperties"), dict):
+        found["patternProperties"] = {
+            schema_patterns.enforceable(name): each for name, each in named.items()
+        }
     return found
 
 

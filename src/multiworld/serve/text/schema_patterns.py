@@ -24,8 +24,8 @@ SETS = "dDwWsSpPbB"  # escapes that do not stand for one character
 LENGTHS = {"x": 2, "u": 4}  # number of hexadecimal digits, by escape
 
 
-class PatternError(ValueError):
-    """A pattern cannot be enforced; the error's text says why."""
+class SchemaError(ValueError):
+    """A schema cannot be enforced; the error's text says why."""
 
 
 def can_be_written(text: str) -> bool:
@@ -90,7 +90,7 @@ def _class(pattern: str, begin: int, end: int) -> str:
     if not is_negated or not any(_is_within(each, ranges) for each in ESCAPED):
         return pattern[begin:end]
     if has_sets:
-        raise PatternError(
+        raise SchemaError(
             f"has the pattern {_short(pattern)}; a class that excludes a quote or a "
             "backslash together with a set such as \\s cannot be enforced"
         )
@@ -104,7 +104,7 @@ def _allowed(excluded: Sequence[Range]) -> str:
         cut = [((a, min(b, low - 1)), (max(a, high + 1), b)) for a, b in left]
         left = [(a, b) for pair in cut for a, b in pair if a <= b]
     if not left:
-        raise PatternError("has a pattern with an empty character class")
+        raise SchemaError("has a pattern with an empty character class")
     parts = (
         _numbered(a) if a == b else f"{_numbered(a)}-{_numbered(b)}" for a, b in left
     )
@@ -120,7 +120,7 @@ def _end_of_class(pattern: str, begin: int) -> int:
     while at < len(pattern) and pattern[at] != "]":
         at += 2 if pattern[at] == "\\" else 1
     if at >= len(pattern):
-        raise PatternError(f"has the pattern {_short(pattern)}: unclosed class")
+        raise SchemaError(f"has the pattern {_short(pattern)}: unclosed class")
     return at + 1
 
 
@@ -128,7 +128,7 @@ def _character(pattern: str, at: int) -> tuple[int | None, int]:
     """Return the code point at a position (None: a set), and the next position."""
     code, end = _decoded(pattern, at)
     if code is not None and not _is_within(code, WRITABLE):
-        raise PatternError(
+        raise SchemaError(
             f"has the pattern {_short(pattern)} with the control character {code:#x}, "
             "which cannot be enforced"
         )
@@ -166,8 +166,8 @@ def _is_within(code: int, ranges: Iterable[Range]) -> bool:
     return any(low <= code <= high for low, high in ranges)
 
 
-def _foreign(pattern: str) -> PatternError:
-    return PatternError(
+def _foreign(pattern: str) -> SchemaError:
+    return SchemaError(
         f"has the pattern {_short(pattern)}, which means something else in ECMA 262"
     )
 

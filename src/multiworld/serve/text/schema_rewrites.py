@@ -195,16 +195,10 @@ def _referred(reference: str, root: Schema) -> Any:
 
 
 def negations(schema: Any, beside: Any) -> list[Any] | None:
-    """Return the negation of a schema, as alternatives of which at least one holds.
-
-    Args:
-        schema: The schema to negate.
-        beside: A schema that holds in any case; its enums limit the possible values.
-
-    Returns:
-        None if the negation cannot be written without ``not``; an empty list if
-        ``schema`` always holds.
-    """
+    """Return the negation of a schema, as alternatives of which at least one holds."""
+    # ``beside`` is a schema that holds in any case; its enums limit the possible
+    # values. Returns None if the negation cannot be written without ``not``, and an
+    # empty list if ``schema`` always holds.
     if isinstance(schema, bool):
         return [] if schema else [{}]
     if schema.keys() - NEGATED:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.text.growing_text import PENDING, GrowingText, StopStrings
+from multiworld.serve.text.growing_text import PENDING, GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from tests.tiny_decoder import save_tokenizer
 
@@ -83,29 +83,59 @@ def test_text_ends_before_the_first_stop_string(
     assert growing.is_stopped == (stop in text)
 
 
+PIECES = "ab", "ba", "bab", "aabb"
+
+
+@pytest.fixture(scope="module")
+def long_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer with one token per byte, and one for each of ``PIECES``."""
+    folder = tmp_path_factory.mktemp("long")
+    save_tokenizer(folder, *PIECES)
+    return Tokenizer(folder)
+
+
+# Among the pieces are the two bytes of one character.
+pieces_of_text = st.sampled_from((*PIECES, "a", "b", "\u00e9", "\u00c3", "\u00a9"))
+
+
 @given(
-    text=st.text("ab", max_size=40),
-    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
-    sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    chosen=st.lists(pieces_of_text, max_size=30),
+    stops=st.lists(st.text("ab\u00e9", max_size=7), max_size=4),
+    min_tokens=st.integers(0, 12),
 )
-def test_only_what_may_begin_a_stop_string_is_held_back(
-    text: str, stops: list[str], sizes: list[int]
+def test_text_is_held_back_and_ends_as_the_stop_strings_say(
+    long_tokens: Tokenizer, chosen: list[str], stops: list[str], min_tokens: int
 ) -> None:
-    """That is the longest suffix that begins a stop string."""
-    found, held = StopStrings(tuple(stops)), ""
-    for size in sizes:
-        new, text = text[:size], text[size:]
-        held += new
-        whole = [held.find(stop) for stop in stops if stop in held]
-        assert found.advance(new) == bool(whole)
-        if whole:
-            assert found.find(held, len(held) - len(new)) == min(whole)
+    """What is held back is the longest suffix that begins a stop string."""
+    known = long_tokens.fast.get_vocab()
+    ids = [known[piece] for piece in chosen if piece in known]
+    plain = GrowingText(long_tokens, skips_special=False)
+    parts = grown(plain, ids)
+    growing = GrowingText(
+        long_tokens, stops, skips_special=False, min_tokens=min_tokens
+    )
+    stops = [stop for stop in stops if stop]
+    text = shown = ""
+    for number, part in enumerate(parts, 1):
+        is_end = number == len(parts)
+        shown += growing.end() if is_end else growing.add(ids[number - 1])
+        before, text = len(text), text + part
+        starts = [
+            end - len(stop)
+            for end in range(before + 1, len(text) + 1)
+            for stop in stops
+            if text[:end].endswith(stop) and min(number, len(ids)) >= min_tokens
+        ]
+        if starts:
+            assert growing.is_stopped
+            assert shown == text[: min(starts)]
             return
         begun = max(
-            (n for s in stops for n in range(len(s)) if held.endswith(s[:n])), default=0
+            (n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0
         )
-        assert found.begun == begun
-        held = held[len(held) - begun :]
+        assert not growing.is_stopped
+        assert shown == text[: len(text) - (0 if is_end else begun)]
+        assert is_end or growing.offset == len(text)
 
 
 def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:

@@ -74,21 +74,16 @@ class KvCache:
         self.granule = block_size if granule is None else granule
         self._attention = attention or StepAttention
         self._memory = KvMemory(block_size)
-        self._lengths: dict[Hashable, int] = {}
+        self.lengths: dict[Hashable, int] = {}  # number of tokens of each sequence
 
     @torch.inference_mode()
     def free(self, sequence: Hashable) -> None:
         self._memory.free(sequence)
-        self._lengths.pop(sequence, None)
+        self.lengths.pop(sequence, None)
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
-
-    @property
-    def lengths(self) -> dict[Hashable, int]:
-        """Number of tokens of each sequence."""
-        return dict(self._lengths)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
         """Return the attention function of one step.
@@ -98,10 +93,10 @@ class KvCache:
         for each in rows:
             if each.begin == 0:
                 self._memory.free(each.sequence)
-            elif self._lengths.get(each.sequence, 0) < each.begin:
+            elif self.lengths.get(each.sequence, 0) < each.begin:
                 raise MissingTokensError(f"tokens before {each.begin} are missing")
         for each in rows:
-            self._lengths[each.sequence] = each.begin + each.count
+            self.lengths[each.sequence] = each.begin + each.count
         return self._attention(self, rows)
 
     def append(
@@ -201,7 +196,7 @@ class KvCache:
         """Start a sequence of ``tokens`` tokens from copied keys and values."""
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
-        self._lengths[sequence] = tokens
+        self.lengths[sequence] = tokens
         for layer, like in pieces[0].items():
             kept = self._memory.of(sequence, layer, like)
             for number, tensor in enumerate(kept):

@@ -8,12 +8,11 @@ import hashlib
 import logging
 from array import array
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from multiworld.serve.engine.models import compiled_code
+from multiworld.serve.engine.models.compiled_code import Library
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +40,13 @@ class Form(ctypes.Structure):
     )
 
 
-@functools.cache
-def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, count, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    threads = flag = ctypes.c_int
-    types: dict[str, tuple[Any, ...]] = {
-        "attend": (*[pointer] * 5, count, pointer, threads),
-        "norm": (*[pointer] * 4, real, count, count, pointer, threads, flag),
-        "rotate": (*[pointer] * 6, real, *[count] * 4, threads, flag),
-        "gate": (pointer, pointer, count, threads, flag),
-    }
-    for name, kinds in types.items():
-        function = getattr(found, f"multiworld_{name}")
-        function.argtypes, function.restype = kinds, None
-    return found
-
-
-def library() -> ctypes.CDLL:
-    """Return the compiled code; raises NotImplementedError if it is not available."""
-    return _typed(compiled_code.load(SOURCE))
+library = Library(
+    SOURCE,
+    attend="ppppplpi",
+    norm="ppppfllpii",
+    rotate="ppppppfllllii",
+    gate="pplii",
+)
 
 
 @functools.cache

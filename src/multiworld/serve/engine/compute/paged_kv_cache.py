@@ -67,7 +67,7 @@ class PagedKvCache:
         self.count = max(MIN_PAGES, needed)  # current number of pages of a layer
         self._free = list(range(len(RESERVED), self.count))
         self._pages: dict[Hashable, list[int]] = {}
-        self._lengths: dict[Hashable, int] = {}
+        self.lengths: dict[Hashable, int] = {}  # number of tokens of each sequence
         self._pools: dict[int, Pool] = {}
         self._has_kernel: dict[tuple[int, ...], bool] = {}
 
@@ -78,13 +78,9 @@ class PagedKvCache:
             tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
         )
 
-    @property
-    def lengths(self) -> dict[Hashable, int]:
-        return dict(self._lengths)
-
     def free(self, sequence: Hashable) -> None:
         self._free += self._pages.pop(sequence, ())
-        self._lengths.pop(sequence, None)
+        self.lengths.pop(sequence, None)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
         self.make_room(rows)
@@ -95,13 +91,13 @@ class PagedKvCache:
         for each in rows:
             if each.begin == 0:
                 self.free(each.sequence)
-            elif self._lengths.get(each.sequence, 0) < each.begin:
+            elif self.lengths.get(each.sequence, 0) < each.begin:
                 raise MissingTokensError(f"tokens before {each.begin} are missing")
         added: list[int] = []
         try:
             for each in rows:
                 added += self._make_room(each.sequence, each.begin + each.count)
-                self._lengths[each.sequence] = each.begin + each.count
+                self.lengths[each.sequence] = each.begin + each.count
         finally:  # also if memory runs out: the next step uses the pages as they are
             self._clear(added)
 
@@ -215,7 +211,7 @@ class PagedKvCache:
     ) -> None:
         self.free(sequence)
         self._clear(self._make_room(sequence, tokens))
-        self._lengths[sequence] = tokens
+        self.lengths[sequence] = tokens
         transfers = self.transfers
         slots = transfers.upload(torch.tensor(self.slots(sequence, 0, tokens)))
         for layer in pieces[0]:

@@ -192,12 +192,14 @@ def sample(
     largest: list[float] = maxima.amax(-1).tolist()
     rows = [row for row, one in enumerate(largest) if math.isfinite(one)]
     tokens: dict[int, int] = {}
-    greedy, few, many = _kinds(rows, histories)
+    asked = [(row, histories[row].parameters) for row in rows]
+    greedy = [row for row, p in asked if p.temperature < GREEDY_BELOW]
     if greedy:
         tokens.update(_likeliest(blocks, maxima, greedy))
+    few = [row for row, p in asked if row not in tokens and 0 < p.top_k < FEW]
     if few:
         tokens.update(_drawn_of_few(blocks, maxima, few, histories))
-    many = sorted(many + [row for row in few if row not in tokens])
+    many = [row for row in rows if row not in tokens]
     size = max(1, CHUNK_BYTES // max(1, 4 * width))
     for begin in range(0, len(many), size):
         tokens.update(_drawn_of_all(blocks, many[begin : begin + size], histories))
@@ -287,22 +289,6 @@ def _blocks(scores: Tensor) -> Tensor:
     if missing:
         scores = pad(scores, (0, missing), value=-math.inf)
     return scores.reshape(len(scores), scores.shape[-1] // BLOCK, BLOCK)
-
-
-def _kinds(
-    rows: Sequence[int], histories: Sequence[TokenHistory]
-) -> tuple[list[int], list[int], list[int]]:
-    """Return the rows with temperature 0, with a small ``top_k``, and the others."""
-    greedy, few, many = [], [], []
-    for i in rows:
-        parameters = histories[i].parameters
-        if parameters.temperature < GREEDY_BELOW:
-            greedy.append(i)
-        elif 0 < parameters.top_k < FEW:
-            few.append(i)
-        else:
-            many.append(i)
-    return greedy, few, many
 
 
 def _likeliest(blocks: Tensor, maxima: Tensor, rows: Sequence[int]) -> dict[int, int]:

@@ -33,7 +33,7 @@ from multiworld.serve.engine.compute.kv_cache import (
 )
 from multiworld.serve.engine.compute.layer_trial import check_layers
 from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
-from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.engine.compute.prefix_blocks import Block, BlockSpan
 from multiworld.serve.engine.compute.sampler import (
     Choice,
     TokenHistory,

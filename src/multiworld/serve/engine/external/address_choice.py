@@ -108,10 +108,7 @@ class ServerChoice:
                 failed[server.url] = str(error)
 
     async def _choose(self, failed: Mapping[str, str]) -> EngineServer:
-        """Return the server that answers and has the fewest replicas on this host.
-
-        Servers in ``failed`` are left out. Raises EngineLostError if none answers.
-        """
+        """Return the server that answers and has the fewest replicas on this host."""
         left = [url for url in self._urls if url.rstrip("/") not in failed]
         servers = [self.client_of(url) for url in left]
         chosen = None
@@ -147,11 +144,7 @@ class ServerChoice:
         return True
 
     async def model_at(self, server: EngineServer) -> str:
-        """Return the name of the model at a server.
-
-        Raises EngineLostError if the server has several models and the arguments name
-        none, or if its model takes fewer tokens than this one.
-        """
+        """Return the name of a server's model; raises EngineLostError if unsuitable."""
         try:
             given = await server.get("/v1/models")
             answer = msgspec.json.decode(given, type=_Models)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -181,42 +182,38 @@ class EngineServer:
         return refusal_of(answer.status, body)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        self._check_wait()
-        try:
-            async with self._client().post(
-                self.url + path,
-                data=msgspec.json.encode(body),
-                headers=self._headers | ORIGIN.get().headers,
-                allow_redirects=False,
-            ) as answer:
-                found = await _body(answer)
-                if answer.status != 200:
-                    raise self._refusal(answer, found)
-                return found
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._broken_off(error) from error
+        async with self._answered(path, body) as answer:
+            return await _body(answer)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
         """Yield the data of each server-sent event of an answer, up to its end."""
+        # No timeout, because the replica's worker watches for silence.
+        async with self._answered(path, body, timeout=_timeout(None)) as answer:
+            async for line in answer.content:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield data
+
+    @asynccontextmanager
+    async def _answered(
+        self, path: str, body: Mapping[str, Any], **more: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """Send a request; raise RunFailedError if its answer is interrupted."""
         self._check_wait()
         try:
             async with self._client().post(
                 self.url + path,
                 data=msgspec.json.encode(body),
                 headers=self._headers | ORIGIN.get().headers,
-                # No timeout, because the replica's worker watches for silence.
-                timeout=_timeout(None),
                 allow_redirects=False,
+                **more,
             ) as answer:
                 if answer.status != 200:
                     raise self._refusal(answer, await _body(answer))
-                async for line in answer.content:
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield data
+                yield answer
         except (
             aiohttp.ClientError,
             aiohttp.http.HttpProcessingError,  # raised e.g. if a line is too long
@@ -224,11 +221,10 @@ class EngineServer:
             OSError,
             ValueError,
         ) as error:
-            raise self._broken_off(error) from error
-
-    def _broken_off(self, error: Exception) -> RunFailedError:
-        text = f"{type(error).__name__}: {error}"
-        return RunFailedError(f"the response of {self.title} was interrupted: {text}")
+            text = f"{type(error).__name__}: {error}"
+            raise RunFailedError(
+                f"the response of {self.title} was interrupted: {text}"
+            ) from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:

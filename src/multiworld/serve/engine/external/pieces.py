@@ -41,16 +41,13 @@ def next_piece(
     tokens: Sequence[int],
     prompt: int,
     sampling: Sampling,
+    # Maximum tokens of a piece; None: one request for all remaining tokens, which is
+    # not exact if tokens are sampled.
     size: int | None,
     *,
-    anew: bool = False,
+    anew: bool = False,  # start a piece at the next token, even within a piece
 ) -> Piece:
-    """Return the request that continues a sequence.
-
-    A piece has at most ``size`` tokens; None: one request for all remaining tokens,
-    which is not exact if tokens are sampled. ``anew`` starts a piece at the next token,
-    even within a piece.
-    """
+    """Return the request that continues a sequence."""
     index, size = len(tokens) - prompt, size_of(sampling, size)
     start = index
     if size is not None and not anew:

@@ -266,7 +266,7 @@ class VllmEngine:
         # Biases make a few tokens likely, so that penalties decide between them. One
         # trial without a difference suffices: in another, a kernel may round
         # differently after the prefill, which can change a token.
-        few = dict.fromkeys(range(min(TRIAL_WORDS, self._vocabulary)), 100.0)
+        few = dict.fromkeys(range(min(TRIAL_WORDS, self._settings.vocabulary)), 100.0)
         for seed in range(TRIALS):
             asked = Sampling(
                 seed=seed,
@@ -287,10 +287,6 @@ class VllmEngine:
         async for tokens in self.generate(run):
             found += [each.token for each in tokens]
         return found
-
-    @property
-    def _vocabulary(self) -> int:
-        return self._settings.vocabulary
 
     def _command(self, port: int) -> list[str]:
         settings = self._settings

@@ -10,24 +10,16 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionCall:
-    """Arguments of the attention of one layer, for all rows of a step.
+    """Arguments of the attention of one layer, for all rows of a step."""
 
-    Attributes:
-        layer: Number of the layer in the model.
-        query: [heads, rows, size].
-        key: [key heads, rows, size]; heads are a multiple of key heads.
-        value: Like ``key``; its size may differ.
-        scale: Factor of the scores; None: 1 / sqrt(size).
-        window: Tokens that a row attends to, itself included; None: all earlier ones.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; None: no cap.
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float | None = None
+    layer: int  # number of the layer in the model
+    query: Tensor  # [heads, rows, size]
+    key: Tensor  # [key heads, rows, size]; heads are a multiple of key heads
+    value: Tensor  # like ``key``; its size may differ
+    scale: float | None = None  # factor of the scores; None: 1 / sqrt(size)
+    # Tokens that a row attends to, itself included; None: all earlier ones.
     window: int | None = None
+    # Scores become ``softcap * tanh(score / softcap)``; None: no cap.
     softcap: float | None = None
 
     @property

@@ -8,7 +8,6 @@ a row has the same bits in a call of any size, with any number of threads.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 from enum import IntEnum
 from pathlib import Path
@@ -16,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multiworld.serve.engine.models import compiled_code
+from multiworld.serve.engine.models.compiled_code import BLOCK, Library, in_blocks
 
 SOURCE = Path(__file__).with_name("bfloat16_products.c")
 
 DIGEST = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]
 
-BLOCK = 32  # number of outputs in a block
 PAIR = 2  # number of inputs that one instruction multiplies and adds
 TILE = 32  # number of inputs in a row of a tile
 TILE_ROWS = 32  # number of rows that tiles take at once
@@ -38,6 +36,9 @@ class Instructions(IntEnum):
     AMX = 4
 
 
+library = Library(SOURCE, multiply="pplpii")
+
+
 class Packed(ctypes.Structure):
     _fields_ = (
         ("weights", ctypes.c_void_p),
@@ -48,19 +49,13 @@ class Packed(ctypes.Structure):
 
 
 class Bfloat16Linear:
-    """A linear, [outputs, inputs], with a bias, for the compiled code.
-
-    Args:
-        weight: [outputs, inputs], bfloat16.
-        bias: [outputs], or None.
-        kind: Kind of instructions; None: the best kind.
-
-    Raises:
-        NotImplementedError: The code is not available here.
-    """
+    """A linear for the compiled code; raises NotImplementedError without that code."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, kind: Instructions | None = None
+        self,
+        weight: Tensor,  # [outputs, inputs], bfloat16
+        bias: Tensor | None,  # [outputs]
+        kind: Instructions | None = None,  # None: the best kind
     ) -> None:
         self._multiply = library().multiworld_multiply
         self._kind = best() if kind is None else kind
@@ -70,7 +65,7 @@ class Bfloat16Linear:
         multiple = TILE if self.inputs >= TILE else PAIR
         self._inputs = -(-self.inputs // multiple) * multiple
         # Keep the tensors alive, because ``_packed`` has their addresses.
-        self._weights = _blocks(weight.detach(), self._inputs)
+        self._weights = in_blocks(weight.detach(), self._inputs, PAIR)
         self._bias = torch.zeros(-(-self.outputs // BLOCK) * BLOCK)
         if bias is not None:
             self._bias[: self.outputs] = bias.detach().float()
@@ -80,10 +75,8 @@ class Bfloat16Linear:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether rows have the same bits in calls of any size.
-
-        AMX tiles may round differently from the instructions for few rows.
-        """
+        """Whether rows have the same bits in calls of any size."""
+        # AMX tiles may round differently from the instructions for few rows.
         return self._kind is not Instructions.AMX
 
     def __call__(self, given: Tensor) -> Tensor:
@@ -108,22 +101,8 @@ class Bfloat16Linear:
         return found.view(*given.shape[:-1], self.outputs)
 
 
-def _blocks(weight: Tensor, inputs: int) -> Tensor:
-    """Return weights, [outputs, inputs], in the layout that the C code reads."""
-    outputs, given = weight.shape
-    blocks = -(-outputs // BLOCK)
-    filled = weight.new_zeros(blocks * BLOCK, inputs)
-    filled[:outputs, :given] = weight
-    return filled.view(blocks, BLOCK, -1, PAIR).transpose(1, 2).flatten()
-
-
 def best() -> Instructions:
-    """Return the best instructions that the processor and torch's settings allow."""
-    found = Instructions(library().multiworld_best())
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability.startswith("AVX512"):
-        return found
-    return min(found, Instructions.AVX2 if capability == "AVX2" else Instructions.NONE)
+    return Instructions(library.best())
 
 
 def instructions() -> str:
@@ -134,17 +113,3 @@ def instructions() -> str:
     except NotImplementedError:
         return ""
     return "" if kind is Instructions.NONE else f"{DIGEST} {kind.name}"
-
-
-@functools.cache
-def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    multiply = found.multiworld_multiply
-    multiply.argtypes = pointer, pointer, count, pointer, number, number
-    multiply.restype = None
-    return found
-
-
-def library() -> ctypes.CDLL:
-    """Return the compiled code; raises NotImplementedError if it is not available."""
-    return _typed(compiled_code.load(SOURCE))

@@ -19,14 +19,9 @@ def cache_folder() -> Path:
 
 
 def home_folder(name: str) -> Path:
-    """Return a folder in the home directory, or else in the temporary directory.
-
-    A container may run as a user without an entry in the password database, or with a
-    home directory that cannot be written to.
-
-    Raises:
-        ServeError: The folder in the temporary directory belongs to someone else.
-    """
+    """Return a folder in the home directory, or else in the temporary directory."""
+    # A container may run as a user without an entry in the password database, or with a
+    # home directory that cannot be written to.
     try:
         found = Path.home() / name
     except RuntimeError:

@@ -20,8 +20,10 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from multiworld.serve.engine.models.caches import cache_folder
 
@@ -34,6 +36,54 @@ COMPILE_S = 20.0
 
 SWITCH = "MULTIWORLD_COMPILE"
 """Environment variable: ``0`` leaves everything to torch."""
+
+TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_long,
+    "f": ctypes.c_float,
+}
+
+BLOCK = 32  # number of outputs in a block of weights
+
+
+class Library:
+    """A compiled file; ``types`` are those of its functions' arguments, as letters."""
+
+    def __init__(self, source: Path, **types: str) -> None:
+        self._source, self._types = source, types
+        self._typed: ctypes.CDLL | None = None
+
+    def __call__(self) -> ctypes.CDLL:
+        """Return the code; raises NotImplementedError if it is not available."""
+        found = load(self._source)
+        if found is not self._typed:
+            for name, types in self._types.items():
+                function = getattr(found, f"multiworld_{name}")
+                function.argtypes = [TYPES[letter] for letter in types]
+                function.restype = None
+            self._typed = found
+        return found
+
+    def best(self) -> int:
+        """Return the best instructions that the processor and torch allow."""
+        found = int(self().multiworld_best())
+        capability = torch.backends.cpu.get_cpu_capability()
+        if capability.startswith("AVX512"):
+            return found
+        # In all files, 1 stands for AVX2, and 0 for no instructions.
+        return min(found, int(capability == "AVX2"))
+
+
+def in_blocks(weight: Tensor, inputs: int, group: int) -> Tensor:
+    """Return weights, [outputs, inputs], in the layout that the C code reads."""
+    # ``inputs``: their number with padding; ``group``: the number of inputs that one
+    # instruction multiplies and adds.
+    outputs, given = weight.shape
+    blocks = -(-outputs // BLOCK)
+    filled = weight.new_zeros(blocks * BLOCK, inputs)
+    filled[:outputs, :given] = weight
+    return filled.view(blocks, BLOCK, -1, group).transpose(1, 2).flatten()
 
 
 def load(source: Path) -> ctypes.CDLL:

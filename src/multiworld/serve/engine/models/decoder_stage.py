@@ -59,19 +59,8 @@ def load(
 
     _register()
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING if span.is_last else MODEL_MAPPING
-    try:
-        kind = mapping[type(config)]
-    except KeyError as error:
-        raise SpecError(
-            f"{folder}: transformers has no language model for {config.model_type}; "
-            "write a factory that returns its stages"
-        ) from error
-    if config.is_encoder_decoder:
-        raise SpecError(
-            f"{folder}: {config.model_type} has an encoder and a decoder, not one "
-            f"chain of layers; {REMEDY}"
-        )
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING if span.is_last else MODEL_MAPPING
+    kind = transformer_stage.kind_of(folder, config, kinds, "language model", REMEDY)
     folder_facts.check_kinds(getattr(config, "layer_types", None) or (), folder)
     config._attn_implementation = ATTENTION
     try:

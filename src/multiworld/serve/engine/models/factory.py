@@ -121,11 +121,7 @@ def fetch(app: AppSpec) -> None:
 
 
 def folder_of(spec: ModelSpec) -> str | None:
-    """Return the folder of a model given by ``path``; fetch it if needed.
-
-    Raises:
-        SpecError: The files do not match this version, and there are no copies.
-    """
+    """Return the folder of a model given by ``path``; fetch it if needed."""
     if spec.path is None:
         return None
     folder = hub.folder_of(spec.path, spec.revision)

@@ -84,11 +84,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def usable_folder(identity: Identity, folder: str) -> str:
-    """Return the folder to load a version from: ``folder``, or the folder of the
-    copies.
-
-    Raises SpecError if a file of the version has changed and there is no copy of it.
-    """
+    """Return ``folder``, or that of the copies if a file of the version has changed."""
     changed = difference(identity, Path(folder))
     if not changed:
         return folder

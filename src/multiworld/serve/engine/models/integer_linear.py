@@ -78,9 +78,6 @@ class IntegerLinear(nn.Module):
         """Memory of the weight and its scales, in bytes."""
         return self.out_features * (self.in_features + 4)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
     def forward(self, given: Tensor) -> Tensor:
         """Return the product; ``given`` is [..., inputs], the result has its dtype."""
         found = self._weights.product(given, self._number)
@@ -149,10 +146,8 @@ class TorchKernel:
         raise NotImplementedError
 
     def sums(self, given: Tensor) -> Tensor:
-        """Return sums times the outputs' scales, [rows, outputs], float32.
-
-        ``given``: numbers from -64 to 64, which are rounded to integers, in place.
-        """
+        """Return sums times the outputs' scales, [rows, outputs], float32."""
+        # ``given``: numbers from -64 to 64, which are rounded to integers, in place.
         raise NotImplementedError
 
     def products(self, rows: Tensor) -> list[Tensor]:

@@ -7,7 +7,6 @@ bandwidth. The results have the same bits as torch's.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -15,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multiworld.serve.engine.models import compiled_code
+from multiworld.serve.engine.models.compiled_code import BLOCK, Library, in_blocks
 
 SOURCE = Path(__file__).with_name("integer_products.c")
 
-BLOCK = 32  # number of outputs in a block
 INPUTS = 4  # number of inputs that one instruction multiplies and adds
 TILE = 64  # number of inputs in a row of a tile
 # Number of rows that tiles take at once; each has a high and a low row of integers.
@@ -33,6 +31,9 @@ class Instructions(IntEnum):
     AVX2 = 1
     VNNI = 2
     AMX = 3
+
+
+library = Library(SOURCE, multiply="ppllppii")
 
 
 class Packed(ctypes.Structure):
@@ -102,14 +103,8 @@ class CompiledProducts:
 
 
 def _blocks(integers: Tensor, inputs: int) -> Tensor:
-    """Return weights, [outputs, inputs], in the layout that the C code reads."""
-    outputs, given = integers.shape
-    blocks = -(-outputs // BLOCK)
-    filled = integers.new_zeros(blocks * BLOCK, inputs)
-    filled[:outputs, :given] = integers
     # Add 128, because the C code takes unsigned weights.
-    raised = filled.view(torch.uint8).bitwise_xor_(128)
-    return raised.view(blocks, BLOCK, -1, INPUTS).transpose(1, 2).flatten()
+    return in_blocks(integers, inputs, INPUTS).view(torch.uint8).bitwise_xor_(128)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -123,23 +118,4 @@ def _filled(scale: Tensor) -> Tensor:
 
 
 def best() -> Instructions:
-    """Return the best instructions that the processor and torch's settings allow."""
-    found = Instructions(library().multiworld_best())
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability.startswith("AVX512"):
-        return found
-    return min(found, Instructions.AVX2 if capability == "AVX2" else Instructions.NONE)
-
-
-@functools.cache
-def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    multiply = found.multiworld_multiply
-    multiply.argtypes = pointer, pointer, count, count, pointer, pointer, number, number
-    multiply.restype = None
-    return found
-
-
-def library() -> ctypes.CDLL:
-    """Return the compiled code; raises NotImplementedError if it is not available."""
-    return _typed(compiled_code.load(SOURCE))
+    return Instructions(library.best())

@@ -13,7 +13,7 @@ from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors
 if TYPE_CHECKING:
     from multiworld.serve.engine.models.tracing import Cutter, TracedPart
 
-__all__ = ["Module", "check_cut", "cut_module"]
+__all__ = ["Module", "cut_module"]
 
 
 def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) -> Model:
@@ -38,7 +38,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
             "ragged= is for a Module of one stage, because tensors between stages are "
             "not padded; remove it, and requests of equal length share a batch"
         )
-    check_cut(cut, stages)
+    _check_cut(cut, stages)
     made = [
         Stage(
             load=functools.partial(_load, module, number, stages, cut),
@@ -60,18 +60,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
     )
 
 
-def check_cut(cut: Sequence[int] | None, stages: int) -> None:
-    """Check that a cut fits a number of stages.
-
-    Args:
-        cut: Number of the first part of every stage but the first; None for the
-            default.
-        stages: Number of stages.
-
-    Raises:
-        SpecError: The cut does not have exactly ``stages - 1`` numbers, they do not
-            strictly ascend, or one of them is below 1.
-    """
+def _check_cut(cut: Sequence[int] | None, stages: int) -> None:
     if cut is None:
         return
     if (

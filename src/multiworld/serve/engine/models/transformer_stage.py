@@ -33,6 +33,8 @@ from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+FACTORY = "write a factory that returns its stages"
+
 
 def load(
     folder: Path,
@@ -46,23 +48,28 @@ def load(
     from transformers import MODEL_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.is_encoder_decoder:
-        raise SpecError(
-            f"{folder}: {config.model_type} has an encoder and a decoder, not one "
-            "chain of layers; write a factory that returns its stages"
-        )
-    try:
-        kind = MODEL_MAPPING[type(config)]
-    except KeyError as error:
-        raise SpecError(
-            f"{folder}: transformers has no base model for {config.model_type}; "
-            "write a factory that returns its stages"
-        ) from error
+    kind = kind_of(folder, config, MODEL_MAPPING, "base model", FACTORY)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     whole = load_owned(folder, kind, config, span, dtype, quantization)
     unmap(whole)
     return LayerPart(whole, span, pooling).to(device).eval()
+
+
+def kind_of(folder: Path, config: Any, kinds: Any, what: str, remedy: str) -> Any:
+    """Return transformers' class for a config, which must be one chain of layers."""
+    try:
+        kind = kinds[type(config)]
+    except KeyError as error:
+        raise SpecError(
+            f"{folder}: transformers has no {what} for {config.model_type}; {FACTORY}"
+        ) from error
+    if config.is_encoder_decoder:
+        raise SpecError(
+            f"{folder}: {config.model_type} has an encoder and a decoder, not one "
+            f"chain of layers; {remedy}"
+        )
+    return kind
 
 
 def load_owned(

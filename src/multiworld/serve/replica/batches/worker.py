@@ -5,11 +5,8 @@ A quick stage computes on the event loop, without announcements."""
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
-import os
 import random
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +22,7 @@ from multiworld.serve.replica.batches.batch_queue import BatchQueue, Work
 from multiworld.serve.replica.batches.credit_returns import CreditReturns
 from multiworld.serve.replica.batches.executor import Executor, Outcome
 from multiworld.serve.replica.batches.forwarder import Forwarder
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.hang_guard import HangGuard, exit_hung
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.tracing.stage_trace import StageTrace
 from multiworld.serve.wire import control_messages as messages
@@ -535,8 +532,7 @@ class Worker:
             now - batch.began_at,
             ", ".join(work.origin.request or "a probe" for work in batch.works),
         )
-        faulthandler.dump_traceback(sys.stderr)
-        os._exit(EXIT_HUNG)
+        exit_hung()
 
 
 def _work_of(item: WorkItem, tensors: Tensors, now: float, stage: Stage) -> Work:

@@ -200,11 +200,7 @@ class StepPlanner:
         if sequence.number not in self._pool.running and not self._pool.admit(sequence):
             return False
         left = self._limits.max_num_batched_tokens - sum(part.count for part in parts)
-        count = min(sequence.lacking, left)
-        if not count or not self._pool.has_room(sequence, count):
-            return False
-        parts.append(self._take(sequence, count))
-        return True
+        return self._add(parts, sequence, left) is not None
 
     # A step of several tenants.
 
@@ -228,10 +224,8 @@ class StepPlanner:
             ):
                 if budget.is_spent:
                     break
-                if sequence.number in self._pool.running and self._pool.has_room(
-                    sequence, 1
-                ):
-                    parts.append(part := self._take(sequence, 1))
+                part = self._add(parts, sequence, 1)
+                if part is not None:
                     budget.take(1, self._rows(part))
             ready[share] = [s for s in those if not s.is_in_flight]
         is_open = True
@@ -303,12 +297,9 @@ class StepPlanner:
             fits = min(sequence.lacking, rows) > 0
             if not fits or not self._pool.admit(sequence):
                 return False
-        count = min(sequence.lacking, rows)
-        # False if it was preempted.
-        is_left = sequence.number in self._pool.running
-        if is_left and count and self._pool.has_room(sequence, count):
-            parts.append(part := self._take(sequence, count))
-            budget.take(count, self._rows(part))
+        part = self._add(parts, sequence, rows)
+        if part is not None:
+            budget.take(part.count, self._rows(part))
         return True
 
     # A step of one tenant.
@@ -340,11 +331,8 @@ class StepPlanner:
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
             if len(parts) >= max_rows:
                 return
-            if sequence.number not in self._pool.running:
-                # An iteration of this loop has preempted it for an earlier sequence.
-                continue
-            if sequence.lacking == 1 and self._pool.has_room(sequence, 1):
-                parts.append(self._take(sequence, 1))
+            if sequence.lacking == 1:
+                self._add(parts, sequence, 1)
 
     def _prompt_tokens(self, *, is_shared: bool) -> int:
         """Return the maximum number of prefill tokens in the next step."""
@@ -398,13 +386,23 @@ class StepPlanner:
                     # again and again.
                     is_open = False
                     continue
-            count = min(sequence.lacking, budget)
-            is_left = sequence.number in self._pool.running
-            if is_left and count and self._pool.has_room(sequence, count):
-                parts.append(self._take(sequence, count))
-                budget -= count
+            part = self._add(parts, sequence, budget)
+            if part is not None:
+                budget -= part.count
 
     # Parts of a step.
+
+    def _add(
+        self, parts: list[StepPart], sequence: ScheduledSequence, rows: int
+    ) -> StepPart | None:
+        """Add at most ``rows`` of a sequence that runs; None if it has no room."""
+        count = min(sequence.lacking, rows)
+        # It runs no more if it was preempted for an earlier part of this step.
+        is_running = sequence.number in self._pool.running
+        if not is_running or not count or not self._pool.has_room(sequence, count):
+            return None
+        parts.append(part := self._take(sequence, count))
+        return part
 
     def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
         begin = sequence.computed

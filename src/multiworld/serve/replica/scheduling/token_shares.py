@@ -28,11 +28,6 @@ class TokenShares:
         self._levels: dict[int, float] = {}
         self._present: Counter[_Key] = Counter()
 
-    @property
-    def count(self) -> int:
-        """Number of tenants whose counters are kept."""
-        return len(self._served)
-
     def enter(self, share: Share, waits_for: float = 0.0) -> None:
         """Add a sequence that may have to wait for ``waits_for`` tokens of others."""
         if not self._present[_key(share)]:

@@ -3,10 +3,7 @@ before each step, and exits the process if a step hangs."""
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from multiworld.serve.deadlines import HUNG_S
 from multiworld.serve.engine.compute.layer_code import can_run
-from multiworld.serve.engine.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.engine.compute.prefix_blocks import Block, BlockSpan
 from multiworld.serve.engine.compute.stage_engine import (
     Chores,
     Computed,
@@ -26,7 +23,7 @@ from multiworld.serve.engine.compute.stage_engine import (
 from multiworld.serve.engine.compute.transfers import Transfers
 from multiworld.serve.engine.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.hang_guard import HangGuard, exit_hung
 from multiworld.serve.replica.sequences.short_steps import ShortSteps
 from multiworld.serve.replica.sequences.thread_count import ThreadCount
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
@@ -113,8 +110,7 @@ class Engine:
         # ``resumed_at`` is the time at which this process last resumed after a pause.
         if self._clock() - max(began, resumed_at) > self._compute_s:
             logger.error("a step takes more than %g s: it hangs", self._compute_s)
-            faulthandler.dump_traceback(sys.stderr)
-            os._exit(EXIT_HUNG)
+            exit_hung()
 
     def close(self) -> None:
         """Stop, without waiting for a running computation."""

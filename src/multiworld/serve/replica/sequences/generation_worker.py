@@ -141,10 +141,6 @@ class GenerationWorker:
     def is_idle(self) -> bool:
         return not len(self._table)
 
-    @property
-    def kept_bytes(self) -> int:
-        return self._log.nbytes + self._prefixes.nbytes
-
     async def wait_sent(self) -> None:
         await self._outboxes.wait_sent()
 

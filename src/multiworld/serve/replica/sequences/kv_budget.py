@@ -8,30 +8,33 @@ sequences in the same order, so at least one sequence makes progress.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-K = TypeVar("K", bound=Hashable)
+from multiworld.serve.wire.protocol import StreamId
 
 
-class KvBudget(Generic[K]):
+class KvBudget:
     """Blocks of one stage's sequences; the highest rank is dropped first."""
 
     def __init__(
-        self, blocks: int, blocks_of: Callable[[int], int], rank: Callable[[K], Any]
+        self,
+        blocks: int,
+        blocks_of: Callable[[int], int],
+        rank: Callable[[StreamId], Any],
     ) -> None:
         self._limit, self._blocks_of, self._rank = blocks, blocks_of, rank
-        self._blocks: dict[K, int] = {}
+        self._blocks: dict[StreamId, int] = {}
         self.used = 0
 
-    def take(self, wanted: Mapping[K, int]) -> list[K]:
+    def take(self, wanted: Mapping[StreamId, int]) -> list[StreamId]:
         """Allocate blocks; return the sequences dropped for them; keep at least one."""
         for sequence, tokens in wanted.items():
             needed = self._blocks_of(tokens)
             more = max(0, needed - self._blocks.get(sequence, 0))
             self._blocks[sequence] = self._blocks.get(sequence, 0) + more
             self.used += more
-        dropped: list[K] = []
+        dropped: list[StreamId] = []
         if self.used > self._limit:
             for sequence in sorted(self._blocks, key=self._rank, reverse=True):
                 if self.used <= self._limit or len(self._blocks) == 1:
@@ -40,5 +43,5 @@ class KvBudget(Generic[K]):
                 dropped.append(sequence)
         return dropped
 
-    def free(self, sequence: K) -> None:
+    def free(self, sequence: StreamId) -> None:
         self.used -= self._blocks.pop(sequence, 0)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from multiworld.serve.engine.compute.prefix_cache import (
-    Block,
-    BlockSpan,
-    PrefixCache,
-)
+from multiworld.serve.engine.compute.prefix_blocks import Block, BlockSpan
 from multiworld.serve.replica.sequences.activation_log import ActivationLog
 from multiworld.serve.replica.sequences.engine import Engine
 from multiworld.serve.replica.sequences.sequence_state import SequenceState
@@ -30,15 +26,6 @@ class PromptPrefixes:
         self.counts: Counter[str] = Counter()
         self._names: dict[StreamId, list[Digest]] = {}
         self._found: dict[StreamId, list[Block]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self._cache.nbytes
-
-    @property
-    def in_use(self) -> int:
-        """Number of uses of cached blocks; 0 if all blocks may be dropped."""
-        return len(self._found) + self._cache.in_use
 
     def find(self, state: SequenceState) -> None:
         """Look up the cached prefix of a sequence's prompt."""
@@ -110,3 +97,57 @@ class PromptPrefixes:
     def forget(self, stream: StreamId) -> None:
         self.release(stream)
         self._names.pop(stream, None)
+
+
+class PrefixCache:
+    """LRU cache of blocks, by digest of their prefix, with at most ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._blocks: OrderedDict[Digest, Block] = OrderedDict()
+        self._uses: Counter[Digest] = Counter()
+        self.nbytes = 0
+
+    def use(self, names: Iterable[Digest]) -> list[Block]:
+        """Return the cached blocks of a prefix, which are in use until ``release``."""
+        found: list[Block] = []
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            self._blocks.move_to_end(name)
+            self._uses[name] += 1
+            found.append(block)
+        return found
+
+    def release(self, names: Iterable[Digest]) -> None:
+        """End the use of blocks that one call of ``use`` returned."""
+        for name in names:
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
+
+    def has(self, name: Digest) -> bool:
+        return name in self._blocks
+
+    def put(self, name: Digest, block: Block) -> None:
+        """Cache the last block of a prefix, if there is room."""
+        if name in self._blocks or not self._make_room(block.nbytes):
+            return
+        self._blocks[name] = block
+        self.nbytes += block.nbytes
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop least recently used blocks not in use; return whether that suffices."""
+        if nbytes > self._limit:
+            return False
+        excess, dropped = self.nbytes + nbytes - self._limit, list[Digest]()
+        for name, block in self._blocks.items() if excess > 0 else ():
+            if name not in self._uses:
+                dropped.append(name)
+                excess -= block.nbytes
+                if excess <= 0:
+                    break
+        for name in dropped:
+            self.nbytes -= self._blocks.pop(name).nbytes
+        return excess <= 0

@@ -79,9 +79,7 @@ class Recovery:
         # ended.
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
-        self._memory: KvBudget[StreamId] = KvBudget(
-            limits.blocks, scheduler.pool.blocks_of, self._rank_of
-        )
+        self._memory = KvBudget(limits.blocks, scheduler.pool.blocks_of, self._rank_of)
         self._connected: set[str] = set()
         self._watched: set[Key] = set()
         self._alone: frozenset[Key] = frozenset()

@@ -68,11 +68,6 @@ class SequenceState:
         self.sent = max(end, sent)
         return min(count, max(0, end - sent))
 
-    def take_untold(self) -> bool:
-        """Return and clear whether the next step must announce this sequence."""
-        is_untold, self.is_untold = self.is_untold, False
-        return is_untold
-
     def reset(self) -> None:
         """Record that all rows were dropped, here and in later stages."""
         self.held, self.logged, self.is_cached, self.is_evicted = 0, 0, False, False

@@ -67,7 +67,8 @@ def steps_on(
         on = StepPart(part.key, begin, count, part.samples)
         peer = state.start.chain[stage + 1]
         by_peer.setdefault(peer, []).append(on)
-        if state.take_untold():
+        if state.is_untold:
+            state.is_untold = False
             starts.setdefault(peer, []).append(state.start)
     for peer, ons in by_peer.items():
         hidden = _rows_for(ons, found)

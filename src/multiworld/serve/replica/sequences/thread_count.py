@@ -32,12 +32,7 @@ def waited_s() -> float:
 
 
 class ThreadCount:
-    """Decides how many threads compute.
-
-    Args:
-        threads: Number of threads while the cores are free.
-        waited: Returns how long the computing thread has waited for a core.
-    """
+    """Decides how many threads compute: ``threads`` while the cores are free."""
 
     def __init__(self, threads: int, waited: Callable[[], float] = waited_s) -> None:
         self._threads, self._read_waited = threads, waited

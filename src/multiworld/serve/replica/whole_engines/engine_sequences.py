@@ -373,11 +373,9 @@ class EngineSequences:
             return False
         phases = Phase.RUNNING, Phase.QUEUED, Phase.CONTINUING
         running = sum(len(self._in[phase]) for phase in phases)
-        return running > sum(map(self._is_unfinished, self._after))
-
-    def _is_unfinished(self, after: EngineSequence) -> bool:
-        """Return whether a suspect that ran alone still runs or waits."""
-        return after.phase not in (None, Phase.OVER)
+        # Of the suspects that ran alone, some may still run or wait.
+        unfinished = (one.phase not in (None, Phase.OVER) for one in self._after)
+        return running > sum(unfinished)
 
     def _next_group(self) -> list[EngineSequence]:
         """Return the suspects that run next, together."""

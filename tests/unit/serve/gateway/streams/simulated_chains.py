@@ -39,6 +39,7 @@ from multiworld.serve.wire.routing_table import (
     RoutingTable,
     edges_of,
 )
+from tests.unit.inner_state import kept_bytes
 
 WORDS = 97
 GATEWAY = "gateway/1"
@@ -450,7 +451,7 @@ class Net:
             places = limits.max_num_seqs + probes  # probes need none
             assert report.computing <= places or name[1] != "0"
             assert 0.0 <= report.kv_usage <= 1.0
-            assert worker.kept_bytes <= self._log_bytes + self._prefix_bytes
+            assert kept_bytes(worker) <= self._log_bytes + self._prefix_bytes
         route = self.table.routes["m"]
         for streams in self.gateways.values():
             most = 2 * (route.max_queued_requests + 1)  # of several tenants

@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 
-from multiworld.serve.engine.compute import prefix_cache
-from multiworld.serve.engine.compute.prefix_cache import Block, PrefixCache
+from multiworld.serve.engine.compute.prefix_blocks import Block
 from multiworld.serve.engine.external.whole_engine import EngineSettings
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.replica.scheduling.sample_costs import costs_of
 from multiworld.serve.replica.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.replica.sequences import prompt_prefixes
 from multiworld.serve.replica.sequences.events import Received
+from multiworld.serve.replica.sequences.prompt_prefixes import PrefixCache
 from multiworld.serve.replica.whole_engines.engine_sequences import EngineSequences
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
@@ -177,7 +178,7 @@ class Unread(OrderedDict[bytes, Block]):
 def test_cached_blocks_are_not_read_while_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "OrderedDict", Unread)
+    monkeypatch.setattr(prompt_prefixes, "OrderedDict", Unread)
     cache = PrefixCache(100)
     cache.put(b"a", Block({}))
     assert cache.has(b"a")
