@@ -21,7 +21,7 @@ class Identities:
         self._specs, self._copies = specs, copies
 
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
-        """Add identities except ``used`` ones; raise SpecError if a file is unreadable."""
+        """Add identities, except ``used`` ones; SpecError: a file cannot be read."""
         known = {
             name: spec
             for name, version in used

@@ -64,7 +64,7 @@ def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
 
 
 def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
-    """Return a request for each model; the solver chooses counts only given a demand."""
+    """Return how few and how many the solver may choose; one number without demand."""
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
