@@ -14,7 +14,12 @@ from multiworld.backends import make_backend
 from multiworld.backends.base import Lingering
 from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
 from multiworld.incarnation import lifecycle
-from multiworld.incarnation.events import Event, MemberWaiting
+from multiworld.incarnation.events import (
+    Event,
+    MemberResumed,
+    MemberStalled,
+    MemberWaiting,
+)
 from multiworld.incarnation.lifecycle import Phase
 from multiworld.liveness import failure_detector as detector
 from multiworld.liveness import manager_messages as control
@@ -337,14 +342,23 @@ class LocalMember:
                         has_ended=finding.has_ended,
                     )
                 )
-            case detector.Stalled(stalled_s=stalled_s, is_computing=is_computing):
-                self.report(
-                    lifecycle.Stalls(
-                        rank, stalled_s, detector.describe_thread(is_computing)
-                    )
-                )
-            case detector.Resumed():
-                self.report(lifecycle.Resumes(rank))
+            case detector.Stalled() | detector.Resumed():
+                if self.phase is Phase.READY and rank not in self._life.left:
+                    self._publish(self._stall_event(rank, finding))
+
+    def _stall_event(
+        self, rank: int, finding: detector.Stalled | detector.Resumed
+    ) -> MemberStalled | MemberResumed:
+        world, epoch = self._life.world, self._life.epoch
+        if isinstance(finding, detector.Resumed):
+            return MemberResumed(world=world, epoch=epoch, rank=rank)
+        return MemberStalled(
+            world=world,
+            epoch=epoch,
+            rank=rank,
+            stalled_s=finding.stalled_s,
+            evidence=detector.describe_thread(finding.is_computing),
+        )
 
     def _report_loss(self, loss: lifecycle.WasLost) -> None:
         """Report a loss once the member's data still in the network has arrived."""
@@ -469,7 +483,7 @@ class LocalMember:
     def broken_error(self) -> Exception:
         breakage = self._life.breakage
         if breakage is not None:
-            return breakage.error()
+            return self._life.error(breakage)
         return WorldClosedError(
             f"world {self._life.world!r} was closed by this process; join it again to "
             "use it",
