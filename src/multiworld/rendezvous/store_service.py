@@ -206,10 +206,6 @@ class StoreService:
                 result, answers = values.add(key, amount)
             case store_messages.CompareSet(_, key, expected, desired):
                 result, answers = values.compare_set(key, expected, desired)
-            case store_messages.DeleteKey(_, key):
-                result = values.delete(key)
-            case store_messages.CountKeys():
-                result = values.count()
         self._send(
             session, store_messages.Reply(request, store_messages.Result(result))
         )

@@ -23,7 +23,6 @@ from multiworld.rendezvous.store_messages import (
     Admitted,
     CheckKeys,
     ClaimReceived,
-    CountKeys,
     GetValues,
     Reply,
     Result,
@@ -158,8 +157,8 @@ async def test_garbage_costs_only_the_session_it_came_from(
     assert server.refused == {"malformed": 1}
     await until(lambda: server.session_count == 1)
     assert server.waiting_count == 0
-    await good.say(CountKeys(5))
-    assert await good.hear() == Reply(5, Result(0))
+    await good.say(CheckKeys(5, ("k",)))
+    assert await good.hear() == Reply(5, Result(False))
     for client in (good, bad):
         client.close()
 
@@ -195,8 +194,8 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
             await good.say(SetValue(number, key, "x" * 6_000))
             assert await good.hear() == Reply(number, Result(None))
         await greedy.hear_end()
-        await good.say(CountKeys(9))
-        assert await good.hear() == Reply(9, Result(2))
+        await good.say(CheckKeys(9, ("a", "b")))
+        assert await good.hear() == Reply(9, Result(True))
         assert server.session_count == 1
     finally:
         for client in (greedy, good):

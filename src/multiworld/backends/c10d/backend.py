@@ -64,7 +64,7 @@ class C10dBackend:
         values = await in_thread(
             lambda: BlockingValues(view.store, limit_s, view.security)
         )
-        store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
+        store = C10dStore(values, f"{prefix}{self._name}/", limit_s)
         self._runner.group = group = Group(
             self._name, store, self._view.device, self._loop.call_soon
         )
@@ -84,10 +84,6 @@ class C10dBackend:
             raise
         except (RuntimeError, TimeoutError) as error:
             raise ConnectionError(f"{self._name} could not connect: {error}") from error
-
-    def _record(self, key: str, value: bytes) -> None:
-        if self._runner.group is not None:
-            self._runner.group.record(key, value)
 
     # Point to point.
 

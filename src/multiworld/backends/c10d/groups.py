@@ -56,19 +56,14 @@ class Group:
         self._is_aborted = False
         self.store = store
         self.native: Any = None
-        self._published: dict[str, bytes] = {}
         self._connections: sockets.Connections | None = None
-
-    def record(self, key: str, value: bytes) -> None:
-        """Remember a value that passed through the store while the group was made."""
-        self._published[key] = value
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
         """Make the native group; block until it is connected, or until ``give_up``."""
         self.native = self._new(rank, size, host, timeout_s)
         if self.name == "gloo":
             self._note_addresses(rank)
-        self._published.clear()
+        self.store.seen.clear()
 
     def _new(self, rank: int, size: int, host: str, timeout_s: float) -> Any:
         """Return a native group, bound to ``host``."""
@@ -91,7 +86,7 @@ class Group:
     def _note_addresses(self, rank: int) -> None:
         own: sockets.SocketAddress | None = None
         peers: set[sockets.SocketAddress] = set()
-        for key, value in self._published.items():
+        for key, value in self.store.seen.items():
             with contextlib.suppress(ValueError):
                 address = sockets.parse_published(value)
                 if key.rpartition("/")[2] == str(rank):

@@ -52,6 +52,9 @@ class FakeNccl:
 
 
 class FakeStore:
+    def __init__(self) -> None:
+        self.seen: dict[str, bytes] = {}
+
     def close(self) -> None:
         pass
 
