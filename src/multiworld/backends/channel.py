@@ -277,9 +277,5 @@ class Channel:
         for lane in self.lanes.values():
             lane.abort(make_error)
 
-    def close_nowait(self) -> None:
-        for lane in self.lanes.values():
-            lane.close_nowait()
-
     def filenos(self) -> list[int]:
         return [fd for lane in self.lanes.values() if (fd := lane.fileno()) >= 0]

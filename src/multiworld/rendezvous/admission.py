@@ -148,9 +148,6 @@ class Registry:
             case HoldsAnswer():
                 return self._answered(session, message, now)
 
-    def waiting_count(self) -> int:
-        return len(self._deadlines)
-
     def next_deadline(self) -> float | None:
         """Return the time at which ``Ticked`` is due, or None if nothing waits."""
         deadlines = (self._deadlines.next(), self._ask_deadlines.next())

@@ -58,14 +58,6 @@ class StoreServer:
         return cls(sock, service, security)
 
     @property
-    def waiting_count(self) -> int:
-        return self._service.waiting_count
-
-    @property
-    def session_count(self) -> int:
-        return self._service.session_count
-
-    @property
     def refused(self) -> dict[str, int]:
         return dict(self._listener.refused)
 

@@ -60,10 +60,6 @@ class StoreService:
     def session_count(self) -> int:
         return len(self._sessions)
 
-    @property
-    def waiting_count(self) -> int:
-        return self._registry.waiting_count()
-
     def is_on_this_loop(self) -> bool:
         """Return False for a store that was left over from an earlier event loop."""
         return self._loop is asyncio.get_running_loop()

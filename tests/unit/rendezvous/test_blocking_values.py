@@ -35,6 +35,7 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.store_server import StoreServer
 from tests.ports import free_port
+from tests.unit.inner_state import session_count
 from tests.unit.rendezvous.sessions import (
     WELCOME,
     Impostor,
@@ -198,7 +199,7 @@ async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) 
     """A thread inside c10d gets an error instead of a hang."""
     values = await values_at(server.port)
     waiting = asyncio.create_task(get(values, "k", 60))
-    await until(lambda: server.session_count == 1)
+    await until(lambda: session_count(server) == 1)
     await server.close()
     with pytest.raises(StoreUnreachableError):
         await waiting

@@ -46,6 +46,7 @@ from multiworld.rendezvous.store_session import (
 )
 from multiworld.testing import no_leaks
 from tests.ports import free_port
+from tests.unit.inner_state import session_count
 from tests.unit.rendezvous.sessions import (
     WELCOME,
     Impostor,
@@ -263,9 +264,9 @@ async def test_session_opens_with_a_store(security: Security) -> None:
         session = await opened(f"tcp://127.0.0.1:{server.port}", security=security)
         assert session.is_open
         assert session.local_host == "127.0.0.1"
-        await until(lambda: server.session_count == 1)
+        await until(lambda: session_count(server) == 1)
         session.close()
-        await until(lambda: server.session_count == 0)
+        await until(lambda: session_count(server) == 0)
         await server.close()
 
 
@@ -356,7 +357,7 @@ async def test_other_secret_ends_the_attempts(ours: Security, theirs: Security) 
     server = await StoreServer.listen("127.0.0.1", 0, security=theirs)
     with pytest.raises(WrongSecretError, match="MULTIWORLD_SECRET"):
         await opened(f"tcp://127.0.0.1:{server.port}", security=ours)
-    assert server.session_count == 0
+    assert session_count(server) == 0
     await server.close()
 
 
