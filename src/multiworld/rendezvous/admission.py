@@ -48,7 +48,6 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.world_claims import (
     Current,
-    Forming,
     Holder,
     Question,
     WaitKey,
@@ -277,7 +276,7 @@ class Registry:
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         for each in claims:
             self._deadlines.drop(wait_key(each))
-        world.forming = Forming()
+        world.forming = {}
         seen = max(claim.seen for claim in claims)
         return self._complete(world, claims, claim.fresh_nonce, seen)
 
@@ -329,10 +328,11 @@ class Registry:
         note = NewcomerWaits(
             claim.world, current.epoch, claim.rank, claim.size, is_gone
         )
+        waiting = {each.uid for each in world.forming.values()}
         return [
             Send(holder.session, note)
             for holder in current.holders.values()
-            if not world.forming.has(holder.uid)
+            if holder.uid not in waiting
         ]
 
     # Reforming, and recovery after a restart of the store.
@@ -412,7 +412,7 @@ class Registry:
         world = self._worlds.get(name)
         if world is None:
             return []
-        claims, world.forming = list(world.forming.values()), Forming()
+        claims, world.forming = list(world.forming.values()), {}
         actions: list[Action] = []
         for claim in claims:
             self._deadlines.drop(wait_key(claim))
