@@ -26,18 +26,16 @@ from multiworld.backends.c10d.flat import (
 )
 from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
-from multiworld.backends.collective import Call, Collective, name_of
+from multiworld.backends.collective import Call, Collective, Operation
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import (
     CODES,
-    DTYPES,
     overwrite,
     reached_by,
     require_matching,
     require_receivable,
 )
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import MemberLeftError, MultiWorldError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 
@@ -77,7 +75,7 @@ class GroupCollectives:
         }
         self._turn = asyncio.Lock()
         # Numbers of the collectives, the same at all members.
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._limit = timedelta(seconds=view.config.operation_s)
 
     # Arguments are checked when a collective is called. It is prepared, run and
@@ -283,12 +281,8 @@ class GroupCollectives:
             raise
 
     async def _run_numbered(self, number: int, call: Call, native: Native) -> None:
-        like = call.tensor
-        op_code = 0 if call.op is None else OP_CODES[op_name(call.op)]
-        code = call.collective.code
-        terms = [code, CODES[like.dtype], like.numel(), call.root, op_code]
-        size = size_of(like) * self._size
-        await self._agree(terms)
+        size = size_of(call.tensor) * self._size
+        await self._agree(call.operation(number))
         work = await offload(size, native.prepare)
         try:
             await self._runner.carry_out(
@@ -302,16 +296,16 @@ class GroupCollectives:
         self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
 
-    async def _agree(self, terms: list[int]) -> None:
+    async def _agree(self, terms: Operation) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
         await self._direct.collectives.run(Call(collectives.ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
-            if theirs.tolist() != terms:
+            if (called := Operation(*theirs.tolist())) != terms:
                 raise TensorMismatchError(
-                    f"rank {self._rank} called {_describe(terms)}, rank {rank} called "
-                    f"{_describe(theirs.tolist())}; all members must call the same "
-                    "collectives in the same order, with equal dtypes and sizes"
+                    f"rank {self._rank} called {terms}, rank {rank} called {called}; "
+                    "all members must call the same collectives in the same order, "
+                    "with equal dtypes and sizes"
                 )
 
 
@@ -324,10 +318,3 @@ def _checked(
     if is_written:
         require_receivable(tensor, "a collective's tensor")
     return tensor
-
-
-def _describe(terms: list[int]) -> str:
-    kind, code, count, root, op = terms
-    operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
-    dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
-    return f"{name_of(kind)} of {count} {dtype}, root {root}{operation}"
