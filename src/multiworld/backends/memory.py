@@ -30,6 +30,9 @@ TURN_MESSAGES = 64  # messages that a lane may send before the loop's other task
 class MemoryLane:
     """Lane from one member to the mailbox of another, on channel ``name``."""
 
+    is_held = True  # so that receives neither poll nor spin
+    is_dead = is_arriving = False
+
     def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
         self.rank = peer
         self._owner, self._name = owner, name
@@ -88,24 +91,11 @@ class MemoryLane:
     def poll(self) -> None:
         """Do nothing: messages are delivered at once."""
 
-    @property
-    def is_held(self) -> bool:
-        """Always True, so that receives neither poll nor spin."""
-        return True
-
     def held(self, tag: int) -> None:
         """Return None: messages are delivered at once."""
 
     def take(self, memory: memoryview) -> None:
         """Do nothing; never called, because ``held`` returns None."""
-
-    @property
-    def is_dead(self) -> bool:
-        return False
-
-    @property
-    def is_arriving(self) -> bool:
-        return False
 
     async def paused(self, call: Callable[[], object]) -> None:
         await in_thread(call)
