@@ -90,7 +90,6 @@ class LocalMember:
         self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
         self._over = self._loop.create_future()
         self._ready_ranks = {self.rank}
-        self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
         # Lost members, by rank: each loss is reported once the member's last data has
         # arrived.
@@ -199,8 +198,8 @@ class LocalMember:
         await self.until_over(attaching)
         await self.until_over(self.backend.open())
         self._tell_all(control.Ready(self.incarnation.nonce))
-        self._check_ready()
-        await self.until_over(self._wait_ready())
+        size = self.incarnation.size
+        await self.until_over(self._until(lambda: len(self._ready_ranks) == size))
         if self._life.is_over:
             raise self.broken_error()
         self.report(lifecycle.Opened())
@@ -218,9 +217,6 @@ class LocalMember:
         unready = tuple(r for r in range(size) if r not in self._ready_ranks)
         return self.unlinked or unready
 
-    async def _wait_ready(self) -> None:
-        await asyncio.shield(self._all_ready)
-
     async def until_over(self, step: Coroutine[Any, Any, T]) -> T:
         """Await ``step``; if the world ends first, cancel it and raise the reason."""
         task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
@@ -233,11 +229,6 @@ class LocalMember:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         raise self.broken_error()
-
-    def _check_ready(self) -> None:
-        is_complete = len(self._ready_ranks) == self.incarnation.size
-        if is_complete and not self._all_ready.done():
-            self._all_ready.set_result(None)
 
     # The end.
 
@@ -299,7 +290,7 @@ class LocalMember:
         match message:
             case control.Ready():
                 self._ready_ranks.add(rank)
-                self._check_ready()
+                self._changed.set()
             case control.Left(is_broken=is_broken):
                 self.report(lifecycle.SaidLeft(rank, is_broken))
             case control.Broken():
