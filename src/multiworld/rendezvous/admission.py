@@ -362,13 +362,13 @@ class Registry:
     def _add_survivor(
         self, world: WorldClaims, reform: Reform, claim: ReformClaim
     ) -> list[Action]:
-        if reform.accuses(claim):
+        if claim.rank in reform.lost:
             return [stale(claim, claim.epoch)]
         other = next(iter(reform.claims.values()), claim)
         if other.terms != claim.terms:
             return [reply(claim, TermsDiffer(claim.terms))]
         self._wait(claim, reform.claims.get(claim.rank))
-        reform.accept(claim)
+        reform.claims[claim.rank] = claim
         return self._settle(world)
 
     def _settle(self, world: WorldClaims) -> list[Action]:
@@ -502,7 +502,7 @@ class Registry:
         reform = world.reforming
         survivor = None if reform is None else reform.claims.get(rank)
         if reform is not None and survivor is not None and is_dropped(survivor):
-            reform.remove(rank)
+            del reform.claims[rank]
             self._deadlines.drop(wait_key(survivor))
             if not reform.claims:
                 world.reforming = None

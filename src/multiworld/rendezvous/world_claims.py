@@ -69,7 +69,7 @@ def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
     late = [claim for claim in reform.claims.values() if claim.deadline <= now]
     present, missing = sorted(reform.claims), reform.missing()
     for claim in late:
-        reform.remove(claim.rank)
+        del reform.claims[claim.rank]
     if not reform.claims:
         world.reforming = None
     return [timed_out(claim, present, missing) for claim in late]
