@@ -23,7 +23,9 @@ from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.backends.spin import Spin
 
-TURN_MESSAGES = 64  # messages that receives may take before the loop's other tasks run
+# Messages that receives may take, or a lane may send, before the loop's other tasks
+# run.
+TURN_MESSAGES = 64
 
 
 class Lane(Protocol):

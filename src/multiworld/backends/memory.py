@@ -12,7 +12,7 @@ import torch
 
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.base import ErrorMaker
-from multiworld.backends.channel import Channel
+from multiworld.backends.channel import TURN_MESSAGES, Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.header import TENSOR
@@ -23,8 +23,6 @@ _Key = tuple[int, int]  # nonce, rank
 _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
     weakref.WeakValueDictionary()
 )
-
-TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
 
 
 class MemoryLane:
