@@ -27,7 +27,6 @@ from multiworld.backends.c10d.flat import (
 from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.collective import Call, Collective, Operation
-from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import (
     CODES,
     overwrite,
@@ -35,6 +34,7 @@ from multiworld.backends.dtypes import (
     require_matching,
     require_receivable,
 )
+from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
 from multiworld.errors import MemberLeftError, MultiWorldError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
@@ -53,9 +53,9 @@ class GroupCollectives:
     """Collectives of one world on its native group, run one after the other."""
 
     def __init__(
-        self, view: WorldView, direct: DirectBackend, runner: WorkRunner
+        self, view: WorldView, lanes: LaneCollectives, runner: WorkRunner
     ) -> None:
-        self._view, self._direct, self._runner = view, direct, runner
+        self._view, self._lanes, self._runner = view, lanes, runner
         self._rank, self._size = view.rank, view.incarnation.size
         self._checked = functools.partial(_checked, device=view.device)
         self._matching = functools.partial(
@@ -85,7 +85,7 @@ class GroupCollectives:
         """Carry out a call; over lanes, if the group does not have the collective."""
         prepare_native = self._natives.get(call.collective)
         steps = (
-            self._direct.collectives.run(call)
+            self._lanes.run(call)
             if prepare_native is None
             else self._run_native(call, prepare_native(call))
         )
@@ -291,7 +291,7 @@ class GroupCollectives:
         except MemberLeftError as error:
             # Members that completed this collective would otherwise wait for this
             # member in the next one.
-            self._direct.collectives.end_next(error.rank)
+            self._lanes.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
@@ -299,7 +299,7 @@ class GroupCollectives:
     async def _agree(self, terms: Operation) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._direct.collectives.run(Call(collectives.ALL_GATHER, mine, outs))
+        await self._lanes.run(Call(collectives.ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
             if (called := Operation(*theirs.tolist())) != terms:
                 raise TensorMismatchError(
