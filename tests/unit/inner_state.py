@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.mailbox import Mailbox
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.net.framed_connection import FramedConnection
 from multiworld.rendezvous.admission import Registry
+from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.deadline_heap import Deadlines
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
@@ -70,6 +74,19 @@ def is_clean(inbound: Inbound) -> bool:
 def held_bytes(mailbox: Mailbox) -> int:
     """Return the bytes of held messages, including ``MESSAGE_BYTES`` for each."""
     return sum(mailbox._held.values())
+
+
+def fileno(connection: FramedConnection[Any] | BlockingValues) -> int:
+    """Return a connection's descriptor; -1 once it is closed."""
+    if isinstance(connection, BlockingValues):
+        return connection._sock.fileno()
+    return connection._stream.fileno()
+
+
+def datagram_sockets(links: HeartbeatLinks) -> list[socket.socket]:
+    waiting = [each.datagrams for each in links._connections.values()]
+    used = links._heartbeat._datagrams.values()
+    return [*used, *(sock for sock in waiting if sock is not None)]
 
 
 def lent_blocks(lender: Lender) -> list[Block]:

@@ -278,6 +278,3 @@ class Channel:
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
             lane.abort(make_error)
-
-    def filenos(self) -> list[int]:
-        return [fd for lane in self.lanes.values() if (fd := lane.fileno()) >= 0]

@@ -325,10 +325,6 @@ class MessageBackend:
     def _lanes(self) -> list[Lane]:
         return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
 
-    def filenos(self) -> list[int]:
-        """Return the file descriptors that a forked child must close."""
-        return self._p2p.filenos() + self._collective.filenos()
-
     @property
     def process_group(self) -> ProcessGroup:
         raise UnsupportedOperationError(

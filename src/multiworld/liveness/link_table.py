@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
-from multiworld.liveness.endpoint import Endpoint, address_here, dialing_filenos, reach
+from multiworld.liveness.endpoint import Endpoint, address_here, reach
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.liveness.manager_messages import (
@@ -106,8 +106,6 @@ class LinkTable:
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
         self._waiters: Counter[LinkKey] = Counter()
         self._linking: dict[LinkKey, asyncio.Task[None]] = {}
-        # Dialed control connections whose heartbeat connection is still being opened.
-        self._opening: set[Stream] = set()
         self._is_closed = False
         _tables[uid] = self
 
@@ -246,14 +244,11 @@ class LinkTable:
             seal=fresh,
         )
         control = await self.reach(address, hello)
-        self._opening.add(control)
         try:
             sock = await self._dial_heartbeat(key, address, seal, number=1)
         except BaseException:
             control.close()
             raise
-        finally:
-            self._opening.discard(control)
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
         try:
@@ -351,15 +346,6 @@ class LinkTable:
         peer = self._peers.get(key)
         if peer is not None:
             self.link_ended(peer.link, reason, evidence)
-
-    def filenos(self) -> list[int]:
-        found = self.heartbeats.filenos() + dialing_filenos()
-        found += [control.fileno() for control in self._opening]
-        for endpoint in self._endpoints.values():
-            found += endpoint.filenos()
-        for peer in self._peers.values():
-            found += peer.link.filenos()
-        return found
 
     def close_nowait(self, *, politely: bool) -> None:
         self._is_closed = True

@@ -242,10 +242,6 @@ class WatchDog:
         """Number of refused connections, by kind."""
         return self._links.refused
 
-    def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
-        return self._links.filenos() + self._worlds.lanes.filenos()
-
     def close_nowait(self, *, politely: bool = True) -> None:
         """End all links at once; safe to repeat.
 

@@ -61,10 +61,6 @@ class StoreServer:
     def refused(self) -> dict[str, int]:
         return dict(self._listener.refused)
 
-    def filenos(self) -> list[int]:
-        sessions = [framed.fileno() for framed in self._sessions.values()]
-        return [fd for fd in (*self._listener.filenos(), *sessions) if fd >= 0]
-
     def close_nowait(self) -> None:
         self._listener.close_nowait()
         self._service.close()

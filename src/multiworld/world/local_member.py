@@ -263,9 +263,6 @@ class LocalMember:
         """Make every operation fail in this forked child's copy."""
         self._is_forked = True
 
-    def filenos(self) -> list[int]:
-        return self.backend.filenos()
-
     def _end_data(self) -> None:
         """Close the data connections; safe to repeat."""
         if self._over.done():

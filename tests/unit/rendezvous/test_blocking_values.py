@@ -35,7 +35,7 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.store_server import StoreServer
 from tests.ports import free_port
-from tests.unit.inner_state import session_count
+from tests.unit.inner_state import fileno, session_count
 from tests.unit.rendezvous.sessions import (
     WELCOME,
     Impostor,
@@ -102,7 +102,7 @@ async def test_values_of_two_connections_are_the_same(server: StoreServer) -> No
     for values in (one, two):
         values.close()
         values.close()
-        assert values.fileno() == -1
+        assert fileno(values) == -1
 
 
 async def test_requests_of_many_threads_are_answered_each_its_own(
@@ -203,7 +203,7 @@ async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) 
     await server.close()
     with pytest.raises(StoreUnreachableError):
         await waiting
-    assert values.fileno() == -1
+    assert fileno(values) == -1
 
 
 async def test_close_wakes_the_thread_that_waits() -> None:
@@ -229,7 +229,7 @@ async def test_silent_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         values = await values_at(stopped.port)
         with pytest.raises(StoreUnreachableError):
             await count(values)
-        assert values.fileno() == -1
+        assert fileno(values) == -1
 
 
 async def test_request_after_close_is_an_error_of_ours(server: StoreServer) -> None:
@@ -245,7 +245,7 @@ async def test_wrong_request_ends_the_connection(server: StoreServer) -> None:
     with pytest.raises(StoreUnreachableError):
         await get(values, "k", -1.0)
     assert server.refused == {"malformed": 1}
-    assert values.fileno() == -1
+    assert fileno(values) == -1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from multiworld import Security
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.net.handshake import dialing
 from multiworld.net.listener import read_frame
 from multiworld.net.streams import write_all
@@ -243,14 +243,14 @@ async def test_close_ends_sessions_and_closes_every_descriptor(
     server: StoreServer,
 ) -> None:
     clients = [await Client.of(server) for _ in range(3)]
-    found = server.filenos()
+    found = forks.filenos()
     assert len(found) == 4
     server.close_nowait()
     for client in clients:
         await client.hear_end()
         client.close()
     await server.close()
-    assert server.filenos() == []
+    assert forks.filenos() == []
     for fd in found:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(fd)

@@ -14,7 +14,7 @@ from multiworld import (
     WrongSecretError,
 )
 from multiworld.errors import RendezvousError
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous import store_session
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
@@ -365,6 +365,24 @@ async def test_store_without_tls_is_named_where_tls_is_on(tls: Tls) -> None:
     async with Impostor(says(b"no TLS here, sorry")) as plain:
         with pytest.raises(WrongSecretError, match="TLS"):
             await opened(plain.address, security=Security(tls=tls))
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_connection_is_closed_in_forks_from_its_handshake_on(
+    tls: Tls, has_tls: bool
+) -> None:
+    """A child that is forked meanwhile must not hide its parent's death."""
+    security = Security(tls=tls) if has_tls else Security()
+    async with Impostor(is_silent) as stopped, no_leaks():
+        opening = asyncio.create_task(opened(stopped.address, security=security))
+        await until(lambda: stopped.accepted)
+        await turns(20)
+        assert len(forks.filenos()) == 1
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert forks.filenos() == []
+        stopped.accepted.pop().close()
 
 
 async def test_cancelled_attempt_leaves_nothing_open() -> None:

@@ -246,10 +246,6 @@ class C10dBackend(DirectBackend):
         group.drop(done)
         return True
 
-    def filenos(self) -> list[int]:
-        group = self._runner.group
-        return super().filenos() + ([] if group is None else group.filenos())
-
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:
     """Free a group whose construction outlived its cancelled caller."""

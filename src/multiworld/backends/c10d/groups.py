@@ -16,6 +16,7 @@ from multiworld.backends import torch_names
 from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
+from multiworld.net.forks import closed_in_forks
 
 # Seconds of Gloo's connect timeout. Gloo waits five times as long for a member that was
 # admitted and died.
@@ -94,7 +95,7 @@ class Group:
                 else:
                     peers.add(address)
         if own is not None:
-            self._connections = sockets.Connections(own, peers)
+            self._connections = closed_in_forks(sockets.Connections(own, peers))
 
     def give_up(self) -> None:
         """Make a running ``make`` fail, by closing the store."""
@@ -112,10 +113,6 @@ class Group:
             self._call_soon(nccl.aborter.abort_all)
         elif self.native is not None and hasattr(self.native, "abort"):
             self.native.abort()
-
-    def filenos(self) -> list[int]:
-        found = [] if self._connections is None else self._connections.filenos()
-        return [*found, self.store.fileno()]
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
         """Free the native group in a thread, because its destructor joins threads."""

@@ -22,9 +22,6 @@ class C10dStore(Store):
         self.set_timeout(timedelta(seconds=timeout_s))
         self.seen: dict[str, bytes] = {}  # values that were set or read, by key
 
-    def fileno(self) -> int:
-        return self._values.fileno()
-
     def close(self) -> None:
         """Close the connection; every waiting call raises an error."""
         self._values.close()

@@ -58,9 +58,6 @@ class FakeStore:
     def close(self) -> None:
         pass
 
-    def fileno(self) -> int:
-        return -1
-
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
