@@ -40,6 +40,7 @@ from multiworld.serve.wire.inference_messages import (
 from multiworld.serve.wire.protocol import MessageError
 from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
+from tests.unit.inner_state import waiting_count
 from tests.unit.rendezvous.sessions import claim_of, survivor_of
 from tests.unit.serve.controller.test_admin import SPEC, Client, FakeController
 from tests.unit.serve.gateway.http.test_http_protocol import GET, serving
@@ -250,7 +251,7 @@ async def test_messages_of_stores_and_links() -> None:
 
     await asyncio.to_thread(repeat, on_loop, mutated(*samples))
     service.close_session(session)
-    assert service.waiting_count == 0
+    assert waiting_count(service) == 0
     service.close()
 
 

@@ -37,6 +37,7 @@ from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port
 from tests.traffic import Traffic
+from tests.unit.inner_state import waiting_count
 from tests.until import until
 from tests.wire import frame_of
 
@@ -58,7 +59,7 @@ def store(server: StoreServer) -> str:
 
 
 async def one_waits(server: StoreServer) -> None:
-    await until(lambda: server.waiting_count > 0)
+    await until(lambda: waiting_count(server) > 0)
 
 
 async def pair(one: WorldManager, two: WorldManager, name: str, store: str) -> None:

@@ -31,6 +31,7 @@ from multiworld.world import joining
 from multiworld.world.local_member import LocalMember
 from tests.recorded import recorded
 from tests.traffic import Traffic
+from tests.unit.inner_state import waiting_count
 from tests.until import until
 
 CONFIG = WorldConfig(join_s=10)
@@ -94,14 +95,14 @@ async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
             store = "memory://street"
 
             def waiting() -> int:
-                return _local_services["street"].waiting_count
+                return waiting_count(_local_services["street"])
         else:
             server = await StoreServer.listen("127.0.0.1", 0)
             stack.push_async_callback(server.close)
             store = f"tcp://127.0.0.1:{server.port}"
 
             def waiting() -> int:
-                return server.waiting_count
+                return waiting_count(server)
 
         managers = [
             await stack.enter_async_context(WorldManager(config=CONFIG))

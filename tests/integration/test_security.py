@@ -42,6 +42,7 @@ from multiworld.testing import no_leaks
 from tests.conftest import certificates
 from tests.recorded import recorded
 from tests.traffic import Traffic
+from tests.unit.inner_state import fileno
 from tests.wire import frame_of
 
 SECRET = b"a secret long enough to be one"
@@ -193,9 +194,8 @@ async def test_member_that_violates_the_protocol_is_lost_and_no_other(
                     here.managers[0].join("x", rank=0, size=2, store=here.store),
                     bad.join("x", rank=1, size=2, store=here.store),
                 )
-            own = {fd for link in links for fd in link.filenos()}
-            (fd,) = own & set(bad.watchdog.filenos())
-            with socket.socket(fileno=os.dup(fd)) as sock:
+            (own,) = [link for link in links if link.key.peer != bad.watchdog.uid]
+            with socket.socket(fileno=os.dup(fileno(own))) as sock:
                 sock.send(frame_of(body))
             with pytest.raises(MemberLostError, match="violated the protocol"):
                 await world.recv(src=1)

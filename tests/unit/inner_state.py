@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from multiworld.backends.direct.inbound import Inbound
+from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.mailbox import Mailbox
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
+from multiworld.net.framed_connection import FramedConnection
 from multiworld.rendezvous.admission import Registry
+from multiworld.rendezvous.blocking_values import BlockingValues
+from multiworld.rendezvous.deadline_heap import Deadlines
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.rendezvous.store_service import StoreService
 from multiworld.serve.controller.fleet_metrics import Totals
 from multiworld.serve.gateway.requests.router import Router
 from multiworld.serve.replica.scheduling.token_shares import TokenShares
@@ -80,8 +88,46 @@ def held_bytes(mailbox: Mailbox) -> int:
     return sum(mailbox._held.values())
 
 
+def fileno(connection: FramedConnection[Any] | BlockingValues) -> int:
+    """Return a connection's descriptor; -1 once it is closed."""
+    if isinstance(connection, BlockingValues):
+        return connection._sock.fileno()
+    return connection._stream.fileno()
+
+
+def datagram_sockets(links: HeartbeatLinks) -> list[socket.socket]:
+    waiting = [each.datagrams for each in links._connections.values()]
+    used = links._heartbeat._datagrams.values()
+    return [*used, *(sock for sock in waiting if sock is not None)]
+
+
+def lent_blocks(lender: Lender) -> list[Block]:
+    return list(lender._blocks.values())
+
+
 def world_count(registry: Registry) -> int:
     return len(registry._worlds)
+
+
+def deadline_count(deadlines: Deadlines[Any]) -> int:
+    return len(deadlines._entries)
+
+
+def waiting_count(owner: Mailbox | Registry | StoreService | StoreServer) -> int:
+    """Return the number of receives of a mailbox, or of claims, that wait."""
+    match owner:
+        case Mailbox():
+            return sum(map(len, owner._posted.values())) + len(owner._taken)
+        case Registry():
+            return deadline_count(owner._deadlines)
+        case StoreService():
+            return waiting_count(owner._registry)
+        case StoreServer():
+            return waiting_count(owner._service)
+
+
+def session_count(store: StoreServer) -> int:
+    return store._service.session_count
 
 
 def apart_count(totals: Totals) -> int:

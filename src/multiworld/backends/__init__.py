@@ -3,13 +3,14 @@ sockets), ``memory`` (inside one process), or any that is registered with torch.
 
 from __future__ import annotations
 
-from multiworld.backends.base import Backend, Bundle, WorldView
+from multiworld.backends.base import Bundle, WorldView
 from multiworld.backends.direct.backend import DirectBackend
+from multiworld.backends.message_backend import MessageBackend
 
-__all__ = ["Backend", "Bundle", "make_backend"]
+__all__ = ["Bundle", "make_backend"]
 
 
-def make_backend(name: str, view: WorldView) -> Backend:
+def make_backend(name: str, view: WorldView) -> MessageBackend:
     """Return a new backend for one incarnation of a world; the caller opens it."""
     if name == "direct":
         return DirectBackend(view)

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from multiworld.backends.collective import Collectives
 from multiworld.config import WorldConfig
 from multiworld.incarnation.lifecycle import Happening
 from multiworld.liveness.manager_messages import BackendMessage
@@ -116,92 +114,6 @@ class WorldView(Protocol):
 
     def left_error(self, rank: int) -> Exception:
         """Return a new error for an operation that needs a member that has left."""
-
-
-class Backend(Protocol):
-    """Data transfer of one world.
-
-    The caller has checked the ranks. Every operation raises ``TensorMismatchError`` for
-    a tensor or message that it cannot take, and ``WorldView.broken_error`` once
-    ``abort`` was called. A receive takes from any member if ``src`` is None; a message
-    of the wrong kind or size stays first in its queue. Cancelling a send withdraws the
-    rest of the message, and cancelling a receive loses no message. A backend that
-    cannot do this breaks the world instead.
-    """
-
-    async def open(self) -> None:
-        """Connect to the other members; after a cancellation, call ``close_nowait``."""
-
-    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send a tensor of any shape and strides, of a dtype in ``backends.dtypes``."""
-
-    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive into ``out``, or into a new tensor if it is None. ``out`` has any
-        shape and strides, and the sent dtype and number of elements. Cancelling leaves
-        its content undefined."""
-
-    async def send_bundle(
-        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
-    ) -> None:
-        """Send named host tensors and JSON metadata as one message."""
-
-    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive a bundle."""
-
-    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send JSON data."""
-
-    async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive JSON data."""
-
-    def handle(
-        self, src: int, tag: int, handler: Handler, peek: Peek | None = None
-    ) -> None:
-        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
-        ``peek`` may receive the bytes of a uint8 tensor in place of ``handler``. Raises
-        ``UnsupportedOperationError`` if the backend cannot do this."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """The world's collective operations."""
-
-    def on_message(self, rank: int, message: BackendMessage) -> None:
-        """Handle a control message from another member's backend."""
-
-    def has_message(self, src: int | None, tag: int) -> bool:
-        """Return whether a complete message waits, even in a broken world."""
-
-    def drop_messages(self) -> None:
-        """Drop what has arrived and was not received: the world is closed."""
-
-    def member_left(self, rank: int) -> None:
-        """Fail the operations that need a member that has left."""
-
-    def member_ended(self, rank: int) -> None:
-        """Fail receives from a member that has left, once nothing more can arrive."""
-
-    def is_arriving(self, rank: int) -> bool:
-        """Return whether data from a member that has ended may still arrive."""
-
-    def abort(self) -> None:
-        """Fail all operations and free everything, without waiting."""
-
-    def begin_close(self) -> None:
-        """Queue a final frame after the sent data, without waiting."""
-
-    async def close(self) -> None:
-        """Wait until sent data has left this process, then free all resources. The
-        caller limits the time, and calls ``close_nowait`` after a cancellation."""
-
-    def close_nowait(self) -> None:
-        """Free all resources at once."""
-
-    def filenos(self) -> list[int]:
-        """Return the file descriptors that a forked child must close."""
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The c10d group; raises ``UnsupportedOperationError`` if there is none."""
 
 
 class Received(NamedTuple):

@@ -23,7 +23,9 @@ from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.backends.spin import Spin
 
-TURN_MESSAGES = 64  # messages that receives may take before the loop's other tasks run
+# Messages that receives may take, or a lane may send, before the loop's other tasks
+# run.
+TURN_MESSAGES = 64
 
 
 class Lane(Protocol):
@@ -276,10 +278,3 @@ class Channel:
         self.mailbox.abort(make_error)
         for lane in self.lanes.values():
             lane.abort(make_error)
-
-    def close_nowait(self) -> None:
-        for lane in self.lanes.values():
-            lane.close_nowait()
-
-    def filenos(self) -> list[int]:
-        return [fd for lane in self.lanes.values() if (fd := lane.fileno()) >= 0]

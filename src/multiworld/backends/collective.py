@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from multiworld.backends.dtypes import DTYPES
-from multiworld.backends.reduction import OP_NAMES
+from multiworld.backends.dtypes import DTYPES, code_of
+from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 
 
 class Operation(NamedTuple):
@@ -61,6 +61,11 @@ class Call:
     more: Sequence[Tensor] | None = None  # by rank; None if not used here
     root: int = 0
     op: Any = None
+
+    def operation(self, number: int) -> Operation:
+        op = 0 if self.op is None else OP_CODES[op_name(self.op)]
+        dtype, count = code_of(self.tensor), self.tensor.numel()
+        return Operation(number, self.collective.code, dtype, count, self.root, op)
 
 
 class Collectives(Protocol):

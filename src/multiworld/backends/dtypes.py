@@ -43,9 +43,7 @@ _NAMES = (
 )
 
 CODES: dict[torch.dtype, int] = {
-    getattr(torch, name): code
-    for code, name in enumerate(_NAMES)
-    if hasattr(torch, name)
+    getattr(torch, name): code for code, name in enumerate(_NAMES)
 }
 DTYPES: dict[int, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
 SIZES: dict[int, int] = {code: dtype.itemsize for dtype, code in CODES.items()}
@@ -71,9 +69,9 @@ def memory_of(tensor: Tensor) -> memoryview:
 def code_of(tensor: Tensor) -> int:
     code = CODES.get(tensor.dtype)
     if code is None:
-        known = ", ".join(name for name in _NAMES if hasattr(torch, name))
         raise TensorMismatchError(
-            f"tensors of {tensor.dtype} cannot be sent; convert to one of: {known}"
+            f"tensors of {tensor.dtype} cannot be sent; convert to one of: "
+            f"{', '.join(_NAMES)}"
         )
     return code
 

@@ -24,7 +24,7 @@ from multiworld.backends.channel import Channel
 from multiworld.backends.collective import Call, Operation
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import OP_CODES, Combine, finish_average, op_name
+from multiworld.backends.reduction import Combine, finish_average
 from multiworld.errors import MemberLeftError, TensorMismatchError, WorldError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
@@ -161,14 +161,7 @@ class LaneCollectives:
         # comes.
         steps = call.collective.start(self, call)
         self._number += 1
-        operation = Operation(
-            self._number,
-            call.collective.code,
-            dtypes.code_of(call.tensor),
-            call.tensor.numel(),
-            call.root,
-            0 if call.op is None else OP_CODES[op_name(call.op)],
-        )
+        operation = call.operation(self._number)
         try:
             async with self._turn:
                 self._check_end(operation.number)

@@ -443,10 +443,6 @@ class Mailbox:
             if known == tag and source in (None, rank)
         )
 
-    @property
-    def waiting_count(self) -> int:
-        return sum(map(len, self._posted.values())) + len(self._taken)
-
 
 def _pass(tensor: Tensor, handler: Handler) -> None:
     """Pass a tensor to ``handler``, whose errors must not end the lane."""

@@ -12,7 +12,7 @@ import torch
 
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.base import ErrorMaker
-from multiworld.backends.channel import Channel
+from multiworld.backends.channel import TURN_MESSAGES, Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.header import TENSOR
@@ -24,11 +24,12 @@ _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
     weakref.WeakValueDictionary()
 )
 
-TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
-
 
 class MemoryLane:
     """Lane from one member to the mailbox of another, on channel ``name``."""
+
+    is_held = True  # so that receives neither poll nor spin
+    is_dead = is_arriving = False
 
     def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
         self.rank = peer
@@ -88,24 +89,11 @@ class MemoryLane:
     def poll(self) -> None:
         """Do nothing: messages are delivered at once."""
 
-    @property
-    def is_held(self) -> bool:
-        """Always True, so that receives neither poll nor spin."""
-        return True
-
     def held(self, tag: int) -> None:
         """Return None: messages are delivered at once."""
 
     def take(self, memory: memoryview) -> None:
         """Do nothing; never called, because ``held`` returns None."""
-
-    @property
-    def is_dead(self) -> bool:
-        return False
-
-    @property
-    def is_arriving(self) -> bool:
-        return False
 
     async def paused(self, call: Callable[[], object]) -> None:
         await in_thread(call)

@@ -14,6 +14,7 @@ from multiworld.backends import header as wire
 from multiworld.backends.arrivals import Check, Description, allocate
 from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
+from multiworld.backends.collective import Collectives
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.turns import Turns
@@ -29,7 +30,15 @@ P2P, COLLECTIVE = "p2p", "collective"
 
 
 class MessageBackend:
-    """A backend that moves messages over lanes. Subclasses define how a lane opens."""
+    """Data transfer of one world over lanes. Subclasses define how a lane opens.
+
+    The caller has checked the ranks. Every operation raises ``TensorMismatchError`` for
+    a tensor or message that it cannot take, and ``WorldView.broken_error`` once
+    ``abort`` was called. A receive takes from any member if ``src`` is None; a message
+    of the wrong kind or size stays first in its queue. Cancelling a send withdraws the
+    rest of the message, and cancelling a receive loses no message. A backend that
+    cannot do this breaks the world instead.
+    """
 
     def __init__(self, view: WorldView) -> None:
         self._view = view
@@ -38,9 +47,10 @@ class MessageBackend:
         self._others = others
         self._p2p = Channel(others, budget)
         self._collective = Channel(others, budget)
-        self.collectives = LaneCollectives(
+        self._lane_collectives = LaneCollectives(
             view, self._collective, self._collective_lane
         )
+        self.collectives: Collectives = self._lane_collectives
         self._opening: dict[int, asyncio.Task[Lane]] = {}
         # Orders the sends to a rank while a send to it is being prepared.
         self._turns = Turns()
@@ -50,6 +60,7 @@ class MessageBackend:
         raise NotImplementedError
 
     async def open(self) -> None:
+        """Connect to the other members; after a cancellation, call ``close_nowait``."""
         loop = asyncio.get_running_loop()
         opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
         try:
@@ -68,6 +79,7 @@ class MessageBackend:
     # Point to point.
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send a tensor of any shape and strides, of a dtype in ``backends.dtypes``."""
         tensor = dtypes.require_host(tensor, "the tensor to send")
         code = dtypes.code_of(tensor)
         if dst not in self._turns and dtypes.is_plain(tensor):
@@ -84,6 +96,9 @@ class MessageBackend:
         await self._p2p.lanes[dst].send(description, memory, tensor)
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
+        """Receive into ``out``, or into a new tensor if it is None. ``out`` has any
+        shape and strides, and the sent dtype and number of elements. Cancelling leaves
+        its content undefined."""
         if src is not None:
             found = self._p2p.next_from(src, tag)
             if found is not None:
@@ -112,6 +127,7 @@ class MessageBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
+        """Send named host tensors and JSON metadata as one message."""
         layout = bundles.lay_out(tensors, meta)
         async with self._turns.of(dst):
             packed = await offload(layout.size, layout.pack)
@@ -128,6 +144,7 @@ class MessageBackend:
         return bundles.unpack_bundle(arrival.tensor, length, arrival.source)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """Send JSON data."""
         body = bytearray(bundles.encode_object(obj, "the object to send"))
         memory = memoryview(body)
         description = Description(wire.OBJECT, dtypes.UINT8, (), len(body), tag, 0)
@@ -145,6 +162,9 @@ class MessageBackend:
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
+        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
+        ``peek`` may receive the bytes of a uint8 tensor in place of ``handler``. Raises
+        ``UnsupportedOperationError`` if the backend cannot do this."""
         self._p2p.mailbox.handle(src, tag, handler, peek)
 
     # Lanes for collectives.
@@ -203,13 +223,14 @@ class MessageBackend:
         return self._view.has_lane(rank, COLLECTIVE)
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
+        """Handle a control message from another member's backend."""
         if self._is_over:
             return
         match message:
             case OpenLane():
                 self._start_opening(rank)
             case EndCollectives(number=number, left=left):
-                self.collectives.end_from(number, left)
+                self._lane_collectives.end_from(number, left)
 
     # Closing.
 
@@ -238,6 +259,7 @@ class MessageBackend:
                 lane.fail_sends(lambda: self._view.left_error(rank))
 
     def member_left(self, rank: int) -> None:
+        """Fail the operations that need a member that has left."""
         self._p2p.member_left(rank, lambda: self._view.left_error(rank))
         if rank in self._collective.lanes or not self._has_lane(rank):
             self._collective.member_left(rank, lambda: self._view.left_error(rank))
@@ -246,10 +268,12 @@ class MessageBackend:
             opening.cancel()
 
     def member_ended(self, rank: int) -> None:
+        """Fail receives from a member that has left, once nothing more can arrive."""
         for channel in (self._p2p, self._collective):
             channel.mailbox.end(rank, self._view.left_error)
 
     def is_arriving(self, rank: int) -> bool:
+        """Return whether data from a member that has ended may still arrive."""
         return any(
             channel.lanes[rank].is_arriving
             for channel in (self._p2p, self._collective)
@@ -257,19 +281,24 @@ class MessageBackend:
         )
 
     def abort(self) -> None:
+        """Fail all operations and free everything, without waiting."""
         self._is_over = True
         self._cancel_opening()
         self._p2p.abort(self._view.broken_error)
         self._collective.abort(self._view.broken_error)
 
     def has_message(self, src: int | None, tag: int) -> bool:
+        """Return whether a complete message waits, even in a broken world."""
         return self._p2p.mailbox.has_message(src, tag)
 
     def begin_close(self) -> None:
+        """Queue a final frame after the sent data, without waiting; safe to repeat."""
         for lane in self._lanes():
             lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
+        """Wait until sent data has left this process, then free all resources. The
+        caller limits the time, and calls ``close_nowait`` after a cancellation."""
         self.begin_close()
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 
@@ -285,6 +314,7 @@ class MessageBackend:
                 self._view.linger(lane)
 
     def drop_messages(self) -> None:
+        """Drop what has arrived and was not received: the world is closed."""
         for channel in (self._p2p, self._collective):
             channel.mailbox.clear()
 
@@ -294,9 +324,6 @@ class MessageBackend:
 
     def _lanes(self) -> list[Lane]:
         return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
-
-    def filenos(self) -> list[int]:
-        return self._p2p.filenos() + self._collective.filenos()
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -17,9 +17,6 @@ class Turns:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._locks
 
-    def __len__(self) -> int:
-        return len(self._locks)
-
     @contextlib.asynccontextmanager
     async def of(self, key: Hashable) -> AsyncIterator[None]:
         """Hold the key's lock; if the wait is cancelled, later waiters move up."""

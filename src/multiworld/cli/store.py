@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from multiworld.net.security import Security, describe
+from multiworld.net.security import Security
 from multiworld.rendezvous.epoch_file import EpochFile
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
@@ -77,7 +77,7 @@ async def serve(
         loop.add_signal_handler(number, stopped.set)
     shown = f"[{host}]" if ":" in host else host
     address = f"tcp://{shown}:{server.port}"
-    asked = describe(security)
+    asked = {"secret": bool(security.secret), "tls": security.tls is not None}
     if as_json:
         click.echo(json.dumps({"store": address, "pid": os.getpid(), **asked}))
     else:

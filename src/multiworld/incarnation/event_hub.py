@@ -16,15 +16,14 @@ QUEUE_LIMIT = 1024  # maximum number of events in one subscriber's queue
 class Subscription:
     def __init__(self, hub: EventHub) -> None:
         self._hub = hub
-        self._queue: deque[Event] = deque()
+        self._queue: deque[Event] = deque(maxlen=QUEUE_LIMIT)
         self._dropped = 0
         # Set when an event was added, or the hub was closed.
         self.changed = asyncio.Event()
 
     def put(self, event: Event) -> None:
         """Append an event; drop the oldest one if the queue is full."""
-        if len(self._queue) >= QUEUE_LIMIT:
-            self._queue.popleft()
+        if len(self._queue) == QUEUE_LIMIT:
             self._dropped += 1
         self._queue.append(event)
         self.changed.set()
@@ -38,7 +37,7 @@ class Subscription:
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until the hub closes; cancelling ends the subscription."""
-        self._hub.keep(self)
+        self._hub.read.add(self)
         try:
             while True:
                 event = self.get_nowait()
@@ -50,40 +49,32 @@ class Subscription:
                     self.changed.clear()
                     await self.changed.wait()
         finally:
-            self._hub.unsubscribe(self)
+            self._hub.read.discard(self)
+            self._hub.subscriptions.discard(self)
 
 
 class EventHub:
     def __init__(self) -> None:
         # Weak references: a subscription that the program drops before it reads from it
         # is removed.
-        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self.subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         # Strong references: a subscription that a task waits for must not be
         # garbage-collected.
-        self._read: set[Subscription] = set()
+        self.read: set[Subscription] = set()
         self.is_closed = False
 
     def subscribe(self) -> Subscription:
         """Return a new subscription to the events published from now on."""
         subscription = Subscription(self)
-        self._subscriptions.add(subscription)
+        self.subscriptions.add(subscription)
         return subscription
 
-    def keep(self, subscription: Subscription) -> None:
-        """Keep a reference to a subscription that is being read, until
-        ``unsubscribe``."""
-        self._read.add(subscription)
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        self._subscriptions.discard(subscription)
-        self._read.discard(subscription)
-
     def publish(self, event: Event) -> None:
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.put(event)
 
     def close(self) -> None:
         """End every subscriber's iteration once it has read its queue."""
         self.is_closed = True
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.changed.set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any
 
 from multiworld.errors import MemberLostError, StaleEpochError, WorldBrokenError
 from multiworld.incarnation import events
@@ -26,8 +25,6 @@ class Phase(enum.Enum):
 class Breakage:
     """Cause of a broken world."""
 
-    world: str
-    epoch: int
     reason: str
     evidence: str = ""  # the observation that led to the verdict
     # The first member that was lost; None if no member is known to be lost.
@@ -36,36 +33,6 @@ class Breakage:
     has_ended: bool = False  # True if the lost member's connection has ended
     lost: frozenset[int] = frozenset()
     is_stale: bool = False  # True if the other members declared this process lost
-
-    def error(self) -> WorldBrokenError:
-        """Return a new error each time: a shared one would mix up tracebacks."""
-        if self.is_stale:
-            return StaleEpochError(
-                self.world,
-                self.reason,
-                evidence=self.evidence,
-                seen=self.epoch,
-                expected=self.epoch + 1,
-                lost=self.lost,
-            )
-        if self.rank is None:
-            return WorldBrokenError(
-                self.world,
-                self.reason,
-                epoch=self.epoch,
-                evidence=self.evidence,
-                lost=self.lost,
-            )
-        return MemberLostError(
-            self.world,
-            self.reason,
-            rank=self.rank,
-            silent_s=self.silent_s,
-            has_ended=self.has_ended,
-            epoch=self.epoch,
-            evidence=self.evidence,
-            lost=self.lost,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +63,36 @@ class Life:
         """Ranks whose departure an operation may already have noticed."""
         lost = frozenset() if self.breakage is None else self.breakage.lost
         return self.left | (self.finished - lost)
+
+    def error(self, cause: Breakage) -> WorldBrokenError:
+        """Return a new error each time: a shared one would mix up tracebacks."""
+        if cause.is_stale:
+            return StaleEpochError(
+                self.world,
+                cause.reason,
+                evidence=cause.evidence,
+                seen=self.epoch,
+                expected=self.epoch + 1,
+                lost=cause.lost,
+            )
+        if cause.rank is None:
+            return WorldBrokenError(
+                self.world,
+                cause.reason,
+                epoch=self.epoch,
+                evidence=cause.evidence,
+                lost=cause.lost,
+            )
+        return MemberLostError(
+            self.world,
+            cause.reason,
+            rank=cause.rank,
+            silent_s=cause.silent_s,
+            has_ended=cause.has_ended,
+            epoch=self.epoch,
+            evidence=cause.evidence,
+            lost=cause.lost,
+        )
 
 
 # Happenings: the inputs of the state machine.
@@ -147,20 +144,6 @@ class WasAccused:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalls:
-    """A member's event loop does not respond, though its process runs."""
-
-    rank: int
-    stalled_s: float
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resumes:
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """The world failed, but no member is known to be lost."""
 
@@ -174,17 +157,7 @@ class CloseAsked:
     """The program asked to leave the world."""
 
 
-Happening = (
-    Opened
-    | SaidLeft
-    | Finished
-    | WasLost
-    | WasAccused
-    | Stalls
-    | Resumes
-    | Failed
-    | CloseAsked
-)
+Happening = Opened | SaidLeft | Finished | WasLost | WasAccused | Failed | CloseAsked
 
 
 # Actions: the outputs of the state machine.
@@ -193,8 +166,6 @@ Happening = (
 @dataclass(frozen=True, slots=True)
 class FailOperations:
     """Fail every pending operation and free the incarnation's resources."""
-
-    breakage: Breakage
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +219,6 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
             return _was_lost(life, happening)
         case WasAccused():
             return _was_accused(life, happening)
-        case Stalls(rank, stalled_s, evidence):
-            return _noticed(
-                life, events.MemberStalled, rank, stalled_s=stalled_s, evidence=evidence
-            )
-        case Resumes(rank):
-            return _noticed(life, events.MemberResumed, rank)
         case Failed():
             return _failed(life, happening)
         case CloseAsked():
@@ -299,11 +264,12 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
     if loss.rank in life.left and is_silent and not life.is_over:
         # The member's last messages may never arrive.
         return life, (EndMember(loss.rank),)
-    if rank_is_irrelevant(life, loss.rank):
+    is_closed = life.phase is Phase.CLOSED
+    if is_closed or loss.rank in life.left or not _is_other(life, loss.rank):
         return life, ()
     if life.breakage is not None:
         return _lost_too(life, life.breakage, loss)
-    breakage = _breakage_of(life, loss)
+    breakage = _breakage_of(loss)
     life, actions = _break(life, breakage)
     return life, (*actions[:-1], Publish(_lost_event(life, loss)), actions[-1])
 
@@ -317,13 +283,11 @@ def _lost_too(
     event = Publish(_lost_event(life, loss))
     if loss.reported_by is not None:
         return life, (event,)
-    return life, (TellBroken(_breakage_of(life, loss)), event)
+    return life, (TellBroken(_breakage_of(loss)), event)
 
 
-def _breakage_of(life: Life, loss: WasLost) -> Breakage:
+def _breakage_of(loss: WasLost) -> Breakage:
     return Breakage(
-        world=life.world,
-        epoch=life.epoch,
         reason=f"rank {loss.rank} was lost: {loss.reason}",
         evidence=loss.evidence,
         rank=loss.rank,
@@ -344,17 +308,10 @@ def _lost_event(life: Life, loss: WasLost) -> events.MemberLost:
     )
 
 
-def rank_is_irrelevant(life: Life, rank: int) -> bool:
-    """Return whether the loss of ``rank`` leaves this incarnation unaffected."""
-    return life.phase is Phase.CLOSED or rank in life.left or not _is_other(life, rank)
-
-
 def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action, ...]]:
     if life.is_over or not _is_other(life, accusation.by):
         return life, ()
     breakage = Breakage(
-        world=life.world,
-        epoch=life.epoch,
         reason=f"rank {accusation.by} declared this process lost: {accusation.reason}",
         evidence=accusation.evidence,
         lost=frozenset({life.rank}),
@@ -366,31 +323,10 @@ def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action
     return life, actions[1:]
 
 
-def _noticed(
-    life: Life,
-    event: type[events.MemberStalled | events.MemberResumed],
-    rank: int,
-    **fields: Any,
-) -> tuple[Life, tuple[Action, ...]]:
-    if life.phase is not Phase.READY or rank in life.left:
-        return life, ()
-    return life, (
-        Publish(event(world=life.world, epoch=life.epoch, rank=rank, **fields)),
-    )
-
-
 def _failed(life: Life, failure: Failed) -> tuple[Life, tuple[Action, ...]]:
     if life.is_over:
         return life, ()
-    return _break(
-        life,
-        Breakage(
-            world=life.world,
-            epoch=life.epoch,
-            reason=failure.reason,
-            evidence=failure.evidence,
-        ),
-    )
+    return _break(life, Breakage(reason=failure.reason, evidence=failure.evidence))
 
 
 def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
@@ -405,7 +341,7 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
     life = replace(life, phase=Phase.BROKEN, breakage=breakage, left=left)
     # Notify the others before closing anything: a member that sees a connection end
     # without a reason would declare this process lost.
-    return life, (TellBroken(breakage), FailOperations(breakage), Publish(event))
+    return life, (TellBroken(breakage), FailOperations(), Publish(event))
 
 
 def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
@@ -417,7 +353,7 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
         # Report a failure, not a graceful leave, because the other members still wait
         # for this one.
         reason = f"rank {life.rank} gave up while joining"
-        breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
+        breakage = Breakage(reason=reason)
         return closed, (TellBroken(breakage), event)
     return closed, (TellLeft(is_broken=life.phase is Phase.BROKEN), event)
 

@@ -47,9 +47,6 @@ class Link(Protocol):
     def close(self) -> None:
         """Close the link without calling ``link_ended``; safe to repeat."""
 
-    def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
-
 
 class SocketLink(FramedConnection[ControlMessage]):
     def __init__(self, key: LinkKey, stream: Stream, owner: LinkOwner) -> None:
@@ -60,10 +57,6 @@ class SocketLink(FramedConnection[ControlMessage]):
 
     def say_bye(self) -> None:
         self.send(Bye())
-
-    def filenos(self) -> list[int]:
-        fd = self.fileno()
-        return [] if fd < 0 else [fd]
 
     def _received(self, message: ControlMessage) -> None:
         if isinstance(message, Bye):
@@ -116,9 +109,6 @@ class LocalLink:
         if other is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
                 self._call_soon(other._ended)
-
-    def filenos(self) -> list[int]:
-        return []
 
     def _ended(self) -> None:
         if self._other is None:

@@ -16,7 +16,7 @@ from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import Acceptor, Listener, shake_hands
 from multiworld.net.security import Security
-from multiworld.net.streams import Stream, handshaking_filenos, start_tls
+from multiworld.net.streams import Stream, start_tls
 from multiworld.net.tcp import connected, resolve
 from multiworld.rendezvous.membership import Address
 
@@ -30,10 +30,6 @@ CROWDED_S = (0.05, 0.2, 0.5)
 # the kernel waits up to a minute before it retries; a new attempt succeeds as soon as
 # the network is back.
 CONNECT_S, CONNECTS = 3.0, 40
-
-# Connections whose handshake is in progress. A forked child must close its copies of
-# them, too.
-_dialing: set[socket.socket] = set()
 
 
 @functools.cache
@@ -52,7 +48,6 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
     """Connect to a manager, perform the handshake and return the connection."""
     sock = await _connect(address)
     stream: Stream = sock
-    _dialing.add(sock)
     try:
         # Heartbeat connections use no TLS: the heartbeat helper cannot speak it, and
         # each of their frames has an HMAC.
@@ -68,8 +63,6 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
     except BaseException:
         stream.close()
         raise
-    finally:
-        _dialing.discard(sock)
 
 
 async def reach(address: Address, hello: ManagerHello, security: Security) -> Stream:
@@ -114,8 +107,3 @@ class Endpoint(Listener):
         self.address = address_here(host, tcp.getsockname()[1], name)
         what = f"the listener on {host}"
         super().__init__([tcp, unix], acceptor, security, logger, what)
-
-
-def dialing_filenos() -> list[int]:
-    plain = [sock.fileno() for sock in _dialing if sock.fileno() >= 0]
-    return plain + handshaking_filenos()

@@ -20,6 +20,7 @@ from typing import Literal
 
 from multiworld.config import HEARTBEAT_S
 from multiworld.liveness import heartbeat_helper
+from multiworld.net.forks import closed_in_forks
 
 logger = logging.getLogger("multiworld.watchdog")
 
@@ -215,6 +216,7 @@ class Heartbeat:
         self._drop_standby()
         logger.warning("the heartbeat helper is stuck; starting another")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        closed_in_forks(ours)
         ours.setblocking(False)
         try:
             sign, process = self._spawn(theirs)
@@ -260,10 +262,6 @@ class Heartbeat:
         standby.process.kill()
         self._ending.append(standby.process)
 
-    def filenos(self) -> list[int]:
-        found = [sock.fileno() for sock in self._datagrams.values()]
-        return found if self._control is None else [*found, self._control.fileno()]
-
     def close(self) -> None:
         self._sockets.clear()
         for sock in self._datagrams.values():
@@ -295,6 +293,7 @@ class Heartbeat:
     def _start(self, mode: Mode) -> None:
         self._mode, self._has_reported = mode, False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        closed_in_forks(ours)
         ours.setblocking(False)
         try:
             self._begin(ours, theirs, mode)

@@ -12,6 +12,7 @@ from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey
 from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
 from multiworld.liveness.manager_messages import DatagramsAt
+from multiworld.net.forks import closed_in_forks
 
 
 @dataclass(slots=True)
@@ -121,15 +122,6 @@ class HeartbeatLinks:
         else:
             self._on_heard(key, report)
 
-    def filenos(self) -> list[int]:
-        found = self._heartbeat.filenos()
-        for connection in self._connections.values():
-            found.append(connection.sock.fileno())
-            found += (
-                [] if connection.datagrams is None else [connection.datagrams.fileno()]
-            )
-        return found
-
     def close(self) -> None:
         for key in list(self._connections):
             self.end(key)
@@ -149,7 +141,9 @@ def _datagram_socket(host: str) -> socket.socket | None:
     if not _is_numeric(host):
         return None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    sock = closed_in_forks(
+        socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    )
     try:
         sock.bind((host, 0))
     except OSError:

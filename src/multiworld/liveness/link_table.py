@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
-from multiworld.liveness.endpoint import Endpoint, address_here, dialing_filenos, reach
+from multiworld.liveness.endpoint import Endpoint, address_here, reach
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.liveness.manager_messages import (
@@ -30,6 +30,7 @@ from multiworld.liveness.manager_messages import (
     ProbeHello,
     WorldMessage,
 )
+from multiworld.liveness.world_table import WorldTable
 from multiworld.net.handshake import HandshakeError, refusal
 from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
@@ -60,17 +61,8 @@ class LinkTableOwner(Protocol):
     def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
         """Handle the end of a link; see ``LinkOwner.link_ended``."""
 
-    def link_message(self, link: Link, message: WorldMessage) -> None:
-        """Handle a message about an incarnation."""
-
     def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         """Handle a heartbeat of a peer."""
-
-    def lane_refusal(self, nonce: int, rank: int) -> str | None:
-        """Return why a data connection for an incarnation is refused, or None."""
-
-    def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
-        """Own a data connection that member ``rank`` opened."""
 
 
 @dataclass(slots=True)
@@ -101,9 +93,11 @@ class LinkTable:
         mode: Mode,
         heartbeat_s: float,
         security: Security,
+        worlds: WorldTable,
         owner: LinkTableOwner,
     ) -> None:
-        self.uid, self._security, self._owner = uid, security, owner
+        self.uid, self._security = uid, security
+        self._worlds, self._owner = worlds, owner
         self.heartbeats = HeartbeatLinks(
             mode, heartbeat_s, owner.heard, self._heartbeat_ended
         )
@@ -112,8 +106,6 @@ class LinkTable:
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
         self._waiters: Counter[LinkKey] = Counter()
         self._linking: dict[LinkKey, asyncio.Task[None]] = {}
-        # Dialed control connections whose heartbeat connection is still being opened.
-        self._opening: set[Stream] = set()
         self._is_closed = False
         _tables[uid] = self
 
@@ -252,14 +244,11 @@ class LinkTable:
             seal=fresh,
         )
         control = await self.reach(address, hello)
-        self._opening.add(control)
         try:
             sock = await self._dial_heartbeat(key, address, seal, number=1)
         except BaseException:
             control.close()
             raise
-        finally:
-            self._opening.discard(control)
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
         try:
@@ -358,15 +347,6 @@ class LinkTable:
         if peer is not None:
             self.link_ended(peer.link, reason, evidence)
 
-    def filenos(self) -> list[int]:
-        found = self.heartbeats.filenos() + dialing_filenos()
-        found += [control.fileno() for control in self._opening]
-        for endpoint in self._endpoints.values():
-            found += endpoint.filenos()
-        for peer in self._peers.values():
-            found += peer.link.filenos()
-        return found
-
     def close_nowait(self, *, politely: bool) -> None:
         self._is_closed = True
         _tables.pop(self.uid, None)
@@ -391,7 +371,7 @@ class LinkTable:
 
     def link_message(self, link: Link, message: ControlMessage) -> None:
         if isinstance(message, WorldMessage):
-            self._owner.link_message(link, message)
+            self._worlds.message(link.key, message, time.monotonic())
         elif isinstance(message, DatagramsAt) and link.key in self._peers:
             self.heartbeats.datagrams_at(link.key, message)
 
@@ -412,7 +392,7 @@ class LinkTable:
             case LinkHello() | ProbeHello() | LaneHello() if hello.to_uid != self.uid:
                 return f"this is manager {self.uid}, not {hello.to_uid}"
             case LaneHello(nonce=nonce, rank=rank):
-                return self._owner.lane_refusal(nonce, rank)
+                return self._worlds.lane_refusal(nonce, rank)
             case _:
                 return None
 
@@ -432,7 +412,7 @@ class LinkTable:
     def take(self, sock: Stream, hello: Hello) -> None:
         match hello:
             case LaneHello(nonce=nonce, rank=rank, channel=channel):
-                self._owner.lane_arrived(nonce, rank, channel, sock)
+                self._worlds.lanes.put((nonce, rank, channel), sock)
             case LinkHello():
                 key = _inbound_key(hello)
                 # The peer may have lost the old link and dialed again before this side

@@ -100,10 +100,6 @@ class PendingLanes:
         if (slot := self._remove(key)) is not None:
             _discard(slot.future)
 
-    def filenos(self) -> list[int]:
-        futures = [slot.future for slot in self._slots.values()]
-        return [f.result().fileno() for f in futures if _is_there(f)]
-
     def close(self) -> None:
         for key in list(self._slots):
             self._discard(key)

@@ -13,7 +13,7 @@ from collections import Counter
 from multiworld.config import HEARTBEAT_S
 from multiworld.liveness import failure_detector as detector
 from multiworld.liveness import heartbeat_helper
-from multiworld.liveness.control_link import Link, LinkKey, LocalLink
+from multiworld.liveness.control_link import LinkKey, LocalLink
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.link_table import LinkTable
 from multiworld.liveness.manager_messages import LaneHello, WorldMessage
@@ -65,7 +65,9 @@ class WatchDog:
         self._is_enabled, self._heartbeat_s = is_enabled, heartbeat_s
         self._detector = detector.FailureDetector(heartbeat_s)
         self._worlds = WorldTable()
-        self._links = LinkTable(uid, mode, heartbeat_s, self.security, self)
+        self._links = LinkTable(
+            uid, mode, heartbeat_s, self.security, self._worlds, self
+        )
         self._keys: dict[str, LinkKey] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -137,8 +139,8 @@ class WatchDog:
         watched = limits if is_judged else detector.DetectionLimits(math.inf)
         self._observe(detector.Watched(_name(key), incarnation.nonce, watched))
         for message in self._worlds.early.take(incarnation.nonce, key):
-            if (link := self._links.link(key)) is not None:
-                self.link_message(link, message)
+            if key in self._links:
+                self._worlds.message(key, message, time.monotonic())
 
     def linked(self, nonce: int) -> frozenset[int]:
         """Return the ranks of an incarnation that have a link.
@@ -240,10 +242,6 @@ class WatchDog:
         """Number of refused connections, by kind."""
         return self._links.refused
 
-    def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
-        return self._links.filenos() + self._worlds.lanes.filenos()
-
     def close_nowait(self, *, politely: bool = True) -> None:
         """End all links at once; safe to repeat.
 
@@ -339,14 +337,6 @@ class WatchDog:
         if key not in self._links:
             self._keys.pop(_name(key), None)
 
-    def link_message(self, link: Link, message: WorldMessage) -> None:
-        """Pass a control message to its world.
-
-        Args:
-            link, message: The message, and the link that it arrived on.
-        """
-        self._worlds.message(link.key, message, time.monotonic())
-
     def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         """Pass a heartbeat to the failure detector.
 
@@ -363,22 +353,6 @@ class WatchDog:
                 heard_us_s=report.heard_us_s,
             )
         )
-
-    def lane_refusal(self, nonce: int, rank: int) -> str | None:
-        """Return why a data connection for an incarnation is refused, or None.
-
-        Args:
-            nonce, rank: The incarnation, and the member that opens the connection.
-        """
-        return self._worlds.lane_refusal(nonce, rank)
-
-    def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
-        """Keep a data connection until its world takes it.
-
-        Args:
-            nonce, rank, channel, sock: As for ``has_lane``, and the connection.
-        """
-        self._worlds.lanes.put((nonce, rank, channel), sock)
 
 
 def _name(key: LinkKey) -> str:

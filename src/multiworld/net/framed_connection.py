@@ -43,9 +43,6 @@ class FramedConnection(Generic[M]):
         """Bytes queued for the peer."""
         return len(self._outbox)
 
-    def fileno(self) -> int:
-        return -1 if self._is_over else self._stream.fileno()
-
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message and write as much as the socket takes without waiting."""
         if self._is_over:

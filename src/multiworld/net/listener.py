@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from multiworld.net import frames, streams
+from multiworld.net.forks import closed_in_forks
 from multiworld.net.handshake import (
     HELLO_BYTES,
     HELLO_S,
@@ -89,7 +90,8 @@ class Listener:
         logger: logging.Logger,
         what: str,
     ) -> None:
-        self._sockets, self._acceptor, self._security = sockets, acceptor, security
+        self._sockets = [closed_in_forks(sock) for sock in sockets]
+        self._acceptor, self._security = acceptor, security
         self._logger, self._what = logger, what
         self._hellos = msgspec.json.Decoder(acceptor.hellos)
         # Number of refused connections by kind: "version", "secret", "tls",
@@ -123,12 +125,6 @@ class Listener:
             f" (and {more} more like it)" if more else "",
         )
 
-    def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
-        both = (*self._sockets, *self._greeting.values())
-        plain = [sock.fileno() for sock in both if sock.fileno() >= 0]
-        return plain + streams.handshaking_filenos()
-
     def close_nowait(self) -> None:
         if self._is_closed:
             return
@@ -160,7 +156,7 @@ class Listener:
                 )
                 await asyncio.sleep(0.05)
                 continue
-            self._greet(sock, where)
+            self._greet(closed_in_forks(sock), where)
             count += 1
             if count % ACCEPTS_A_TURN == 0:
                 await asyncio.sleep(0)

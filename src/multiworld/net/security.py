@@ -17,7 +17,6 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from multiworld.errors import ConfigError
 from multiworld.net.file_version import version_of
@@ -251,12 +250,3 @@ def _tls_of(environment: Mapping[str, str]) -> Tls | None:
     tls = Tls(certificate=certificate, key=key, authority=authority)
     tls.context(is_server=True)
     return tls
-
-
-def describe(security: Security) -> dict[str, Any]:
-    """Return which features are on, for people to read.
-
-    Args:
-        security: The security to describe; its secret is not shown.
-    """
-    return {"secret": bool(security.secret), "tls": security.tls is not None}

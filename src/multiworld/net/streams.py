@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from multiworld.net.forks import closed_in_forks
+
 RECORD_BYTES = 16 * 1024  # maximum payload of one TLS record (RFC 8446)
 
 
@@ -171,19 +173,13 @@ async def write_all(stream: Stream, data: bytes) -> None:
             await wait_writable(stream)
 
 
-# Connections whose TLS handshake is in progress. A forked child must close its copies
-# of them, too.
-_handshaking: set[ssl.SSLSocket] = set()
-
-
 async def start_tls(
     sock: socket.socket, context: ssl.SSLContext, *, is_server: bool
 ) -> TlsStream:
     """Do the TLS handshake; return the stream that owns ``sock``, or close it."""
-    wrapped = context.wrap_socket(
-        sock, server_side=is_server, do_handshake_on_connect=False
+    wrapped = closed_in_forks(
+        context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
     )
-    _handshaking.add(wrapped)
     try:
         while True:
             try:
@@ -197,9 +193,3 @@ async def start_tls(
     except BaseException:
         wrapped.close()
         raise
-    finally:
-        _handshaking.discard(wrapped)
-
-
-def handshaking_filenos() -> list[int]:
-    return [sock.fileno() for sock in _handshaking if sock.fileno() >= 0]

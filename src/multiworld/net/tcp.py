@@ -8,6 +8,7 @@ import ipaddress
 import socket
 from typing import Any
 
+from multiworld.net.forks import closed_in_forks
 from multiworld.net.streams import Stream
 
 TCP_THIN_LINEAR_TIMEOUTS = 16
@@ -77,7 +78,7 @@ CROWDED_S = [min(0.5, 0.01 * 2**n) for n in range(60)]
 
 async def connected(family: int, where: Any) -> socket.socket:
     """Return a new connection, tuned; cancelling closes it."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = closed_in_forks(socket.socket(family, socket.SOCK_STREAM))
     try:
         tune(sock)
         if family == socket.AF_UNIX:

@@ -48,7 +48,6 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.world_claims import (
     Current,
-    Forming,
     Holder,
     Question,
     WaitKey,
@@ -147,9 +146,6 @@ class Registry:
                 return self._withdraw(session, request)
             case HoldsAnswer():
                 return self._answered(session, message, now)
-
-    def waiting_count(self) -> int:
-        return len(self._deadlines)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``Ticked`` is due, or None if nothing waits."""
@@ -280,7 +276,7 @@ class Registry:
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         for each in claims:
             self._deadlines.drop(wait_key(each))
-        world.forming = Forming()
+        world.forming = {}
         seen = max(claim.seen for claim in claims)
         return self._complete(world, claims, claim.fresh_nonce, seen)
 
@@ -332,10 +328,11 @@ class Registry:
         note = NewcomerWaits(
             claim.world, current.epoch, claim.rank, claim.size, is_gone
         )
+        waiting = {each.uid for each in world.forming.values()}
         return [
             Send(holder.session, note)
             for holder in current.holders.values()
-            if not world.forming.has(holder.uid)
+            if holder.uid not in waiting
         ]
 
     # Reforming, and recovery after a restart of the store.
@@ -365,13 +362,13 @@ class Registry:
     def _add_survivor(
         self, world: WorldClaims, reform: Reform, claim: ReformClaim
     ) -> list[Action]:
-        if reform.accuses(claim):
+        if claim.rank in reform.lost:
             return [stale(claim, claim.epoch)]
         other = next(iter(reform.claims.values()), claim)
         if other.terms != claim.terms:
             return [reply(claim, TermsDiffer(claim.terms))]
         self._wait(claim, reform.claims.get(claim.rank))
-        reform.accept(claim)
+        reform.claims[claim.rank] = claim
         return self._settle(world)
 
     def _settle(self, world: WorldClaims) -> list[Action]:
@@ -415,7 +412,7 @@ class Registry:
         world = self._worlds.get(name)
         if world is None:
             return []
-        claims, world.forming = list(world.forming.values()), Forming()
+        claims, world.forming = list(world.forming.values()), {}
         actions: list[Action] = []
         for claim in claims:
             self._deadlines.drop(wait_key(claim))
@@ -505,7 +502,7 @@ class Registry:
         reform = world.reforming
         survivor = None if reform is None else reform.claims.get(rank)
         if reform is not None and survivor is not None and is_dropped(survivor):
-            reform.remove(rank)
+            del reform.claims[rank]
             self._deadlines.drop(wait_key(survivor))
             if not reform.claims:
                 world.reforming = None

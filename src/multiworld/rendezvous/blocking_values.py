@@ -11,6 +11,7 @@ import msgspec
 
 from multiworld.errors import StoreUnreachableError, WorldTimeoutError
 from multiworld.net import frames
+from multiworld.net.forks import closed_in_forks
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.security import Security
 from multiworld.rendezvous import store_messages
@@ -34,8 +35,10 @@ class BlockingValues:
         self._lock = threading.Lock()
         self._requests = 0
         try:
-            self._sock = socket.create_connection(
-                (address.host, address.port), timeout=timeout_s
+            self._sock = closed_in_forks(
+                socket.create_connection(
+                    (address.host, address.port), timeout=timeout_s
+                )
             )
         except OSError as error:
             raise self._unreachable(error) from error
@@ -43,7 +46,10 @@ class BlockingValues:
         try:
             if security.tls is not None:
                 context = security.tls.context(is_server=False)
-                self._sock = context.wrap_socket(self._sock)
+                self._sock = tls = closed_in_forks(
+                    context.wrap_socket(self._sock, do_handshake_on_connect=False)
+                )
+                tls.do_handshake()
             steps = dialing(StoreHello(), security)
             frame = next(steps)
             while True:
@@ -59,9 +65,6 @@ class BlockingValues:
         except BaseException:
             self._sock.close()
             raise
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
 
     def close(self) -> None:
         """Close the connection; a thread that waits for a reply gets an error."""

@@ -21,9 +21,6 @@ class Deadlines(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
         self._numbers = itertools.count()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def set(self, key: Key, at: float) -> None:
         entry = self._entries[key] = (at, next(self._numbers), key)
         heapq.heappush(self._heap, entry)

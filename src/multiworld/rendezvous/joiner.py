@@ -204,11 +204,6 @@ class Joiner:
             self._close_store(address)
         self._sessions.clear()
 
-    def filenos(self) -> list[int]:
-        found = [fd for store in self._stores.values() for fd in store.filenos()]
-        wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
-        return found + [wire() for wire in wires if wire is not None]
-
     async def _host(self, addresses: StoreAddresses, deadline: float) -> None:
         # Embed no store if there are several addresses: different members could embed
         # different stores.

@@ -24,7 +24,7 @@ class ReformClaim(SurvivorClaim, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Reform:
-    """Claims of one incarnation's survivors."""
+    """Claims of one incarnation's survivors, by rank."""
 
     epoch: int
     size: int
@@ -36,12 +36,6 @@ class Reform:
         accused = frozenset[int]().union(*(c.lost for c in self.claims.values()))
         return accused - self.claims.keys()
 
-    def accuses(self, claim: ReformClaim) -> bool:
-        return claim.rank in self.lost
-
-    def accept(self, claim: ReformClaim) -> None:
-        self.claims[claim.rank] = claim
-
     def missing(self) -> list[int]:
         """Return the ranks that have neither claimed nor been accused."""
         return sorted(set(range(self.size)) - self.claims.keys() - self.lost)
@@ -49,10 +43,6 @@ class Reform:
     @property
     def is_settled(self) -> bool:
         return bool(self.claims) and not self.missing()
-
-    def remove(self, rank: int) -> None:
-        """Remove a claim and its accusations."""
-        del self.claims[rank]
 
     def members(self) -> list[ReformClaim]:
         """Return the survivors' claims, in the order of their new ranks."""

@@ -147,18 +147,7 @@ class CompareSet(Message, frozen=True, tag="CompareSet"):
     desired: str
 
 
-class DeleteKey(Message, frozen=True, tag="DeleteKey"):
-    request: int
-    key: str
-
-
-class CountKeys(Message, frozen=True, tag="CountKeys"):
-    request: int
-
-
-ValueRequest = (
-    SetValue | GetValues | CheckKeys | AddAmount | CompareSet | DeleteKey | CountKeys
-)
+ValueRequest = SetValue | GetValues | CheckKeys | AddAmount | CompareSet
 
 StoreRequest = (
     Claim | SurvivorClaim | Withdraw | Announce | Leave | HoldsAnswer | ValueRequest

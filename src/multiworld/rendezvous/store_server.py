@@ -58,20 +58,8 @@ class StoreServer:
         return cls(sock, service, security)
 
     @property
-    def waiting_count(self) -> int:
-        return self._service.waiting_count
-
-    @property
-    def session_count(self) -> int:
-        return self._service.session_count
-
-    @property
     def refused(self) -> dict[str, int]:
         return dict(self._listener.refused)
-
-    def filenos(self) -> list[int]:
-        sessions = [framed.fileno() for framed in self._sessions.values()]
-        return [fd for fd in (*self._listener.filenos(), *sessions) if fd >= 0]
 
     def close_nowait(self) -> None:
         self._listener.close_nowait()

@@ -60,10 +60,6 @@ class StoreService:
     def session_count(self) -> int:
         return len(self._sessions)
 
-    @property
-    def waiting_count(self) -> int:
-        return self._registry.waiting_count()
-
     def is_on_this_loop(self) -> bool:
         """Return False for a store that was left over from an earlier event loop."""
         return self._loop is asyncio.get_running_loop()
@@ -206,10 +202,6 @@ class StoreService:
                 result, answers = values.add(key, amount)
             case store_messages.CompareSet(_, key, expected, desired):
                 result, answers = values.compare_set(key, expected, desired)
-            case store_messages.DeleteKey(_, key):
-                result = values.delete(key)
-            case store_messages.CountKeys():
-                result = values.count()
         self._send(
             session, store_messages.Reply(request, store_messages.Result(result))
         )

@@ -107,9 +107,6 @@ class Values:
         for key in [key for key in self._values if key.startswith(prefix)]:
             self.delete(key)
 
-    def count(self) -> int:
-        return len(self._values)
-
     def drop_session(self, session: int) -> None:
         for waiter in [waiter for waiter in self._waiting if waiter[0] == session]:
             self._forget(waiter)

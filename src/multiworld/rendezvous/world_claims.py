@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -34,35 +33,10 @@ class Current:
     members: int = 0  # number of members that have not withdrawn
 
 
-class Forming(dict[int, Claimed]):
-    """Waiting claims by rank, with the waiting members' uids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._uids: Counter[str] = Counter()
-
-    def __setitem__(self, rank: int, claim: Claimed) -> None:
-        if rank in self:
-            del self[rank]
-        super().__setitem__(rank, claim)
-        self._uids[claim.uid] += 1
-
-    def __delitem__(self, rank: int) -> None:
-        uid = self[rank].uid
-        super().__delitem__(rank)
-        self._uids[uid] -= 1
-        if not self._uids[uid]:
-            del self._uids[uid]
-
-    def has(self, uid: str) -> bool:
-        """Return whether a member waits."""
-        return uid in self._uids
-
-
 @dataclass(slots=True)
 class WorldClaims:
     current: Current | None = None
-    forming: Forming = field(default_factory=lambda: Forming())
+    forming: dict[int, Claimed] = field(default_factory=dict)  # waiting, by rank
     reforming: Reform | None = None
     # Number of the open question about the holder, by rank.
     asking: dict[int, int] = field(default_factory=dict)
@@ -95,7 +69,7 @@ def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
     late = [claim for claim in reform.claims.values() if claim.deadline <= now]
     present, missing = sorted(reform.claims), reform.missing()
     for claim in late:
-        reform.remove(claim.rank)
+        del reform.claims[claim.rank]
     if not reform.claims:
         world.reforming = None
     return [timed_out(claim, present, missing) for claim in late]

@@ -288,33 +288,28 @@ class WorldManager(BlockingManager[World]):
         return World(self._loop.call(step, timeout_s), self._loop)
 
     def _each(self, worlds: AsyncIterator[_world.World]) -> Iterator[World]:
+        return (World(world, self._loop) for world in self._items(worlds))
+
+    def _items(self, items: AsyncIterator[T]) -> Iterator[T]:
         while True:
             try:
-                world = self._loop.call(_next(worlds))
+                item = self._loop.call(_next(items))
             except StopAsyncIteration:
                 return
-            yield World(world, self._loop)
+            yield item
 
     def events(self) -> Iterator[Event]:
         """Return an iterator that waits for each event, until the manager is closed."""
 
-        async def subscribe() -> Any:
+        async def subscribe() -> AsyncIterator[Event]:
             return self._manager.events()
 
         stream = self._loop.call(subscribe())
 
-        async def following() -> Event | None:
-            return await anext(stream, None)
-
-        def next_event() -> Event | None:
-            try:
-                return self._loop.call(following())
-            except WorldClosedError:  # the manager was closed, so no event follows
-                return None
-
         def iterate() -> Iterator[Event]:
-            while (event := next_event()) is not None:
-                yield event
+            # ``WorldClosedError``: the manager was closed, so no event follows.
+            with contextlib.suppress(WorldClosedError):
+                yield from self._items(stream)
 
         return iterate()
 

@@ -14,7 +14,12 @@ from multiworld.backends import make_backend
 from multiworld.backends.base import Lingering
 from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
 from multiworld.incarnation import lifecycle
-from multiworld.incarnation.events import Event, MemberWaiting
+from multiworld.incarnation.events import (
+    Event,
+    MemberResumed,
+    MemberStalled,
+    MemberWaiting,
+)
 from multiworld.incarnation.lifecycle import Phase
 from multiworld.liveness import failure_detector as detector
 from multiworld.liveness import manager_messages as control
@@ -85,7 +90,6 @@ class LocalMember:
         self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
         self._over = self._loop.create_future()
         self._ready_ranks = {self.rank}
-        self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
         # Lost members, by rank: each loss is reported once the member's last data has
         # arrived.
@@ -194,8 +198,8 @@ class LocalMember:
         await self.until_over(attaching)
         await self.until_over(self.backend.open())
         self._tell_all(control.Ready(self.incarnation.nonce))
-        self._check_ready()
-        await self.until_over(self._wait_ready())
+        size = self.incarnation.size
+        await self.until_over(self._until(lambda: len(self._ready_ranks) == size))
         if self._life.is_over:
             raise self.broken_error()
         self.report(lifecycle.Opened())
@@ -213,9 +217,6 @@ class LocalMember:
         unready = tuple(r for r in range(size) if r not in self._ready_ranks)
         return self.unlinked or unready
 
-    async def _wait_ready(self) -> None:
-        await asyncio.shield(self._all_ready)
-
     async def until_over(self, step: Coroutine[Any, Any, T]) -> T:
         """Await ``step``; if the world ends first, cancel it and raise the reason."""
         task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
@@ -228,11 +229,6 @@ class LocalMember:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         raise self.broken_error()
-
-    def _check_ready(self) -> None:
-        is_complete = len(self._ready_ranks) == self.incarnation.size
-        if is_complete and not self._all_ready.done():
-            self._all_ready.set_result(None)
 
     # The end.
 
@@ -267,9 +263,6 @@ class LocalMember:
         """Make every operation fail in this forked child's copy."""
         self._is_forked = True
 
-    def filenos(self) -> list[int]:
-        return self.backend.filenos()
-
     def _end_data(self) -> None:
         """Close the data connections; safe to repeat."""
         if self._over.done():
@@ -294,7 +287,7 @@ class LocalMember:
         match message:
             case control.Ready():
                 self._ready_ranks.add(rank)
-                self._check_ready()
+                self._changed.set()
             case control.Left(is_broken=is_broken):
                 self.report(lifecycle.SaidLeft(rank, is_broken))
             case control.Broken():
@@ -337,14 +330,23 @@ class LocalMember:
                         has_ended=finding.has_ended,
                     )
                 )
-            case detector.Stalled(stalled_s=stalled_s, is_computing=is_computing):
-                self.report(
-                    lifecycle.Stalls(
-                        rank, stalled_s, detector.describe_thread(is_computing)
-                    )
-                )
-            case detector.Resumed():
-                self.report(lifecycle.Resumes(rank))
+            case detector.Stalled() | detector.Resumed():
+                if self.phase is Phase.READY and rank not in self._life.left:
+                    self._publish(self._stall_event(rank, finding))
+
+    def _stall_event(
+        self, rank: int, finding: detector.Stalled | detector.Resumed
+    ) -> MemberStalled | MemberResumed:
+        world, epoch = self._life.world, self._life.epoch
+        if isinstance(finding, detector.Resumed):
+            return MemberResumed(world=world, epoch=epoch, rank=rank)
+        return MemberStalled(
+            world=world,
+            epoch=epoch,
+            rank=rank,
+            stalled_s=finding.stalled_s,
+            evidence=detector.describe_thread(finding.is_computing),
+        )
 
     def _report_loss(self, loss: lifecycle.WasLost) -> None:
         """Report a loss once the member's data still in the network has arrived."""
@@ -469,7 +471,7 @@ class LocalMember:
     def broken_error(self) -> Exception:
         breakage = self._life.breakage
         if breakage is not None:
-            return breakage.error()
+            return self._life.error(breakage)
         return WorldClosedError(
             f"world {self._life.world!r} was closed by this process; join it again to "
             "use it",

@@ -5,7 +5,6 @@ with stores (``Joiner``)."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import secrets
@@ -503,29 +502,11 @@ class WorldManager:
 
     # Forks.
 
-    def _close_after_fork(self) -> None:
-        """Close all inherited descriptors, which would hide the parent's death."""
+    def _abandon_after_fork(self) -> None:
+        """Make every operation fail in this forked child's copy."""
         self._is_forked = True  # the inherited event loop's selector stays as it is
-        found = self._watchdog.filenos() + self._admission.joiner.filenos()
         for local in self._admission.local_members():
-            found += local.filenos()
             local.abandon_after_fork()
-        found += [connection.fileno() for connection in self._lingering]
-        # Keep the descriptors' numbers in use: inherited objects still hold the
-        # numbers, and would close any other file that gets one of them.
-        try:
-            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no other file can be opened either, so none gets the numbers
-            nothing = -1
-        for fd in found:
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    if nothing < 0:
-                        os.close(fd)
-                    else:
-                        os.dup2(nothing, fd, inheritable=False)
-        if nothing >= 0:
-            os.close(nothing)
 
 
 @functools.cache
@@ -535,7 +516,7 @@ def _install_fork_hook() -> None:
 
 def _after_fork() -> None:
     for manager in list(_managers):
-        manager._close_after_fork()
+        manager._abandon_after_fork()
 
 
 def _is_spent(world: World) -> bool:

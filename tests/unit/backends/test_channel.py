@@ -244,13 +244,3 @@ async def test_end_fails_every_receive_now_and_later(
     found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(error) for error in found] == [ConnectionError] * 4
     assert [lane.calls for lane in bench.lanes.values()] == [calls] * 2
-
-
-async def test_descriptors_are_those_of_open_lanes() -> None:
-    """A forked child must close them."""
-    bench = Bench()
-    assert bench.channel.filenos() == [41, 42]
-    bench.lanes[1].is_dead = True
-    assert bench.channel.filenos() == [42]
-    bench.channel.close_nowait()
-    assert [lane.calls for lane in bench.lanes.values()] == [["close"]] * 2

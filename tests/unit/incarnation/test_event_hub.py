@@ -129,7 +129,6 @@ async def test_cancelled_reader_is_unsubscribed() -> None:
     await asyncio.gather(reading, return_exceptions=True)
     hub.publish(event(1))
     assert subscription.get_nowait() is None
-    hub.unsubscribe(subscription)
 
 
 async def test_reader_that_leaves_its_loop_is_unsubscribed() -> None:

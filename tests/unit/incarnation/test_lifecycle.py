@@ -9,8 +9,6 @@ from multiworld.errors import MemberLostError, StaleEpochError
 from multiworld.incarnation.events import (
     MemberLeft,
     MemberLost,
-    MemberResumed,
-    MemberStalled,
     WorldBroken,
     WorldClosed,
 )
@@ -27,9 +25,7 @@ from multiworld.incarnation.lifecycle import (
     Opened,
     Phase,
     Publish,
-    Resumes,
     SaidLeft,
-    Stalls,
     TellBroken,
     TellLeft,
     WasAccused,
@@ -67,7 +63,7 @@ def test_loss_when_ready_then_others_are_notified_before_anything_closes() -> No
     assert kinds.index(TellBroken) < kinds.index(FailOperations)
     assert published(actions) == [MemberLost, WorldBroken]
     assert life.breakage is not None
-    error = life.breakage.error()
+    error = life.error(life.breakage)
     assert isinstance(error, MemberLostError)
     assert (error.rank, error.lost, error.epoch) == (2, frozenset({2}), 3)
 
@@ -92,7 +88,7 @@ def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
     assert not any(isinstance(action, TellBroken) for action in actions)
     assert any(isinstance(action, FailOperations) for action in actions)
     assert life.breakage is not None
-    error = life.breakage.error()
+    error = life.error(life.breakage)
     assert isinstance(error, StaleEpochError)
     assert (error.seen, error.expected, error.lost) == (3, 4, frozenset({0}))
     assert "rank 2" in error.reason
@@ -101,15 +97,7 @@ def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
 def test_mutual_accusation_keeps_the_first() -> None:
     life, _ = play(Opened(), WasLost(1, "silent"), WasAccused(1, "silent"))
     assert life.breakage is not None
-    assert isinstance(life.breakage.error(), MemberLostError)
-
-
-def test_stalled_member_is_reported_and_breaks_nothing() -> None:
-    life, actions = play(Opened(), Stalls(1, 3.0, "computes"))
-    assert life.phase is Phase.READY
-    assert published(actions) == [MemberStalled]
-    assert published(play(Opened(), Resumes(1))[1]) == [MemberResumed]
-    assert play(Opened(), SaidLeft(1), Stalls(1, 3.0, "computes"))[1] == []
+    assert isinstance(life.error(life.breakage), MemberLostError)
 
 
 def test_member_that_left_can_not_break_the_world() -> None:
@@ -202,7 +190,6 @@ histories = st.lists(
         st.builds(WasLost, ranks, st.just("x")),
         st.builds(Failed, st.just("y")),
         st.builds(WasAccused, ranks, st.just("z")),
-        st.builds(Stalls, ranks, st.just(3.0), st.just("computes")),
     ),
     max_size=12,
 )

@@ -119,13 +119,6 @@ async def test_closed_link_takes_and_delivers_nothing(pair: Pair) -> None:
     await turns()
 
 
-async def test_descriptors_are_known_until_the_end(pair: Pair) -> None:
-    is_local = isinstance(pair.links[0], LocalLink)
-    assert len(pair.links[0].filenos()) == (0 if is_local else 1)
-    pair.links[0].close()
-    assert pair.links[0].filenos() == []
-
-
 # Over a socket only.
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from multiworld import Security, Tls
 from multiworld.liveness import endpoint as endpoint_module
-from multiworld.liveness.endpoint import Endpoint, dial, dialing_filenos, reach
+from multiworld.liveness.endpoint import Endpoint, dial, reach
 from multiworld.liveness.manager_messages import (
     HeartbeatHello,
     LaneHello,
     LinkHello,
     ManagerHello,
 )
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.net.handshake import HandshakeError
 from multiworld.net.handshake_messages import Answer, Hello
 from multiworld.net.streams import Stream, TlsStream
@@ -93,7 +93,6 @@ async def test_own_host_is_dialed_over_a_unix_socket(bench: Bench) -> None:
     stream = await dial(bench.near, HELLO, SECRET)
     await until(lambda: bench.owner.taken)
     assert stream.family == socket.AF_UNIX
-    assert dialing_filenos() == []
     stream.close()
 
 
@@ -150,19 +149,19 @@ async def test_foreign_process_at_the_address_is_distinguished_from_a_manager(
         with pytest.raises(HandshakeError) as refused:
             await dial(at(web.port), HELLO, NONE)
     assert refused.value.kind == kind
-    assert dialing_filenos() == []
+    assert forks.filenos() == []
 
 
 async def test_cancelled_dial_closes_its_connection() -> None:
     """While the handshake continues, a forked child knows the descriptor."""
     async with Impostor(is_silent) as stopped:
         dialing = asyncio.create_task(dial(at(stopped.port), HELLO, NONE))
-        await until(dialing_filenos)
-        (fd,) = dialing_filenos()
+        await until(lambda: stopped.accepted)
+        (fd,) = forks.filenos()
         dialing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await dialing
-        assert dialing_filenos() == []
+        assert forks.filenos() == []
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(fd)
 
@@ -175,7 +174,7 @@ async def test_descriptor_of_a_dial_under_tls_is_known(tls: Tls) -> None:
         await until(lambda: stopped.accepted)
         for _ in range(20):
             await asyncio.sleep(0)
-        known = dialing_filenos()
+        known = forks.filenos()
         dialing.cancel()
         await asyncio.gather(dialing, return_exceptions=True)
         assert len(known) == 1
@@ -214,10 +213,10 @@ async def test_only_heartbeats_go_without_tls(tls: Tls) -> None:
 
 
 async def test_endpoint_that_is_closed_has_no_descriptors(bench: Bench) -> None:
-    assert len(bench.endpoint.filenos()) == 2
+    assert len(forks.filenos()) == 2
     bench.endpoint.close_nowait()
     bench.endpoint.close_nowait()
-    assert bench.endpoint.filenos() == []
+    assert forks.filenos() == []
     for address in (bench.near, bench.far):
         with pytest.raises(ConnectionRefusedError):
             await dial(address, HELLO, SECRET)

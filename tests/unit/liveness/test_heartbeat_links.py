@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +14,9 @@ from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.heartbeat import HeartbeatReport
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.liveness.manager_messages import ControlMessage, DatagramsAt
+from multiworld.net import forks
 from multiworld.testing import no_leaks
+from tests.unit.inner_state import datagram_sockets
 
 SEAL = b"s" * 32
 HANG_S = 20.0
@@ -34,9 +35,6 @@ class Link:
 
     def close(self) -> None:
         pass
-
-    def filenos(self) -> list[int]:
-        return []
 
 
 class Side:
@@ -62,13 +60,12 @@ class Side:
     def targets(self) -> list[int]:
         """Return the ports that the UDP sockets are connected to."""
         found = []
-        for fd in self.links.filenos():
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.type == socket.SOCK_DGRAM:
-                    try:
-                        found.append(sock.getpeername()[1])
-                    except OSError:
-                        found.append(0)
+        for sock in datagram_sockets(self.links):
+            assert sock.fileno() in forks.filenos()
+            try:
+                found.append(sock.getpeername()[1])
+            except OSError:
+                found.append(0)
         return found
 
     async def until_heard(self) -> None:
@@ -226,6 +223,6 @@ async def test_helper_that_cannot_start_closes_the_connection(
             links.begin(link, ours, SEAL, dialed=True, number=1)
     assert ours.fileno() == -1
     assert not links.has(link.key)
-    assert links.filenos() == []
+    assert not datagram_sockets(links)
     theirs.close()
     links.close()

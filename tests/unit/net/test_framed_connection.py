@@ -13,6 +13,7 @@ import pytest
 from multiworld.net import frames
 from multiworld.net.framed_connection import ENDED, FramedConnection
 from multiworld.net.handshake_messages import Message
+from tests.unit.inner_state import fileno
 from tests.unit.waiting import turns, until
 from tests.wire import frame_of
 
@@ -86,7 +87,7 @@ async def test_garbage_ends_the_connection_as_a_violation(
     ((evidence, is_broken),) = side.ends
     assert is_broken
     assert "FrameError" in evidence
-    assert side.framed.fileno() == -1
+    assert fileno(side.framed) == -1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from multiworld import Security, Tls
-from multiworld.net import frames, listener
+from multiworld.net import forks, frames, listener
 from multiworld.net.handshake import HandshakeError, dialing, refusal
 from multiworld.net.handshake_messages import Answer, Hello
 from multiworld.net.listener import Listener, read_frame
@@ -225,7 +225,7 @@ async def test_many_silent_peers_block_no_other_peer(
     monkeypatch.setattr(listener, "MAX_GREETING", 2)
     bench = make(Security())
     silent = [await bench.connect() for _ in range(2)]
-    await until(lambda: len(bench.listener.filenos()) == 3)
+    await until(lambda: len(forks.filenos()) == 3)
     await bench.greet("link", Security())
     await until(lambda: bench.owner.taken)
     assert await is_closed(silent[0])
@@ -354,12 +354,12 @@ async def test_close_ends_handshakes_and_closes_every_descriptor(
 ) -> None:
     bench = make(Security())
     silent = [await bench.connect() for _ in range(3)]
-    await until(lambda: len(bench.listener.filenos()) == 4)
-    found = bench.listener.filenos()
+    await until(lambda: len(forks.filenos()) == 4)
+    found = forks.filenos()
     await bench.listener.close()
     await bench.listener.close()
     bench.listener.close_nowait()
-    assert bench.listener.filenos() == []
+    assert forks.filenos() == []
     for fd in found:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(fd)
@@ -372,11 +372,11 @@ async def test_descriptor_within_a_tls_handshake_is_known(make: Make, tls: Tls) 
     """A forked child must close a connection at whatever step it is."""
     bench = make(Security(tls=tls))
     peer = await bench.connect()
-    await until(lambda: len(bench.listener.filenos()) == 2)
+    await until(lambda: len(forks.filenos()) == 2)
     await write_all(peer, b"\x16")
     for _ in range(20):
         await asyncio.sleep(0)
-    assert len(bench.listener.filenos()) == 2
+    assert len(forks.filenos()) == 2
 
 
 async def test_misbehaviour_after_the_handshake_is_counted_too(make: Make) -> None:

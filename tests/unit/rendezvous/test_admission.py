@@ -46,7 +46,7 @@ from multiworld.rendezvous.store_messages import (
     Withdraw,
 )
 from tests.lines import lines_of
-from tests.unit.inner_state import world_count
+from tests.unit.inner_state import waiting_count, world_count
 from tests.unit.rendezvous.sessions import sealed_of
 
 
@@ -457,7 +457,7 @@ def test_survivors_of_an_older_incarnation_are_refused() -> None:
 def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
     bench = three()
     reform(bench, 1, 0, {1})
-    assert bench.registry.waiting_count() == 1
+    assert waiting_count(bench.registry) == 1
     bench.now += 31
     (reply,) = bench.handle(Ticked())
     assert reply.message.outcome == JoinTimedOut(present=(0,), missing=(2,))
@@ -644,7 +644,7 @@ def test_session_has_a_limit_of_claims_that_wait() -> None:
     ]
     assert registry.handle(claim_of(2, 1, "x0", 1), 0.0)
     assert registry.handle(one_more, 0.0) == []
-    assert registry.waiting_count() == MAX_CLAIMS
+    assert waiting_count(registry) == MAX_CLAIMS
 
 
 @pytest.mark.parametrize("epoch", [MAX_EPOCH - 1, MAX_EPOCH - RESERVE])

@@ -26,7 +26,6 @@ from multiworld.rendezvous.store_messages import (
     AddAmount,
     CheckKeys,
     ClaimReceived,
-    CountKeys,
     GetValues,
     RankTaken,
     Reply,
@@ -36,6 +35,7 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.store_server import StoreServer
 from tests.ports import free_port
+from tests.unit.inner_state import fileno, session_count
 from tests.unit.rendezvous.sessions import (
     WELCOME,
     Impostor,
@@ -82,7 +82,7 @@ async def put(values: BlockingValues, key: str, value: str) -> None:
 
 
 async def count(values: BlockingValues) -> int:
-    return await ask(values, CountKeys(0), int)
+    return await ask(values, AddAmount(0, "n", 0), int)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_values_of_two_connections_are_the_same(server: StoreServer) -> No
     for values in (one, two):
         values.close()
         values.close()
-        assert values.fileno() == -1
+        assert fileno(values) == -1
 
 
 async def test_requests_of_many_threads_are_answered_each_its_own(
@@ -199,11 +199,11 @@ async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) 
     """A thread inside c10d gets an error instead of a hang."""
     values = await values_at(server.port)
     waiting = asyncio.create_task(get(values, "k", 60))
-    await until(lambda: server.session_count == 1)
+    await until(lambda: session_count(server) == 1)
     await server.close()
     with pytest.raises(StoreUnreachableError):
         await waiting
-    assert values.fileno() == -1
+    assert fileno(values) == -1
 
 
 async def test_close_wakes_the_thread_that_waits() -> None:
@@ -229,7 +229,7 @@ async def test_silent_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         values = await values_at(stopped.port)
         with pytest.raises(StoreUnreachableError):
             await count(values)
-        assert values.fileno() == -1
+        assert fileno(values) == -1
 
 
 async def test_request_after_close_is_an_error_of_ours(server: StoreServer) -> None:
@@ -245,7 +245,7 @@ async def test_wrong_request_ends_the_connection(server: StoreServer) -> None:
     with pytest.raises(StoreUnreachableError):
         await get(values, "k", -1.0)
     assert server.refused == {"malformed": 1}
-    assert values.fileno() == -1
+    assert fileno(values) == -1
 
 
 @pytest.mark.parametrize(

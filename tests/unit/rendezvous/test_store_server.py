@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from multiworld import Security
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.net.handshake import dialing
 from multiworld.net.listener import read_frame
 from multiworld.net.streams import write_all
@@ -23,7 +23,6 @@ from multiworld.rendezvous.store_messages import (
     Admitted,
     CheckKeys,
     ClaimReceived,
-    CountKeys,
     GetValues,
     Reply,
     Result,
@@ -34,6 +33,7 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
+from tests.unit.inner_state import session_count, waiting_count
 from tests.unit.rendezvous.sessions import claim_of, raw, values_of
 from tests.unit.waiting import turns, until
 
@@ -113,19 +113,19 @@ async def test_members_meet_over_two_connections(server: StoreServer) -> None:
     assert answers[0] == answers[1]
     assert isinstance(answers[0], Reply)
     assert isinstance(answers[0].outcome, Admitted)
-    assert server.session_count == 2
+    assert session_count(server) == 2
     for client in clients:
         client.close()
-    await until(lambda: server.session_count == 0)
+    await until(lambda: session_count(server) == 0)
 
 
 async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
     """The end of its connection is enough."""
     client = await Client.of(server)
     await client.say(claim_of(1, 0, 2))
-    await until(lambda: server.waiting_count == 1)
+    await until(lambda: waiting_count(server) == 1)
     client.close()
-    await until(lambda: server.waiting_count == 0)
+    await until(lambda: waiting_count(server) == 0)
     assert server.refused == {}
 
 
@@ -156,10 +156,10 @@ async def test_garbage_costs_only_the_session_it_came_from(
     await bad.send(garbage)
     await bad.hear_end()
     assert server.refused == {"malformed": 1}
-    await until(lambda: server.session_count == 1)
-    assert server.waiting_count == 0
-    await good.say(CountKeys(5))
-    assert await good.hear() == Reply(5, Result(0))
+    await until(lambda: session_count(server) == 1)
+    assert waiting_count(server) == 0
+    await good.say(CheckKeys(5, ("k",)))
+    assert await good.hear() == Reply(5, Result(False))
     for client in (good, bad):
         client.close()
 
@@ -174,9 +174,9 @@ async def test_member_that_does_not_read_is_closed(
     for request in range(1, 60):
         await lazy.say(GetValues(request, ("k",), 1))
         await turns(3)
-        if server.session_count == 1:
+        if session_count(server) == 1:
             break
-    assert server.session_count == 1
+    assert session_count(server) == 1
     await good.say(CheckKeys(1, ("k",)))
     assert await good.hear() == Reply(1, Result(True))
     for client in (lazy, good):
@@ -195,9 +195,9 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
             await good.say(SetValue(number, key, "x" * 6_000))
             assert await good.hear() == Reply(number, Result(None))
         await greedy.hear_end()
-        await good.say(CountKeys(9))
-        assert await good.hear() == Reply(9, Result(2))
-        assert server.session_count == 1
+        await good.say(CheckKeys(9, ("a", "b")))
+        assert await good.hear() == Reply(9, Result(True))
+        assert session_count(server) == 1
     finally:
         for client in (greedy, good):
             client.close()
@@ -208,7 +208,7 @@ async def test_peer_without_the_secret_opens_no_session(
 ) -> None:
     with pytest.raises(ConnectionRefusedError):
         await Client.of(server, Security())
-    assert (server.session_count, server.refused) == (0, {"secret": 1})
+    assert (session_count(server), server.refused) == (0, {"secret": 1})
 
 
 async def test_other_release_is_reported_to_waiting_members() -> None:
@@ -221,7 +221,7 @@ async def test_other_release_is_reported_to_waiting_members() -> None:
         await Client.of(server, Security(), version=999)
     detail = "a member at 127.0.0.1 speaks version 999"
     assert await client.hear() == Reply(1, VersionDiffers(999, detail))
-    assert server.waiting_count == 0
+    assert waiting_count(server) == 0
     client.close()
     await server.close()
 
@@ -232,10 +232,10 @@ async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
     """Where there is a secret, a version mismatch is reported to no member."""
     client = await Client.of(server)
     await client.say(claim_of(1, 0, 2))
-    await until(lambda: server.waiting_count == 1)
+    await until(lambda: waiting_count(server) == 1)
     with pytest.raises(ConnectionRefusedError):
         await Client.of(server, Security(), version=999)
-    assert server.waiting_count == 1
+    assert waiting_count(server) == 1
     client.close()
 
 
@@ -243,14 +243,14 @@ async def test_close_ends_sessions_and_closes_every_descriptor(
     server: StoreServer,
 ) -> None:
     clients = [await Client.of(server) for _ in range(3)]
-    found = server.filenos()
+    found = forks.filenos()
     assert len(found) == 4
     server.close_nowait()
     for client in clients:
         await client.hear_end()
         client.close()
     await server.close()
-    assert server.filenos() == []
+    assert forks.filenos() == []
     for fd in found:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(fd)

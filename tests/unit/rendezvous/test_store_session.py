@@ -14,7 +14,7 @@ from multiworld import (
     WrongSecretError,
 )
 from multiworld.errors import RendezvousError
-from multiworld.net import frames
+from multiworld.net import forks, frames
 from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous import store_session
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
@@ -22,10 +22,10 @@ from multiworld.rendezvous.store_messages import (
     Admitted,
     Announce,
     AskHolds,
+    CheckKeys,
     Claim,
     ClaimOutcome,
     ClaimReceived,
-    CountKeys,
     HoldsAnswer,
     Leave,
     MemberGaveUp,
@@ -46,6 +46,7 @@ from multiworld.rendezvous.store_session import (
 )
 from multiworld.testing import no_leaks
 from tests.ports import free_port
+from tests.unit.inner_state import session_count
 from tests.unit.rendezvous.sessions import (
     WELCOME,
     Impostor,
@@ -263,9 +264,9 @@ async def test_session_opens_with_a_store(security: Security) -> None:
         session = await opened(f"tcp://127.0.0.1:{server.port}", security=security)
         assert session.is_open
         assert session.local_host == "127.0.0.1"
-        await until(lambda: server.session_count == 1)
+        await until(lambda: session_count(server) == 1)
         session.close()
-        await until(lambda: server.session_count == 0)
+        await until(lambda: session_count(server) == 0)
         await server.close()
 
 
@@ -356,7 +357,7 @@ async def test_other_secret_ends_the_attempts(ours: Security, theirs: Security) 
     server = await StoreServer.listen("127.0.0.1", 0, security=theirs)
     with pytest.raises(WrongSecretError, match="MULTIWORLD_SECRET"):
         await opened(f"tcp://127.0.0.1:{server.port}", security=ours)
-    assert server.session_count == 0
+    assert session_count(server) == 0
     await server.close()
 
 
@@ -364,6 +365,24 @@ async def test_store_without_tls_is_named_where_tls_is_on(tls: Tls) -> None:
     async with Impostor(says(b"no TLS here, sorry")) as plain:
         with pytest.raises(WrongSecretError, match="TLS"):
             await opened(plain.address, security=Security(tls=tls))
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_connection_is_closed_in_forks_from_its_handshake_on(
+    tls: Tls, has_tls: bool
+) -> None:
+    """A child that is forked meanwhile must not hide its parent's death."""
+    security = Security(tls=tls) if has_tls else Security()
+    async with Impostor(is_silent) as stopped, no_leaks():
+        opening = asyncio.create_task(opened(stopped.address, security=security))
+        await until(lambda: stopped.accepted)
+        await turns(20)
+        assert len(forks.filenos()) == 1
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert forks.filenos() == []
+        stopped.accepted.pop().close()
 
 
 async def test_cancelled_attempt_leaves_nothing_open() -> None:
@@ -388,7 +407,7 @@ async def test_cancelled_attempt_leaves_nothing_open() -> None:
         raw({"op": "AskHolds", "world": "w", "rank": 0, "ask": 1}),
         raw({"op": "Reply"}),
         raw({"op": "Reply", "request": 1, "outcome": {}}),
-        frames.encode(CountKeys(1)),
+        frames.encode(CheckKeys(1, ())),
     ],
     ids=lambda garbage: repr(garbage[4:44]),
 )

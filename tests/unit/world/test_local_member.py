@@ -19,6 +19,7 @@ from multiworld import (
 )
 from multiworld.events import (
     Event,
+    MemberLeft,
     MemberLost,
     MemberResumed,
     MemberStalled,
@@ -120,6 +121,14 @@ async def test_stall_is_an_event_and_no_fault(bench: Bench) -> None:
     assert bench.kinds() == [MemberStalled, MemberResumed]
     await bench.worlds[1].send(torch.ones(1), dst=0)
     assert (await bench.worlds[0].recv(src=1)).item() == 1.0
+
+
+async def test_stall_of_a_member_that_left_is_no_event(bench: Bench) -> None:
+    bench.local.on_message(2, Left(1, is_broken=False))
+    bench.local.on_finding(
+        2, Stalled(peer="p", world=1, stalled_s=3.0, is_computing=True)
+    )
+    assert bench.kinds() == [MemberLeft]
 
 
 async def test_broken_world_still_learns_of_more_lost_members(bench: Bench) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
+from multiworld.backends.base import Handler, Peek, Received, WorldView
 from multiworld.backends.c10d.flat import as_bytes, flat_of, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
@@ -35,17 +35,17 @@ HEADER_TAG_BASE = 1 << 62  # first tag of announcements on the direct data path
 MAX_BACKEND_TAG = 2**31 - 1  # largest tag that a native group carries: a C int
 
 
-class C10dBackend:
+class C10dBackend(DirectBackend):
     """Backend of one world on a c10d group. Sends and receives of a native group cannot
     be withdrawn, so cancelling one breaks the world."""
 
     def __init__(self, view: WorldView, name: str) -> None:
-        self._view, self._name = view, name
+        super().__init__(view)
+        self._name = name
         self._rank, self._size = view.rank, view.incarnation.size
         self._loop = asyncio.get_running_loop()
-        self._direct = DirectBackend(view)
         self._runner = WorkRunner(view, name)
-        self.collectives = GroupCollectives(view, self._direct, self._runner)
+        self.collectives = GroupCollectives(view, self._lane_collectives, self._runner)
         self._public: ProcessGroup | None = None
         # Locks by rank and tag. ``Turns`` drops a lock that nobody uses, because a
         # program may use each tag only once.
@@ -55,7 +55,7 @@ class C10dBackend:
         self._headers: dict[tuple[int, int], Any] = {}
 
     async def open(self) -> None:
-        await self._direct.open()
+        await super().open()
         incarnation = self._view.incarnation
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
         host = incarnation.members[self._rank].address.host
@@ -64,7 +64,7 @@ class C10dBackend:
         values = await in_thread(
             lambda: BlockingValues(view.store, limit_s, view.security)
         )
-        store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
+        store = C10dStore(values, f"{prefix}{self._name}/", limit_s)
         self._runner.group = group = Group(
             self._name, store, self._view.device, self._loop.call_soon
         )
@@ -85,10 +85,6 @@ class C10dBackend:
         except (RuntimeError, TimeoutError) as error:
             raise ConnectionError(f"{self._name} could not connect: {error}") from error
 
-    def _record(self, key: str, value: bytes) -> None:
-        if self._runner.group is not None:
-            self._runner.group.record(key, value)
-
     # Point to point.
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
@@ -103,7 +99,7 @@ class C10dBackend:
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         if self._is_ours(tensor):
-            await self._direct.send(tensor, dst, tag)
+            await super().send(tensor, dst, tag)
             return
         self._check_tag(tag)
         tensor = on_device(tensor, self._view.device, "the tensor to send")
@@ -111,7 +107,7 @@ class C10dBackend:
         header = [CODES[tensor.dtype], list(tensor.shape)]
         async with self._sending.of((dst, tag)):
             try:
-                await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
+                await self.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
                 # The announcement may already have been sent. The receiver would then
                 # expect this size of the next tensor, and Gloo ends the process if the
@@ -125,7 +121,7 @@ class C10dBackend:
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         if self._is_ours(out):
-            return await self._direct.recv(out, src, tag)
+            return await super().recv(out, src, tag)
         self._check_tag(tag)
         if src is None:
             raise UnsupportedOperationError(
@@ -146,7 +142,7 @@ class C10dBackend:
 
     async def _next_header(self, src: int, tag: int) -> Any:
         if (src, tag) not in self._headers:
-            header = await self._direct.recv_object(src, HEADER_TAG_BASE + tag)
+            header = await self.recv_object(src, HEADER_TAG_BASE + tag)
             self._headers[src, tag] = header
         return self._headers[src, tag]
 
@@ -174,20 +170,6 @@ class C10dBackend:
                 f"{self._name} carries tags up to {limit}, not {tag}"
             )
 
-    async def send_bundle(
-        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
-    ) -> None:
-        await self._direct.send_bundle(tensors, meta, dst, tag)
-
-    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        return await self._direct.recv_bundle(src, tag)
-
-    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        await self._direct.send_object(obj, dst, tag)
-
-    async def recv_object(self, src: int | None, tag: int) -> Any:
-        return await self._direct.recv_object(src, tag)
-
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
@@ -195,7 +177,7 @@ class C10dBackend:
             raise UnsupportedOperationError(
                 f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
             )
-        self._direct.handle(src, tag, handler, peek)
+        super().handle(src, tag, handler, peek)
 
     # Members and closing.
 
@@ -220,30 +202,14 @@ class C10dBackend:
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
         if isinstance(message, EndCollectives) and message.left == rank:
+            # The native group's collectives continue when a member leaves otherwise.
             self._runner.abandoned(rank, message.number)
         else:
-            self._direct.on_message(rank, message)
-
-    def member_left(self, rank: int) -> None:
-        # The native group's collectives continue here: a member that leaves during an
-        # unfinished collective sends ``EndCollectives`` first.
-        self._direct.member_left(rank)
-
-    def member_ended(self, rank: int) -> None:
-        self._direct.member_ended(rank)
-
-    def is_arriving(self, rank: int) -> bool:
-        return self._direct.is_arriving(rank)
+            super().on_message(rank, message)
 
     def abort(self) -> None:
-        self._direct.abort()
+        super().abort()
         self._free()
-
-    def has_message(self, src: int | None, tag: int) -> bool:
-        return self._direct.has_message(src, tag)
-
-    def drop_messages(self) -> None:
-        self._direct.drop_messages()
 
     def begin_close(self) -> None:
         if self._runner.unfinished:
@@ -251,16 +217,17 @@ class C10dBackend:
             for rank in range(self._size):
                 if rank != self._rank:
                     self._view.notify(rank, EndCollectives(nonce, first, self._rank))
-        self._direct.begin_close()
+            self._runner.unfinished.clear()  # ``close`` begins once more
+        super().begin_close()
 
     async def close(self) -> None:
-        await self._direct.close()
+        await super().close()
         dropped = self._loop.create_future()
         if self._free(lambda: settle(self._loop, dropped)):
             await dropped
 
     def close_nowait(self) -> None:
-        self._direct.close_nowait()
+        super().close_nowait()
         self._free()
 
     def _free(self, done: Callable[[], None] | None = None) -> bool:
@@ -278,10 +245,6 @@ class C10dBackend:
         self._runner.fail_all()
         group.drop(done)
         return True
-
-    def filenos(self) -> list[int]:
-        group = self._runner.group
-        return self._direct.filenos() + ([] if group is None else group.filenos())
 
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:

@@ -26,18 +26,16 @@ from multiworld.backends.c10d.flat import (
 )
 from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
-from multiworld.backends.collective import Call, Collective, name_of
-from multiworld.backends.direct.backend import DirectBackend
+from multiworld.backends.collective import Call, Collective, Operation
 from multiworld.backends.dtypes import (
     CODES,
-    DTYPES,
     overwrite,
     reached_by,
     require_matching,
     require_receivable,
 )
+from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import MemberLeftError, MultiWorldError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 
@@ -55,9 +53,9 @@ class GroupCollectives:
     """Collectives of one world on its native group, run one after the other."""
 
     def __init__(
-        self, view: WorldView, direct: DirectBackend, runner: WorkRunner
+        self, view: WorldView, lanes: LaneCollectives, runner: WorkRunner
     ) -> None:
-        self._view, self._direct, self._runner = view, direct, runner
+        self._view, self._lanes, self._runner = view, lanes, runner
         self._rank, self._size = view.rank, view.incarnation.size
         self._checked = functools.partial(_checked, device=view.device)
         self._matching = functools.partial(
@@ -77,7 +75,7 @@ class GroupCollectives:
         }
         self._turn = asyncio.Lock()
         # Numbers of the collectives, the same at all members.
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._limit = timedelta(seconds=view.config.operation_s)
 
     # Arguments are checked when a collective is called. It is prepared, run and
@@ -87,7 +85,7 @@ class GroupCollectives:
         """Carry out a call; over lanes, if the group does not have the collective."""
         prepare_native = self._natives.get(call.collective)
         steps = (
-            self._direct.collectives.run(call)
+            self._lanes.run(call)
             if prepare_native is None
             else self._run_native(call, prepare_native(call))
         )
@@ -283,12 +281,8 @@ class GroupCollectives:
             raise
 
     async def _run_numbered(self, number: int, call: Call, native: Native) -> None:
-        like = call.tensor
-        op_code = 0 if call.op is None else OP_CODES[op_name(call.op)]
-        code = call.collective.code
-        terms = [code, CODES[like.dtype], like.numel(), call.root, op_code]
-        size = size_of(like) * self._size
-        await self._agree(terms)
+        size = size_of(call.tensor) * self._size
+        await self._agree(call.operation(number))
         work = await offload(size, native.prepare)
         try:
             await self._runner.carry_out(
@@ -297,21 +291,21 @@ class GroupCollectives:
         except MemberLeftError as error:
             # Members that completed this collective would otherwise wait for this
             # member in the next one.
-            self._direct.collectives.end_next(error.rank)
+            self._lanes.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
 
-    async def _agree(self, terms: list[int]) -> None:
+    async def _agree(self, terms: Operation) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._direct.collectives.run(Call(collectives.ALL_GATHER, mine, outs))
+        await self._lanes.run(Call(collectives.ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
-            if theirs.tolist() != terms:
+            if (called := Operation(*theirs.tolist())) != terms:
                 raise TensorMismatchError(
-                    f"rank {self._rank} called {_describe(terms)}, rank {rank} called "
-                    f"{_describe(theirs.tolist())}; all members must call the same "
-                    "collectives in the same order, with equal dtypes and sizes"
+                    f"rank {self._rank} called {terms}, rank {rank} called {called}; "
+                    "all members must call the same collectives in the same order, "
+                    "with equal dtypes and sizes"
                 )
 
 
@@ -324,10 +318,3 @@ def _checked(
     if is_written:
         require_receivable(tensor, "a collective's tensor")
     return tensor
-
-
-def _describe(terms: list[int]) -> str:
-    kind, code, count, root, op = terms
-    operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
-    dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
-    return f"{name_of(kind)} of {count} {dtype}, root {root}{operation}"

@@ -16,6 +16,7 @@ from multiworld.backends import torch_names
 from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
+from multiworld.net.forks import closed_in_forks
 
 # Seconds of Gloo's connect timeout. Gloo waits five times as long for a member that was
 # admitted and died.
@@ -56,19 +57,14 @@ class Group:
         self._is_aborted = False
         self.store = store
         self.native: Any = None
-        self._published: dict[str, bytes] = {}
         self._connections: sockets.Connections | None = None
-
-    def record(self, key: str, value: bytes) -> None:
-        """Remember a value that passed through the store while the group was made."""
-        self._published[key] = value
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
         """Make the native group; block until it is connected, or until ``give_up``."""
         self.native = self._new(rank, size, host, timeout_s)
         if self.name == "gloo":
             self._note_addresses(rank)
-        self._published.clear()
+        self.store.seen.clear()
 
     def _new(self, rank: int, size: int, host: str, timeout_s: float) -> Any:
         """Return a native group, bound to ``host``."""
@@ -91,7 +87,7 @@ class Group:
     def _note_addresses(self, rank: int) -> None:
         own: sockets.SocketAddress | None = None
         peers: set[sockets.SocketAddress] = set()
-        for key, value in self._published.items():
+        for key, value in self.store.seen.items():
             with contextlib.suppress(ValueError):
                 address = sockets.parse_published(value)
                 if key.rpartition("/")[2] == str(rank):
@@ -99,7 +95,7 @@ class Group:
                 else:
                     peers.add(address)
         if own is not None:
-            self._connections = sockets.Connections(own, peers)
+            self._connections = closed_in_forks(sockets.Connections(own, peers))
 
     def give_up(self) -> None:
         """Make a running ``make`` fail, by closing the store."""
@@ -117,10 +113,6 @@ class Group:
             self._call_soon(nccl.aborter.abort_all)
         elif self.native is not None and hasattr(self.native, "abort"):
             self.native.abort()
-
-    def filenos(self) -> list[int]:
-        found = [] if self._connections is None else self._connections.filenos()
-        return [*found, self.store.fileno()]
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
         """Free the native group in a thread, because its destructor joins threads."""

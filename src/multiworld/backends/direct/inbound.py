@@ -384,19 +384,22 @@ class Inbound:
     def _take_shared(self, header: Header, arrival: Arrival) -> None:
         if self._window is None or self._shared is None:
             raise HeaderError("the frame refers to shared memory that does not exist")
-        begin, count = arrival.received, header.payload
-        payload = self._window.payload(header.slot, count)
-        try:
-            self._update_checksum(payload)
-            if arrival.merge is None:
-                arrival.memory[begin : begin + count] = payload
-            else:
-                _merge(arrival, begin, payload)
-        finally:
-            payload.release()
+        self._take(arrival, self._window.payload(header.slot, header.payload))
         if self._window.free(header.slot):
             self._shared.ring_bell()
-        self._count(count)
+        self._count(header.payload)
+
+    def _take(self, arrival: Arrival, payload: memoryview) -> None:
+        """Merge or copy a payload from memory of the sender, unless it is lent."""
+        begin = arrival.received
+        try:
+            self._update_checksum(payload)
+            if arrival.merge is not None:
+                _merge(arrival, begin, payload)
+            elif not arrival.is_lent:
+                arrival.memory[begin : begin + len(payload)] = payload
+        finally:
+            payload.release()
 
     def _block(self, header: Header, size: int) -> Borrowed:
         block = self._blocks.get(header.slot)
@@ -407,20 +410,11 @@ class Inbound:
         return block
 
     def _take_lent(self, header: Header, arrival: Arrival) -> None:
-        begin, count = arrival.received, header.payload
         block = self._block(header, arrival.description.size)
-        payload = block.part(begin, count)
-        try:
-            self._update_checksum(payload)
-            if arrival.merge is not None:
-                _merge(arrival, begin, payload)
-            elif not arrival.is_lent:
-                arrival.memory[begin : begin + count] = payload
-        finally:
-            payload.release()
+        self._take(arrival, block.part(arrival.received, header.payload))
         if header.flags & wire.LAST:
             self._free_block(header, arrival)
-        self._count(count)
+        self._count(header.payload)
 
     def _free_block(self, header: Header, arrival: Arrival) -> None:
         """Free the block of a message that was copied or withdrawn."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from multiworld.backends.arrivals import Description
 from multiworld.backends.base import ErrorMaker
+from multiworld.backends.channel import TURN_MESSAGES
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lane_socket import LaneSocket
@@ -23,7 +24,6 @@ from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig
 from multiworld.net.streams import Stream
 
-TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
 # Bytes that a lane may move before the loop's other tasks run.
 TURN_BYTES = FRAGMENT_BYTES
 

@@ -11,6 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from multiworld.backends import header as wire
 from multiworld.backends.direct import shared_memory
 from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.lending import Block, Borrowed, Lender
@@ -60,7 +61,7 @@ class LaneMemory:
             ring = shared_memory.Ring(slots)
         except OSError:
             return
-        if not self._pass_on(self._outbound.announcement(slots), ring.fd):
+        if not self._pass_on(self._outbound.header(wire.MEMORY, slots), ring.fd):
             self._slots = slots  # the next message tries again
             ring.close()
             return
@@ -74,7 +75,8 @@ class LaneMemory:
             self._outbound.lender.provide(size)
 
     def _announce(self, block: Block) -> bool:
-        return self._pass_on(self._outbound.loan(block.number, block.size), block.fd)
+        head = self._outbound.header(wire.LEND, block.number, block.size)
+        return self._pass_on(head, block.fd)
 
     def _pass_on(self, head: bytes, fd: int) -> bool:
         """Send a frame with a descriptor; return False if the socket takes neither."""

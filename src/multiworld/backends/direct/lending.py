@@ -224,10 +224,6 @@ class Lender:
         self._total = _total
         self._blocks: dict[int, Block] = {}
 
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        return tuple(self._blocks.values())
-
     def provide(self, size: int) -> None:
         """Make a block for a message, if none is free and there is room for one."""
         if not MIN_LENT_BYTES <= size <= MAX_LENT_BYTES or self._fitting(size):

@@ -74,13 +74,13 @@ class Outbound:
         if wire.BELL not in self._control_frames:
             self._control_frames.append(wire.BELL)
 
-    def announcement(self, slots: int) -> bytes:
-        """Return the frame to send with a ring's descriptor; see ``announced``."""
-        return self._header(wire.MEMORY, slots)
-
-    def loan(self, number: int, size: int) -> bytes:
-        """Return the frame to send with a block's descriptor; see ``announcement``."""
-        return self._header(wire.LEND, number, size)
+    def header(self, kind: int, slot: int = 0, size: int = 0) -> bytes:
+        """Return the header of a frame without a message; the caller counts it."""
+        nonce, sequence = self._nonce, self._sequence
+        header = Header(
+            kind, wire.LAST, 0, 0, slot, nonce, sequence, 0, 0, 0, size, 0, 0
+        )
+        return wire.encode(header)
 
     def announced(self, head: bytes, written: int) -> None:
         """Count an announcement, and queue what follows its first ``written`` bytes."""
@@ -147,7 +147,7 @@ class Outbound:
 
     def _next_frame(self) -> None:
         if self._control_frames:
-            self._frame = [memoryview(self._header(self._control_frames.popleft()))]
+            self._frame = [memoryview(self.header(self._control_frames.popleft()))]
             self._sequence += 1
             return
         if self._current is None:
@@ -155,13 +155,6 @@ class Outbound:
                 return
             self._current = self._queue.popleft()
         self._frame = self._fragment_of(self._current)
-
-    def _header(self, kind: int, slot: int = 0, size: int = 0) -> bytes:
-        nonce, sequence = self._nonce, self._sequence
-        header = Header(
-            kind, wire.LAST, 0, 0, slot, nonce, sequence, 0, 0, 0, size, 0, 0
-        )
-        return wire.encode(header)
 
     def _fragment_of(self, message: Outgoing) -> list[memoryview]:
         begin, number = message.offset, message.fragment

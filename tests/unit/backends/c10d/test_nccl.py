@@ -52,11 +52,11 @@ class FakeNccl:
 
 
 class FakeStore:
+    def __init__(self) -> None:
+        self.seen: dict[str, bytes] = {}
+
     def close(self) -> None:
         pass
-
-    def fileno(self) -> int:
-        return -1
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ from tests.unit.backends.direct.test_shared_memory import (
     parts_of,
     some,
 )
+from tests.unit.inner_state import lent_blocks
 
 pytestmark = pytest.mark.skipif(not is_usable(), reason="x86-64 Linux only")
 
@@ -267,7 +268,7 @@ def test_no_two_living_tensors_share_memory(steps: list[tuple[int, int]]) -> Non
 def blocks_of(world: World) -> int:
     lender = parts_of(world).outbound.lender
     assert lender is not None
-    return len(lender.blocks)
+    return len(lent_blocks(lender))
 
 
 async def test_message_without_a_place_is_received_in_lent_memory() -> None:
@@ -342,7 +343,7 @@ async def test_cancelled_send_or_receive_releases_its_block() -> None:
         lender = parts_of(one).outbound.lender
         assert lender is not None
         gc.collect()
-        assert all(block.is_free for block in lender.blocks)
+        assert all(block.is_free for block in lent_blocks(lender))
 
 
 async def test_collectives_reduce_right_in_lent_memory() -> None:
