@@ -67,55 +67,36 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False)
 class ConnectionRecord:
-    """The record of a connection.
+    """The record of a connection."""
 
-    Attributes:
-        number: Unique among the connections of a keeper and its successors.
-        written_before: The kernel's count of bytes written, at the accept.
-        read_before: The kernel's count of bytes read, at the accept.
-        input: Bytes read since the connection was last idle.
-        input_at: Number of bytes read before ``input``.
-        began_ns: Monotonic time at which the current request began, in ns.
-        answered: Number of answered requests in ``input``.
-        is_admitted: Whether the current request was within its tenant's limits.
-        request: Encoded ``Drawn`` of the current request; empty: none yet.
-        items: Encoded tokens of the current answer, in order.
-        events: Number of the current answer's events in the recorded output.
-        losses: Gateways lost with the current request since a part of its answer was
-            last recorded, except those that had not begun to read the request.
-        has_interim: Whether the current answer's interim response is recorded.
-        has_begun: Whether bytes of the current answer are recorded.
-        output: Last bytes for the client, of all answers.
-        output_at: Number of bytes for the client before ``output``.
-        is_closing: Whether the connection closes after ``output``.
-        is_protected: Whether there was memory for the record; if not, a loss of the
-            gateway also loses the connection's request.
-        is_detached: Whether this is the record of a kept stream, without a client.
-        stream: Id of the kept stream, or of the stream that the current answer reads.
-        noted: Entries that are not yet applied to the other attributes.
-    """
-
-    number: int
-    written_before: int = 0
-    read_before: int = 0
+    number: int  # unique among the connections of a keeper and its successors
+    written_before: int = 0  # the kernel's count of bytes written, at the accept
+    read_before: int = 0  # the kernel's count of bytes read, at the accept
+    # Bytes read since the connection was last idle, and number of bytes before them.
     input: bytearray = field(default_factory=bytearray)
     input_at: int = 0
-    began_ns: int = 0
-    answered: int = 0
-    is_admitted: bool = False
-    request: bytes = b""
+    began_ns: int = 0  # monotonic time in ns at which the current request began
+    answered: int = 0  # number of answered requests in ``input``
+    is_admitted: bool = False  # the current request was within its tenant's limits
+    request: bytes = b""  # encoded ``Drawn`` of the current request; empty: none yet
+    # Encoded tokens of the current answer, in order.
     items: list[bytes] = field(default_factory=list)
-    events: int = 0
+    events: int = 0  # number of the current answer's events in the recorded output
+    # Gateways lost with the current request since a part of its answer was last
+    # recorded, except those that had not begun to read the request.
     losses: int = 0
-    has_interim: bool = False
-    has_begun: bool = False
+    has_interim: bool = False  # the current answer's interim response is recorded
+    has_begun: bool = False  # bytes of the current answer are recorded
+    # Last bytes for the client, of all answers, and number of bytes before them.
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
-    is_closing: bool = False
+    is_closing: bool = False  # the connection closes after ``output``
+    # False: there was no memory for the record; a loss of the gateway also loses the
+    # connection's request.
     is_protected: bool = True
-    is_detached: bool = False
-    stream: bytes = b""
-    noted: list[Entry] = field(default_factory=list)
+    is_detached: bool = False  # the record of a kept stream, without a client
+    stream: bytes = b""  # id of the kept stream, or of the one that the answer reads
+    noted: list[Entry] = field(default_factory=list)  # entries that are not yet applied
     noted_bytes: int = 0
     item_bytes: int = 0
     state: State = State.IDLE
@@ -259,10 +240,7 @@ class ConnectionRecord:
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Split off and return a record of the current stream, which needs no client.
-
-        Afterwards, ``self`` records a connection that reads this stream.
-        """
+        """Split off a clientless record of the current stream, which ``self`` reads."""
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
         made.input, made.items = bytearray(self.input), list(self.items)
@@ -283,10 +261,7 @@ class ConnectionRecord:
             self.output_at += done
 
     def has_all(self, written: int, read: int) -> bool:
-        """Return whether the record has all input, and all output not yet written.
-
-        ``written`` and ``read`` are the kernel's counts.
-        """
+        """Return whether it has all input and unwritten output, by kernel's counts."""
         has_read = read - self.read_before <= self.input_at + len(self.input)
         end = self.output_at + len(self.output)
         return has_read and self.output_at <= written - self.written_before <= end
@@ -347,11 +322,7 @@ def _pieces(data: bytearray) -> Iterator[bytes]:
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:
-    """Rebuild a record from its entries, ``CONNECTION`` to ``COMPLETE``.
-
-    Raises:
-        FrameError: The entries do not form a record.
-    """
+    """Rebuild a record from its entries; FrameError: they are not a whole record."""
     first, *rest, last = entries
     record = ConnectionRecord(first.connection)
     try:

@@ -129,11 +129,7 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[list[Entry]]:
-        """Yield the frames that ``data`` completes.
-
-        Raises:
-            FrameError: The bytes are not frames of this protocol.
-        """
+        """Yield the frames that ``data`` completes; FrameError: another protocol."""
         self._bytes += data
         while len(self._bytes) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._bytes)

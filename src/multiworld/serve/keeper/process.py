@@ -424,12 +424,7 @@ def _is_locked(path: Path) -> bool:
 
 
 async def run(args: argparse.Namespace, own: socket.socket) -> None:
-    """Run a keeper until a signal, or until the service has exited.
-
-    Args:
-        args: Parsed command line.
-        own: Listening socket that gateways connect to.
-    """
+    """Run a keeper, to which gateways connect at ``own``, until a signal or its end."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

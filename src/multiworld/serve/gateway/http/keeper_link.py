@@ -78,13 +78,8 @@ class Recorded(Protocol):
 class KeeperLink:
     """Sends recorded entries, one frame per loop iteration, and receives connections.
 
-    Args:
-        path: The keeper's Unix socket.
-        name: Name of this gateway.
-        silence_s: A keeper counts as hung after this many seconds of silence, plus
-            ``KEEPER_S``.
-        serve: Called with each connection that this gateway gets. A connection without
-            a socket is a kept stream, which has no client.
+    A keeper counts as hung after ``silence_s`` + ``KEEPER_S`` of silence. ``serve`` is
+    called with each connection; one without a socket is a kept stream.
     """
 
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:

@@ -66,13 +66,7 @@ class Unrecorded:
 
 
 class Recorder(Unrecorded):
-    """Records a connection at the keeper of its host.
-
-    Args:
-        link: Link to the keeper.
-        record: The keeper's record of the connection.
-        sock: Socket of the connection.
-    """
+    """Records a connection at the keeper of its host; ``record`` is the keeper's."""
 
     def __init__(
         self, link: KeeperLink, record: ConnectionRecord, sock: PeekedSocket
@@ -204,12 +198,7 @@ class Recorder(Unrecorded):
 
 
 class DetachedRecorder(Unrecorded):
-    """Records a kept stream, with or without a client.
-
-    Args:
-        link: Link to the keeper.
-        record: Record of the stream, from another gateway if the stream moved here.
-    """
+    """Records a kept stream, begun or moved here, with or without a client."""
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
         self._link, self.record = link, record

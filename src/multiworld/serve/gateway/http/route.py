@@ -73,26 +73,18 @@ class Tag(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the route table.
+    """One row of the route table."""
 
-    Attributes:
-        method: ``GET``, which includes ``HEAD``, or ``POST``.
-        path: ``{name}`` is a parameter; the part in brackets is optional.
-        handler: Answers a ``Call``, or an ``AdmittedCall`` if the route needs a body.
-            The handler's docstring describes the route in the API's documentation.
-        needs: Requirement that is checked before the handler is called.
-        tag: Part of the API.
-        operation: Further fields of the route's OpenAPI description.
-        is_shown: Whether the OpenAPI document has the route.
-    """
-
-    method: str
-    path: str
+    method: str  # ``GET``, which includes ``HEAD``, or ``POST``
+    path: str  # ``{name}`` is a parameter; the part in brackets is optional
+    # Answers a ``Call``, or an ``AdmittedCall`` if the route needs a body. The
+    # handler's docstring describes the route in the API's documentation.
     handler: Callable[[Any], Coroutine[Any, Any, Response]]
-    needs: Needs
-    tag: Tag
+    needs: Needs  # checked before the handler is called
+    tag: Tag  # part of the API
+    # Further fields of the route's OpenAPI description.
     operation: Mapping[str, Any] = field(default_factory=dict)
-    is_shown: bool = True
+    is_shown: bool = True  # in the OpenAPI document
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -77,18 +77,13 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The part of a stream that another gateway has delivered.
-
-    Attributes:
-        tokens: Delivered tokens.
-        noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any
-            replica may continue the stream.
-        age_s: Seconds since its request began.
-    """
+    """The part of a stream that another gateway has delivered."""
 
     tokens: tuple[int, ...] = ()
+    # Noise source that sampled the tokens (``WholeEngine.noise``); None: any replica
+    # may continue the stream.
     noise: str | None = None
-    age_s: float = 0.0
+    age_s: float = 0.0  # seconds since its request began
 
 
 NOTHING = Delivered()
@@ -112,11 +107,7 @@ class OpenStream:
         return self._stream.noise
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the stream at all replicas, and count it; call this once.
-
-        Args:
-            error: Error with which the stream ended; None: it is complete.
-        """
+        """End the stream at all replicas, and count it, once; no error: complete."""
         self._close(error)
 
 

@@ -14,23 +14,16 @@ from multiworld.serve.wire import control_messages as messages
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Requests that are computed together.
-
-    Attributes:
-        works: The requests.
-        has_failed: Whether it failed on the event loop, so that it is repeated in the
-            stage's thread.
-        began_at: Monotonic time of its start; 0 before.
-        calls_before: Calls of the model before this batch. A batch may take several
-            calls: if one fails, its requests are computed in smaller parts.
-        wanted_at: Monotonic time at which a client last waited for it.
-    """
+    """Requests that are computed together."""
 
     works: list[Work]
+    # It failed on the event loop, so that it is repeated in the stage's thread.
     has_failed: bool = False
-    began_at: float = 0.0
+    began_at: float = 0.0  # monotonic time of its start; 0 before
+    # Calls of the model before this batch. A batch may take several calls: if one
+    # fails, its requests are computed in smaller parts.
     calls_before: int = 0
-    wanted_at: float = 0.0
+    wanted_at: float = 0.0  # monotonic time at which a client last waited for it
     _calls: int = 0  # number of the latest call of the model that a check has seen
     _called_at: float = 0.0  # monotonic time at which a check first saw that call
 

@@ -32,14 +32,14 @@ def waited_s() -> float:
 
 
 class ThreadCount:
-    """Decides how many threads compute.
+    """Decides how many threads compute."""
 
-    Args:
-        threads: Number of threads while the cores are free.
-        waited: Returns how long the computing thread has waited for a core.
-    """
-
-    def __init__(self, threads: int, waited: Callable[[], float] = waited_s) -> None:
+    def __init__(
+        self,
+        threads: int,  # while the cores are free
+        # Returns how long the computing thread has waited for a core.
+        waited: Callable[[], float] = waited_s,
+    ) -> None:
         self._threads, self._read_waited = threads, waited
         self._count = threads
         self._looked_at = self._waited = self._again_at = 0.0
