@@ -47,9 +47,8 @@ class AnswerRecord:
         is_resumed: bool = False,  # whether another gateway had the request before
         # Called once the answer has an event log, which clients may read again.
         on_log: Callable[[AnswerRecord], object] = lambda answer: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say, self._clock = say, clock
+        self._say = say
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         # Whether another gateway has already sent bytes of the answer.
         self.has_begun = record.has_begun
@@ -58,7 +57,8 @@ class AnswerRecord:
         self.stream = "" if record.is_detached else record.stream.decode()
         # Event log of the answer, which clients may read again; None: there is none.
         self.log: EventLog | None = None
-        self._on_log, self._on_log_end = on_log, _nothing
+        self._on_log = on_log
+        self._on_log_end: Callable[[], None] = lambda: None
         self._events = 0  # number of the answer's events so far
         self._before = record.events  # number of events that another gateway has sent
         self._items = list(record.items)
@@ -89,7 +89,7 @@ class AnswerRecord:
     @property
     def spent_s(self) -> float:
         """Seconds since the request began, if another gateway had it before; else 0."""
-        return self._clock() - self._began_at if self.is_resumed else 0.0
+        return time.monotonic() - self._began_at if self.is_resumed else 0.0
 
     def replayed(self) -> Iterator[tuple[int, TokenItem]]:
         """Yield the tokens that another gateway sent, in order, with their choices."""
@@ -125,10 +125,6 @@ class AnswerRecord:
     def events(self) -> int:
         """Number of events that the client has, including those being sent."""
         return max(self._events, self._before)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def unrecorded() -> AnswerRecord:

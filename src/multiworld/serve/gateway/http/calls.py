@@ -67,7 +67,8 @@ class AdmittedCall(Call):
                 self.admitted,
                 is_resumed=self.record.is_resumed,
             ),
-            partial(authenticator.charge, self.admitted),
+            # Charges the tenant for the bytes that decompression adds.
+            partial(authenticator.limiter.spend, self.tenant),
             may_be_binary=may_be_binary,
         )
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -84,7 +85,8 @@ class Gateway:
         self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
-        self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
+        # Updates ``fleet``; does nothing unless the gateway's process sets it.
+        self.ask_fleet: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         # Seconds for which a stream without a client is kept: default and maximum.
         self.detach_s, self.max_detach_s = 0.0, 600.0
         self.event_logs = EventLogs(LOG_BYTES)
@@ -175,7 +177,7 @@ class Gateway:
         """Raise UnknownModelError unless the tenant may use the model ``name``."""
         if not self.may_use(tenant, name):
             if self.base(name) in self.dispatcher.table.routes:
-                self.authenticator.count_model_refusal(tenant)
+                self.authenticator.count_refusal(tenant.name, "model")
             raise refusals.unknown_model(name, self.names(tenant))
 
     def model(
@@ -329,7 +331,8 @@ class Gateway:
         digest: Callable[[], Awaitable[str]],
     ) -> None:
         """Refuse poison requests, and all requests of a quarantined tenant."""
-        if self.authenticator.needs_digest(admitted.tenant, model_version):
+        quarantine = self.authenticator.quarantine
+        if quarantine.has_records(admitted.tenant.name, model_version):
             found = await digest()
             self.authenticator.check_poison(admitted, model_version, found)
 
@@ -385,10 +388,6 @@ def _loaded(load: Callable[[], Any]) -> Any:
         prepare()
     trim_heap()
     return made
-
-
-async def _nothing() -> None:
-    """Do nothing."""
 
 
 async def _digest(tensors: Tensors) -> str:
