@@ -8,7 +8,7 @@ which part of the recorded output is still to be written.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +18,7 @@ from multiworld.serve.keeper.frames import (
     FrameError,
     Kind,
     entry,
-    frame,
+    frames,
 )
 
 # Format of a record's numbers and flags, in the order of ``COUNTED``.
@@ -119,15 +119,64 @@ class ConnectionRecord:
         self.state = state
 
     def apply(self, said: Entry) -> None:
-        """Apply a gateway's entry.
-
-        Raises:
-            FrameError: The entry does not fit the connection's state.
-        """
-        apply = _APPLY.get(said.kind)
-        if apply is None:
-            raise FrameError(f"entry {said.kind.name} is not about a connection")
-        apply(self, said.value, said.payload)
+        """Apply a gateway's entry; raise FrameError if it does not fit the state."""
+        value, payload = said.value, said.payload
+        match said.kind:  # the most frequent kinds first
+            case Kind.ITEM:
+                self.losses = 0
+                if self.is_protected:
+                    self.items.append(payload)
+                    self.item_bytes += len(payload)
+            case Kind.OUTPUT:
+                self.losses = 0
+                if self.state is not State.IDLE:
+                    self.become(State.ANSWERING)
+                    self.has_begun, self.events = True, value
+                self.output += payload
+            case Kind.INPUT:
+                if self.state is State.IDLE:
+                    self.state, self.began_ns = State.READING, value
+                self._read(payload)
+            case Kind.IDLE:
+                self.become(State.IDLE)
+                self._end_answer()
+                self.input_at += len(self.input)
+                self.input.clear()
+                self.answered, self.is_protected = 0, True
+            case Kind.ANSWERED:
+                self.become(State.ANSWERING)
+                self.become(State.READING)
+                self.answered += 1
+                self.began_ns = value
+                self._end_answer()
+            case Kind.REQUEST:
+                if self.state is State.READING:
+                    self.state = State.RECORDED
+                self.request = payload
+            case Kind.ADMITTED:
+                self.is_admitted = True
+            case Kind.TAKEN:
+                self.is_taken = True
+            case Kind.CLOSING:
+                self.is_closing = True
+            case Kind.CLOSED:
+                self.become(State.CLOSED)
+            case Kind.KEPT:
+                self.stream = payload
+            case Kind.INTERIM:
+                self.has_interim = True
+                self.output += payload
+            case Kind.SKIPPED:
+                self.give_up()
+                self.input_at += value
+            case Kind.WRITTEN:
+                self.become(State.ANSWERING)
+                self.has_begun = True
+                self.give_up()
+                self.drop_output()
+                self.output_at += value
+            case _:
+                raise FrameError(f"entry {said.kind.name} is not about a connection")
 
     def note(self, kind: Kind, value: int, payload: bytes) -> bool:
         """Note an entry for ``settle`` to apply; return whether ``settle`` is due."""
@@ -140,76 +189,6 @@ class ConnectionRecord:
         noted, self.noted, self.noted_bytes = self.noted, [], 0
         for said in noted:
             self.apply(said)
-
-    def _input(self, began_ns: int, data: bytes) -> None:
-        if self.state is State.IDLE:
-            self.state = State.READING
-            self.began_ns = began_ns
-        self._read(data)
-
-    def _skipped(self, size: int, _: bytes) -> None:
-        self.give_up()
-        self.input_at += size
-
-    def _admitted(self, _: int, __: bytes) -> None:
-        self.is_admitted = True
-
-    def _request(self, _: int, drawn: bytes) -> None:
-        if self.state is State.READING:
-            self.state = State.RECORDED
-        self.request = drawn
-
-    def _kept(self, _: int, stream: bytes) -> None:
-        self.stream = stream
-
-    def _item(self, _: int, item: bytes) -> None:
-        self.losses = 0
-        if self.is_protected:
-            self.items.append(item)
-            self.item_bytes += len(item)
-
-    def _output(self, events: int, data: bytes) -> None:
-        self.losses = 0
-        if self.state is not State.IDLE:
-            self.become(State.ANSWERING)
-            self.has_begun = True
-            self.events = events
-        self.output += data
-
-    def _interim(self, _: int, data: bytes) -> None:
-        self.has_interim = True
-        self.output += data
-
-    def _written(self, size: int, _: bytes) -> None:
-        self.become(State.ANSWERING)
-        self.has_begun = True
-        self.give_up()
-        self.drop_output()
-        self.output_at += size
-
-    def _answered(self, began_ns: int, _: bytes) -> None:
-        self.become(State.ANSWERING)
-        self.become(State.READING)
-        self.answered += 1
-        self.began_ns = began_ns
-        self._end_answer()
-
-    def _taken(self, _: int, __: bytes) -> None:
-        self.is_taken = True
-
-    def _closing(self, _: int, __: bytes) -> None:
-        self.is_closing = True
-
-    def _idle(self, _: int, __: bytes) -> None:
-        self.become(State.IDLE)
-        self._end_answer()
-        self.input_at += len(self.input)
-        self.input.clear()
-        self.answered = 0
-        self.is_protected = True
-
-    def _closed(self, _: int, __: bytes) -> None:
-        self.become(State.CLOSED)
 
     def _read(self, data: bytes) -> None:
         if not self.is_protected:
@@ -268,7 +247,8 @@ class ConnectionRecord:
 
     def entries(self) -> Iterator[bytes]:
         """Yield the record's entries; send the client's descriptor with the first."""
-        yield entry(Kind.CONNECTION, self.number, self.is_detached, self._counters())
+        counters = COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
+        yield entry(Kind.CONNECTION, self.number, self.is_detached, counters)
         for piece in _pieces(self.input):
             yield entry(Kind.INPUT, self.number, self.began_ns, piece)
         if self.request:
@@ -281,39 +261,9 @@ class ConnectionRecord:
             yield entry(Kind.OUTPUT, self.number, self.events, piece)
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
-    def frames(self) -> Iterator[bytes]:
-        """Yield the record as frames; send the client's descriptor with the first."""
-        held: list[bytes] = []
-        size = 0
-        for each in self.entries():
-            held.append(each)
-            size += len(each)
-            if size >= PIECE_BYTES:
-                yield frame(held)
-                held, size = [], 0
-        if held:
-            yield frame(held)
-
-    def _counters(self) -> bytes:
-        return COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
-
-
-_APPLY: dict[Kind, Callable[[ConnectionRecord, int, bytes], None]] = {
-    Kind.INPUT: ConnectionRecord._input,
-    Kind.SKIPPED: ConnectionRecord._skipped,
-    Kind.ADMITTED: ConnectionRecord._admitted,
-    Kind.REQUEST: ConnectionRecord._request,
-    Kind.KEPT: ConnectionRecord._kept,
-    Kind.ITEM: ConnectionRecord._item,
-    Kind.OUTPUT: ConnectionRecord._output,
-    Kind.INTERIM: ConnectionRecord._interim,
-    Kind.WRITTEN: ConnectionRecord._written,
-    Kind.ANSWERED: ConnectionRecord._answered,
-    Kind.TAKEN: ConnectionRecord._taken,
-    Kind.CLOSING: ConnectionRecord._closing,
-    Kind.IDLE: ConnectionRecord._idle,
-    Kind.CLOSED: ConnectionRecord._closed,
-}
+    def frames(self) -> list[bytes]:
+        """Return the record as frames; send the client's descriptor with the first."""
+        return frames(self.entries(), PIECE_BYTES)
 
 
 def _pieces(data: bytearray) -> Iterator[bytes]:

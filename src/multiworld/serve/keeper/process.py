@@ -312,7 +312,7 @@ class KeeperProcess:
         record = self.keeper.records[connection]
         sock = self._sockets.get(connection)
         descriptors = [] if sock is None else [sock.fileno()]
-        for data in list(record.frames()):
+        for data in record.frames():
             if not channel.send(data, descriptors):
                 self._carry_out(self.keeper.undeliverable(connection))
                 return

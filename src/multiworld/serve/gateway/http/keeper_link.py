@@ -270,7 +270,7 @@ class KeeperLink:
                 continue  # the connection is closed
             connection.settle()
             descriptors = [number] if number >= 0 else []
-            for data in list(record.frames()):
+            for data in record.frames():
                 if not channel.send(data, descriptors):
                     break  # no descriptors left: the connection stays unprotected
                 descriptors = []
