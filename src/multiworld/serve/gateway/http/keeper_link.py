@@ -15,7 +15,6 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from multiworld.serve.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, is_same
@@ -45,16 +44,18 @@ Write = tuple["Recorded", Callable[[], None]]
 Serve = Callable[[socket.socket | None, ConnectionRecord], object]
 
 
-class Recorded(Protocol):
-    """The interface of a connection that the link uses."""
+class Recorded:
+    """A connection of the link; unless overridden, one without a client."""
 
     record: ConnectionRecord
 
     def fileno(self) -> int:
         """Return the descriptor of the socket; negative if there is none."""
+        return -1
 
     def settle(self) -> None:
         """Bring the record up to date."""
+        self.record.settle()
 
     def hold(self) -> None:
         """Pause output, because the keeper's socket is full."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
-from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.keeper_link import KeeperLink, Recorded
 from multiworld.serve.gateway.http.recorded_transport import (
     PeekedSocket,
     RecordedTransport,
@@ -65,7 +65,7 @@ class Unrecorded:
         return False
 
 
-class Recorder(Unrecorded):
+class Recorder(Unrecorded, Recorded):
     """Records a connection at the keeper of its host; ``record`` is the keeper's."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Recorder(Unrecorded):
             self._transport.abandon()
 
 
-class DetachedRecorder(Unrecorded):
+class DetachedRecorder(Unrecorded, Recorded):
     """Records a kept stream, begun or moved here, with or without a client."""
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
@@ -232,19 +232,6 @@ class DetachedRecorder(Unrecorded):
 
     def closed(self) -> None:
         self.idle()
-
-    # Methods that ``KeeperLink`` calls.
-
-    def fileno(self) -> int:
-        return -1
-
-    def hold(self) -> None:
-        """Do nothing: there is no output."""
-
-    resume = fail = pause_reading = resume_reading = hold
-
-    def settle(self) -> None:
-        self.record.settle()
 
     def abandon(self) -> None:
         self._is_ended = self.is_abandoned = True
