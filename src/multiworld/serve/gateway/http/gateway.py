@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.machines.freed_memory import trim_heap
 from multiworld.serve.queueing.fair_pool import FairPool
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.routing import refusals
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
@@ -55,6 +56,8 @@ from multiworld.serve.wire.routing_table import ReplicaState
 LARGE_BYTES = 256 * 1024
 LOG_BYTES = 64 * 2**20  # maximum bytes of the event logs
 ENCODERS = 2  # threads that encode prompts
+
+T = TypeVar("T")
 
 
 class Gateway:
@@ -358,6 +361,11 @@ class Gateway:
         """
         route = self.dispatcher.table.routes[self.route(name, tenant)]
         return route.deadline_s if route.has_deadline else math.inf
+
+    async def encoded(self, share: Share, size: int, encode: Callable[[], T]) -> T:
+        """Run a tokenizer in a thread, fairly among tenants; may take a second."""
+        work = self.encoding.submit(share, 1.0 + size, encode)
+        return await asyncio.wrap_future(work)
 
     async def text(self, name: str, version: str, model: Model) -> Any:
         """Return the text frontend of a model; load it once, in a thread."""
