@@ -128,35 +128,8 @@ def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protoc
     return with_tls(protocol, certificate, limits)
 
 
-class _EdgeRelay:
-    """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
-
-    def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
-        self._dispatcher, self._streams = dispatcher, streams
-
-    def edge_up(self, outbox: Outbox) -> None:
-        self._dispatcher.edge_up(outbox)
-        self._streams.edge_up(outbox)
-
-    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Dispatch a frame; all messages of an edge are of one kind."""
-        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
-        owner = self._streams if is_generation else self._dispatcher
-        owner.received(outbox, frame)
-
-    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        self._dispatcher.edge_down(outbox, is_polite=is_polite)
-        self._streams.edge_down(outbox, is_polite=is_polite)
-
-
 class GatewayProcess:
-    def __init__(
-        self,
-        args: ProcessArgs,
-        manager: WorldManager,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
         assert args.gateway is not None
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
@@ -199,8 +172,7 @@ class GatewayProcess:
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
-        owner = _EdgeRelay(self._dispatcher, self._streams)
-        self._edges = Edges(manager, args.store, config, owner)
+        self._edges = Edges(manager, args.store, config, self)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
         # Orders are obeyed while models are built, except a routing table: it waits for
@@ -229,6 +201,24 @@ class GatewayProcess:
         self._stream_keeper: KeeperLink | None = None
         self._taking: set[asyncio.Task[None]] = set()
         self._leaving: asyncio.Task[None] | None = None
+
+    # Edges, as an ``EdgeOwner``.
+
+    def edge_up(self, outbox: Outbox) -> None:
+        self._dispatcher.edge_up(outbox)
+        self._streams.edge_up(outbox)
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Dispatch a frame; all messages of an edge are of one kind."""
+        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
+        owner = self._streams if is_generation else self._dispatcher
+        owner.received(outbox, frame)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        self._dispatcher.edge_down(outbox, is_polite=is_polite)
+        self._streams.edge_down(outbox, is_polite=is_polite)
+
+    # The life of the process.
 
     async def run(self) -> None:
         """Serve until stopped or orphaned; if cancelled, unconfirmed usage is lost."""
@@ -370,7 +360,7 @@ class GatewayProcess:
                     for version, text in versions.items():
                         if version not in self._gateway.models.get(name, {}):
                             self._builds.begin(name, version, text)
-                self._held_until = self._clock() + HOLD_S
+                self._held_until = time.monotonic() + HOLD_S
                 loop = asyncio.get_running_loop()
                 loop.call_later(HOLD_S + 0.1, self._apply_held_table)
             case messages.TableChanged(table):
@@ -432,7 +422,8 @@ class GatewayProcess:
 
     def _table_changed(self, table: RoutingTable) -> None:
         active = ((name, route.version) for name, route in table.routes.items())
-        if self._clock() < self._held_until and any(v in self._builds for v in active):
+        is_built = not any(version in self._builds for version in active)
+        if time.monotonic() < self._held_until and not is_built:
             self._held_table = table  # it activates a version that is still being built
             return
         self._held_table = None
@@ -484,7 +475,7 @@ class GatewayProcess:
             self._send_due_usage()
 
     def _send_due_usage(self) -> None:
-        for number, rows in self._authenticator.meter.take_due(self._clock()):
+        for number, rows in self._authenticator.meter.take_due(time.monotonic()):
             self._agent.send(messages.UsageReport(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
@@ -504,13 +495,13 @@ class GatewayProcess:
             logger.warning("the controller did not confirm the last usage report")
             return
         try:
-            await store_rest(meter, self._meter, folder, self._clock())
+            await store_rest(meter, self._meter, folder, time.monotonic())
         except (ServeError, OSError) as error:
             logger.warning("the last usage cannot be stored: %s", error)
 
     def _ask_for(self, model: str) -> None:
         """Report to the controller that a request needs a model without replicas."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
             self._agent.send(messages.ModelNeeded(model))
@@ -546,7 +537,7 @@ class GatewayProcess:
         """Shut down after a time without a controller and without requests."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = self._clock()
+            now = time.monotonic()
             is_busy = self._dispatcher.in_flight or self._streams.in_flight
             latest = max(self._dispatcher.asked_at, self._streams.asked_at)
             asked_at = now if is_busy else latest
