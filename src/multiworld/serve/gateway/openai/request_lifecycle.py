@@ -74,7 +74,6 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
         session=wanted.session,
         origin=admitted.origin,
         version=ready.served.version,
-        has_place=True,
     )
     samplings = [
         replace(wanted.sampling, choice=one.index % n) for one in ready.choices

@@ -527,6 +527,7 @@ class Client:
             grammar=self._grammar,
         )
         arrived: asyncio.Queue[Item] = asyncio.Queue()
+        self._streams.check_room("m", self._share)
         stream = self._streams.open(
             "m",
             self.prompt,
@@ -534,6 +535,7 @@ class Client:
             NOTHING,
             arrived.put_nowait,
             deadline_s=self._deadline_s,
+            version=self._streams.router.route("m").version,
             session=self._session,
             share=self._share,
             origin=self._origin,
