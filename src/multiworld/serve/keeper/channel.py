@@ -17,9 +17,14 @@ ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for up to 16 descriptors in one rea
 BUFFER_BYTES = 1024 * 1024  # send buffer to request; the kernel may allow less
 
 
-def is_same(one: socket.socket, other: socket.socket) -> bool:
-    """Return whether two descriptors refer to the same socket."""
-    return os.path.sameopenfile(one.fileno(), other.fileno())
+def add_socket(number: int, known: list[socket.socket]) -> socket.socket | None:
+    """Add a descriptor's socket to ``known``; if it is known, close it, return None."""
+    sock = socket.socket(fileno=number)
+    if any(os.path.sameopenfile(number, each.fileno()) for each in known):
+        sock.close()
+        return None
+    known.append(sock)
+    return sock
 
 
 class Channel:

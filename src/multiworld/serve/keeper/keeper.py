@@ -307,8 +307,14 @@ class Keeper:
         if record is None or self._owner.get(number) is not gateway:
             return []  # the connection was closed meanwhile
         kind = said.kind
-        if kind >= Kind.RELEASED:
-            return self._done(gateway, record, said)
+        match kind:  # about the gateway of the connection
+            case Kind.RELEASED:
+                return [Release(number, said.payload)]
+            case Kind.FIND:
+                return [Say(gateway.number, self._found(gateway, said))]
+            case Kind.SPLIT:
+                self._split(gateway, record, said.value)
+                return []
         before, was_busy = record.size, record.is_busy
         record.apply(said)
         gateway.busy += record.is_busy - was_busy
@@ -329,20 +335,6 @@ class Keeper:
         record.give_up()
         record.drop_output()
         self.size += record.size - before
-
-    def _done(
-        self, gateway: Gateway, record: ConnectionRecord, said: Entry
-    ) -> list[Action]:
-        """Apply an entry about the gateway of a connection."""
-        match said.kind:
-            case Kind.RELEASED:
-                return [Release(record.number, said.payload)]
-            case Kind.FIND:
-                return [Say(gateway.number, self._found(gateway, said))]
-            case Kind.SPLIT:
-                self._split(gateway, record, said.value)
-                return []
-        raise FrameError(f"entry {said.kind.name} is not about a connection")
 
     def _found(self, gateway: Gateway, said: Entry) -> bytes:
         owner = self._owner_of(said.payload)

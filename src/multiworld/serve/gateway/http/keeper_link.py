@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multiworld.serve.deadlines import KEEPER_S
-from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.connection_record import ConnectionRecord, record_of
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
@@ -298,7 +298,7 @@ class KeeperLink:
                 case Kind.BEAT:
                     pass
                 case Kind.LISTENER:
-                    self._keep_listener(descriptors.popleft())
+                    add_socket(descriptors.popleft(), self._listeners)
                 case Kind.HAND_OVER:
                     kept = struct.unpack(f"<{len(each.payload) // 8}Q", each.payload)
                     if self._may_hand_over and not self._may_hand_over.done():
@@ -320,13 +320,6 @@ class KeeperLink:
                         found.set_result(Place(each.value))
                 case _:
                     self._given[each.connection].append(each)
-
-    def _keep_listener(self, number: int) -> None:
-        sock = socket.socket(fileno=number)
-        if any(is_same(sock, each) for each in self._listeners):
-            sock.close()
-        else:
-            self._listeners.append(sock)
 
     def _keeper_lost(self) -> None:
         if not self._is_leaving:
