@@ -47,8 +47,9 @@ class AnswerRecord:
         is_resumed: bool = False,  # whether another gateway had the request before
         # Called once the answer has an event log, which clients may read again.
         on_log: Callable[[AnswerRecord], object] = lambda answer: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say = say
+        self._say, self._clock = say, clock
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         # Whether another gateway has already sent bytes of the answer.
         self.has_begun = record.has_begun
@@ -89,7 +90,7 @@ class AnswerRecord:
     @property
     def spent_s(self) -> float:
         """Seconds since the request began, if another gateway had it before; else 0."""
-        return time.monotonic() - self._began_at if self.is_resumed else 0.0
+        return self._clock() - self._began_at if self.is_resumed else 0.0
 
     def replayed(self) -> Iterator[tuple[int, TokenItem]]:
         """Yield the tokens that another gateway sent, in order, with their choices."""
