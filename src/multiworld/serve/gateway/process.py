@@ -129,7 +129,13 @@ def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protoc
 
 
 class GatewayProcess:
-    def __init__(self, args: ProcessArgs, manager: WorldManager) -> None:
+    def __init__(
+        self,
+        args: ProcessArgs,
+        manager: WorldManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         assert args.gateway is not None
         self._args, self._spec = args, args.gateway
         self._dispatcher = Dispatcher(args.name)
@@ -360,7 +366,7 @@ class GatewayProcess:
                     for version, text in versions.items():
                         if version not in self._gateway.models.get(name, {}):
                             self._builds.begin(name, version, text)
-                self._held_until = time.monotonic() + HOLD_S
+                self._held_until = self._clock() + HOLD_S
                 loop = asyncio.get_running_loop()
                 loop.call_later(HOLD_S + 0.1, self._apply_held_table)
             case messages.TableChanged(table):
@@ -422,8 +428,7 @@ class GatewayProcess:
 
     def _table_changed(self, table: RoutingTable) -> None:
         active = ((name, route.version) for name, route in table.routes.items())
-        is_built = not any(version in self._builds for version in active)
-        if time.monotonic() < self._held_until and not is_built:
+        if self._clock() < self._held_until and any(v in self._builds for v in active):
             self._held_table = table  # it activates a version that is still being built
             return
         self._held_table = None
@@ -475,7 +480,7 @@ class GatewayProcess:
             self._send_due_usage()
 
     def _send_due_usage(self) -> None:
-        for number, rows in self._authenticator.meter.take_due(time.monotonic()):
+        for number, rows in self._authenticator.meter.take_due(self._clock()):
             self._agent.send(messages.UsageReport(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
@@ -495,13 +500,13 @@ class GatewayProcess:
             logger.warning("the controller did not confirm the last usage report")
             return
         try:
-            await store_rest(meter, self._meter, folder, time.monotonic())
+            await store_rest(meter, self._meter, folder, self._clock())
         except (ServeError, OSError) as error:
             logger.warning("the last usage cannot be stored: %s", error)
 
     def _ask_for(self, model: str) -> None:
         """Report to the controller that a request needs a model without replicas."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
             self._agent.send(messages.ModelNeeded(model))
@@ -537,7 +542,7 @@ class GatewayProcess:
         """Shut down after a time without a controller and without requests."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            now = self._clock()
             is_busy = self._dispatcher.in_flight or self._streams.in_flight
             latest = max(self._dispatcher.asked_at, self._streams.asked_at)
             asked_at = now if is_busy else latest
