@@ -18,7 +18,7 @@ from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_START_S
-from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts
 from multiworld.serve.keeper.process import COUNTS, READY, SUPERVISOR
@@ -62,8 +62,8 @@ class KeeperSupervisor:
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
         self._silence_s = app().silence_s  # read once, because no update changes it
         self._channel: Channel | None = None
-        self._listener = listener
-        self._others: list[socket.socket] = []  # sockets of earlier keepers
+        # The controller's own socket, then those of earlier controllers' keepers.
+        self._listeners = [listener]
         self._lost = asyncio.Event()
         self._unanswered = 0  # heartbeats sent since the keeper's last message
         self._has_answered = False
@@ -114,7 +114,7 @@ class KeeperSupervisor:
         # A keeper of an earlier controller does not have this controller's listener
         # yet.
         greeting = frame([entry(Kind.LISTENER), self._beat()])
-        channel.send(greeting, [self._listener.fileno()])
+        channel.send(greeting, [self._listeners[0].fileno()])
         self._channel = channel
         return channel
 
@@ -142,7 +142,7 @@ class KeeperSupervisor:
         self._unanswered, self._has_answered = 0, True
         for each in entries:
             if each.kind is Kind.LISTENER:
-                self._keep(socket.socket(fileno=descriptors.popleft()))
+                add_socket(descriptors.popleft(), self._listeners)
             elif each.kind is Kind.BEAT and len(each.payload) == COUNTS.size:
                 self._report(Counts(*COUNTS.unpack(each.payload)))
 
@@ -154,16 +154,9 @@ class KeeperSupervisor:
             if (more := getattr(counts, name) - getattr(before, name)) > 0:
                 self._history.say("connections", text.format(more))
 
-    def _keep(self, sock: socket.socket) -> None:
-        """Keep a socket that an earlier controller's keeper listens on."""
-        if any(is_same(sock, each) for each in (self._listener, *self._others)):
-            sock.close()
-        else:
-            self._others.append(sock)
-
     async def _start(self) -> None:
         """Start a keeper, and wait until it listens."""
-        listeners = [each.fileno() for each in (self._listener, *self._others)]
+        listeners = [each.fileno() for each in self._listeners]
         command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
         command += ["--socket", str(self._path), "--alive", str(self._alive)]
         command += ["--silence", str(self._silence_s)]
@@ -203,7 +196,7 @@ class KeeperSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await self._lost.wait()
-        for each in self._others:
+        for each in self._listeners[1:]:
             each.close()
 
 

@@ -69,25 +69,18 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-# Operations that the page may request from the controller, and types of their answers.
-OPERATIONS: dict[str, type] = {
-    "scale": answers.Scaled,
-    "drain": answers.Drained,
-    "chaos": answers.FaultInjected,
-    "update": answers.Updated,
-    "cancel": answers.Cancelled,
-    "tenant_create": answers.TenantWithKey,
-    "tenant_change": answers.TenantShown,
-    "tenant_rotate": answers.TenantWithKey,
-    "tenant_revoke": answers.TenantShown,
-}
-
-# Method and path of each operation on a tenant; the body names the tenant.
-OF_TENANTS = {
-    "tenant_create": ("POST", "/tenants"),
-    "tenant_change": ("PATCH", "/tenants/{name}"),
-    "tenant_rotate": ("POST", "/tenants/{name}/rotate"),
-    "tenant_revoke": ("POST", "/tenants/{name}/revoke"),
+# Operations that the page may request from the controller: method, path, and type of
+# the answer. The body of an operation on a tenant names it.
+OPERATIONS: dict[str, tuple[str, str, type]] = {
+    "scale": ("POST", "/scale", answers.Scaled),
+    "drain": ("POST", "/drain", answers.Drained),
+    "chaos": ("POST", "/chaos", answers.FaultInjected),
+    "update": ("POST", "/update", answers.Updated),
+    "cancel": ("POST", "/cancel", answers.Cancelled),
+    "tenant_create": ("POST", "/tenants", answers.TenantWithKey),
+    "tenant_change": ("PATCH", "/tenants/{name}", answers.TenantShown),
+    "tenant_rotate": ("POST", "/tenants/{name}/rotate", answers.TenantWithKey),
+    "tenant_revoke": ("POST", "/tenants/{name}/revoke", answers.TenantShown),
 }
 
 
@@ -204,19 +197,14 @@ def make_dashboard(service: Service, key: str = "") -> Guard:
             events, headers["Content-Encoding"] = compressed(events), "gzip"
         return StreamingResponse(events, 200, headers, "text/event-stream")
 
-    async def series(request: Request) -> Response:
-        found = await asyncio.to_thread(service.ask, "GET", "/series", Series)
-        return Response(answers.encode(found), media_type="application/json")
+    def asked(path: str, kind: type) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that passes on the controller's answer."""
 
-    async def spec(request: Request) -> Response:
-        found = await asyncio.to_thread(service.ask, "GET", "/spec", answers.SpecShown)
-        return Response(answers.encode(found), media_type="application/json")
+        async def endpoint(request: Request) -> Response:
+            found: Any = await asyncio.to_thread(service.ask, "GET", path, kind)
+            return Response(answers.encode(found), media_type="application/json")
 
-    async def tenants(request: Request) -> Response:
-        found = await asyncio.to_thread(
-            service.ask, "GET", "/tenants", list[answers.TenantShown]
-        )
-        return Response(answers.encode(found), media_type="application/json")
+        return endpoint
 
     async def way(request: Request) -> Response:
         paths = sorted(service.folder.logs.glob("*.log"))
@@ -225,18 +213,15 @@ def make_dashboard(service: Service, key: str = "") -> Guard:
 
     async def do(request: Request) -> Response:
         name = request.path_params["operation"]
-        kind = OPERATIONS.get(name)
-        if kind is None:
+        if name not in OPERATIONS:
             return JSONResponse({"error": f"operation {name!r} is unknown"}, 404)
+        method, path, kind = OPERATIONS[name]
         body = orjson.loads(await _body(request))
-        if name in OF_TENANTS:
-            method, path = OF_TENANTS[name]
+        if path.startswith("/tenants"):
             if not isinstance(body, dict) or not isinstance(body.get("name"), str):
                 raise ValueError("the name of the tenant is missing")
             if "{name}" in path:
                 path = path.format(name=quote(body.pop("name"), safe=""))
-        else:
-            method, path = "POST", f"/{name}"
         done: Any = await asyncio.to_thread(service.ask, method, path, kind, json=body)
         return Response(answers.encode(done), media_type="application/json")
 
@@ -274,9 +259,9 @@ def make_dashboard(service: Service, key: str = "") -> Guard:
         routes=[
             Route("/", index),
             Route("/facts", facts),
-            Route("/series", series),
-            Route("/spec", spec),
-            Route("/tenants", tenants),
+            Route("/series", asked("/series", Series)),
+            Route("/spec", asked("/spec", answers.SpecShown)),
+            Route("/tenants", asked("/tenants", list[answers.TenantShown])),
             Route("/requests/{id}", way),
             Route("/do/{operation}", do, methods=["POST"]),
             Route("/logs/{name:path}", log),
@@ -373,7 +358,7 @@ class Guard:
         if not self._key:
             if host.rpartition(":")[0] not in LOCAL and host not in LOCAL:
                 return JSONResponse({"error": f"{host!r} is not this machine"}, 403)
-        elif not self._has_key(request):
+        elif not self._is_key(request.cookies.get(COOKIE, "")):
             given = request.query_params.get("key", "")
             if request.url.path == "/" and self._is_key(given):
                 found = RedirectResponse("/", 303)
@@ -386,9 +371,6 @@ class Guard:
                 text = f"Origin {origin!r} is not this page's origin"
                 return JSONResponse({"error": text}, 403)
         return None
-
-    def _has_key(self, request: Request) -> bool:
-        return self._is_key(request.cookies.get(COOKIE, ""))
 
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._key.encode())

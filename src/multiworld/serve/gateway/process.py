@@ -128,27 +128,6 @@ def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protoc
     return with_tls(protocol, certificate, limits)
 
 
-class _EdgeRelay:
-    """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
-
-    def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
-        self._dispatcher, self._streams = dispatcher, streams
-
-    def edge_up(self, outbox: Outbox) -> None:
-        self._dispatcher.edge_up(outbox)
-        self._streams.edge_up(outbox)
-
-    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Dispatch a frame; all messages of an edge are of one kind."""
-        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
-        owner = self._streams if is_generation else self._dispatcher
-        owner.received(outbox, frame)
-
-    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        self._dispatcher.edge_down(outbox, is_polite=is_polite)
-        self._streams.edge_down(outbox, is_polite=is_polite)
-
-
 class GatewayProcess:
     def __init__(
         self,
@@ -199,8 +178,7 @@ class GatewayProcess:
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
-        owner = _EdgeRelay(self._dispatcher, self._streams)
-        self._edges = Edges(manager, args.store, config, owner)
+        self._edges = Edges(manager, args.store, config, self)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
         # Orders are obeyed while models are built, except a routing table: it waits for
@@ -229,6 +207,24 @@ class GatewayProcess:
         self._stream_keeper: KeeperLink | None = None
         self._taking: set[asyncio.Task[None]] = set()
         self._leaving: asyncio.Task[None] | None = None
+
+    # Edges, as an ``EdgeOwner``.
+
+    def edge_up(self, outbox: Outbox) -> None:
+        self._dispatcher.edge_up(outbox)
+        self._streams.edge_up(outbox)
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Dispatch a frame; all messages of an edge are of one kind."""
+        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
+        owner = self._streams if is_generation else self._dispatcher
+        owner.received(outbox, frame)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        self._dispatcher.edge_down(outbox, is_polite=is_polite)
+        self._streams.edge_down(outbox, is_polite=is_polite)
+
+    # The life of the process.
 
     async def run(self) -> None:
         """Serve until stopped or orphaned; if cancelled, unconfirmed usage is lost."""

@@ -17,28 +17,29 @@ ANCILLARY_BYTES = socket.CMSG_LEN(16 * 4)  # for up to 16 descriptors in one rea
 BUFFER_BYTES = 1024 * 1024  # send buffer to request; the kernel may allow less
 
 
-def is_same(one: socket.socket, other: socket.socket) -> bool:
-    """Return whether two descriptors refer to the same socket."""
-    return os.path.sameopenfile(one.fileno(), other.fileno())
+def add_socket(number: int, known: list[socket.socket]) -> socket.socket | None:
+    """Add a descriptor's socket to ``known``; if it is known, close it, return None."""
+    sock = socket.socket(fileno=number)
+    if any(os.path.sameopenfile(number, each.fileno()) for each in known):
+        sock.close()
+        return None
+    known.append(sock)
+    return sock
 
 
 class Channel:
-    """One end of the connection.
-
-    Args:
-        sock: Connected Unix stream socket; the channel closes it.
-        on_frame: Called with each frame and the queue of descriptors received so far;
-            the callback removes this frame's descriptors from the front.
-        on_lost: Called once, when the peer is gone or speaks another protocol.
-        rest_s: Seconds to pause after a small read, so that the next read gets many
-            frames. The socket buffers them during the pause.
-    """
+    """One end of the connection."""
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket,  # a connected Unix stream socket, which the channel closes
+        # Called with each frame and the queue of descriptors received so far; removes
+        # this frame's descriptors from the front.
         on_frame: Callable[[list[Entry], deque[int]], None],
+        # Called once, when the peer is gone or speaks another protocol.
         on_lost: Callable[[], None],
+        # Seconds to pause after a small read, so that the next read gets many frames;
+        # the socket buffers them during the pause.
         rest_s: float = 0.0,
     ) -> None:
         self._rest_s = rest_s

@@ -8,7 +8,7 @@ which part of the recorded output is still to be written.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,7 +18,7 @@ from multiworld.serve.keeper.frames import (
     FrameError,
     Kind,
     entry,
-    frame,
+    frames,
 )
 
 # Format of a record's numbers and flags, in the order of ``COUNTED``.
@@ -67,55 +67,36 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False)
 class ConnectionRecord:
-    """The record of a connection.
+    """The record of a connection."""
 
-    Attributes:
-        number: Unique among the connections of a keeper and its successors.
-        written_before: The kernel's count of bytes written, at the accept.
-        read_before: The kernel's count of bytes read, at the accept.
-        input: Bytes read since the connection was last idle.
-        input_at: Number of bytes read before ``input``.
-        began_ns: Monotonic time at which the current request began, in ns.
-        answered: Number of answered requests in ``input``.
-        is_admitted: Whether the current request was within its tenant's limits.
-        request: Encoded ``Drawn`` of the current request; empty: none yet.
-        items: Encoded tokens of the current answer, in order.
-        events: Number of the current answer's events in the recorded output.
-        losses: Gateways lost with the current request since a part of its answer was
-            last recorded, except those that had not begun to read the request.
-        has_interim: Whether the current answer's interim response is recorded.
-        has_begun: Whether bytes of the current answer are recorded.
-        output: Last bytes for the client, of all answers.
-        output_at: Number of bytes for the client before ``output``.
-        is_closing: Whether the connection closes after ``output``.
-        is_protected: Whether there was memory for the record; if not, a loss of the
-            gateway also loses the connection's request.
-        is_detached: Whether this is the record of a kept stream, without a client.
-        stream: Id of the kept stream, or of the stream that the current answer reads.
-        noted: Entries that are not yet applied to the other attributes.
-    """
-
-    number: int
-    written_before: int = 0
-    read_before: int = 0
+    number: int  # unique among the connections of a keeper and its successors
+    written_before: int = 0  # the kernel's count of bytes written, at the accept
+    read_before: int = 0  # the kernel's count of bytes read, at the accept
+    # Bytes read since the connection was last idle, and number of bytes before them.
     input: bytearray = field(default_factory=bytearray)
     input_at: int = 0
-    began_ns: int = 0
-    answered: int = 0
-    is_admitted: bool = False
-    request: bytes = b""
+    began_ns: int = 0  # monotonic time in ns at which the current request began
+    answered: int = 0  # number of answered requests in ``input``
+    is_admitted: bool = False  # the current request was within its tenant's limits
+    request: bytes = b""  # encoded ``Drawn`` of the current request; empty: none yet
+    # Encoded tokens of the current answer, in order.
     items: list[bytes] = field(default_factory=list)
-    events: int = 0
+    events: int = 0  # number of the current answer's events in the recorded output
+    # Gateways lost with the current request since a part of its answer was last
+    # recorded, except those that had not begun to read the request.
     losses: int = 0
-    has_interim: bool = False
-    has_begun: bool = False
+    has_interim: bool = False  # the current answer's interim response is recorded
+    has_begun: bool = False  # bytes of the current answer are recorded
+    # Last bytes for the client, of all answers, and number of bytes before them.
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
-    is_closing: bool = False
+    is_closing: bool = False  # the connection closes after ``output``
+    # False: there was no memory for the record; a loss of the gateway also loses the
+    # connection's request.
     is_protected: bool = True
-    is_detached: bool = False
-    stream: bytes = b""
-    noted: list[Entry] = field(default_factory=list)
+    is_detached: bool = False  # the record of a kept stream, without a client
+    stream: bytes = b""  # id of the kept stream, or of the one that the answer reads
+    noted: list[Entry] = field(default_factory=list)  # entries that are not yet applied
     noted_bytes: int = 0
     item_bytes: int = 0
     state: State = State.IDLE
@@ -138,15 +119,64 @@ class ConnectionRecord:
         self.state = state
 
     def apply(self, said: Entry) -> None:
-        """Apply a gateway's entry.
-
-        Raises:
-            FrameError: The entry does not fit the connection's state.
-        """
-        apply = _APPLY.get(said.kind)
-        if apply is None:
-            raise FrameError(f"entry {said.kind.name} is not about a connection")
-        apply(self, said.value, said.payload)
+        """Apply a gateway's entry; raise FrameError if it does not fit the state."""
+        value, payload = said.value, said.payload
+        match said.kind:  # the most frequent kinds first
+            case Kind.ITEM:
+                self.losses = 0
+                if self.is_protected:
+                    self.items.append(payload)
+                    self.item_bytes += len(payload)
+            case Kind.OUTPUT:
+                self.losses = 0
+                if self.state is not State.IDLE:
+                    self.become(State.ANSWERING)
+                    self.has_begun, self.events = True, value
+                self.output += payload
+            case Kind.INPUT:
+                if self.state is State.IDLE:
+                    self.state, self.began_ns = State.READING, value
+                self._read(payload)
+            case Kind.IDLE:
+                self.become(State.IDLE)
+                self._end_answer()
+                self.input_at += len(self.input)
+                self.input.clear()
+                self.answered, self.is_protected = 0, True
+            case Kind.ANSWERED:
+                self.become(State.ANSWERING)
+                self.become(State.READING)
+                self.answered += 1
+                self.began_ns = value
+                self._end_answer()
+            case Kind.REQUEST:
+                if self.state is State.READING:
+                    self.state = State.RECORDED
+                self.request = payload
+            case Kind.ADMITTED:
+                self.is_admitted = True
+            case Kind.TAKEN:
+                self.is_taken = True
+            case Kind.CLOSING:
+                self.is_closing = True
+            case Kind.CLOSED:
+                self.become(State.CLOSED)
+            case Kind.KEPT:
+                self.stream = payload
+            case Kind.INTERIM:
+                self.has_interim = True
+                self.output += payload
+            case Kind.SKIPPED:
+                self.give_up()
+                self.input_at += value
+            case Kind.WRITTEN:
+                self.become(State.ANSWERING)
+                self.has_begun = True
+                self.give_up()
+                self.drop_output()
+                self.output_at += value
+            case _:
+                raise FrameError(f"entry {said.kind.name} is not about a connection")
 
     def note(self, kind: Kind, value: int, payload: bytes) -> bool:
         """Note an entry for ``settle`` to apply; return whether ``settle`` is due."""
@@ -159,76 +189,6 @@ class ConnectionRecord:
         noted, self.noted, self.noted_bytes = self.noted, [], 0
         for said in noted:
             self.apply(said)
-
-    def _input(self, began_ns: int, data: bytes) -> None:
-        if self.state is State.IDLE:
-            self.state = State.READING
-            self.began_ns = began_ns
-        self._read(data)
-
-    def _skipped(self, size: int, _: bytes) -> None:
-        self.give_up()
-        self.input_at += size
-
-    def _admitted(self, _: int, __: bytes) -> None:
-        self.is_admitted = True
-
-    def _request(self, _: int, drawn: bytes) -> None:
-        if self.state is State.READING:
-            self.state = State.RECORDED
-        self.request = drawn
-
-    def _kept(self, _: int, stream: bytes) -> None:
-        self.stream = stream
-
-    def _item(self, _: int, item: bytes) -> None:
-        self.losses = 0
-        if self.is_protected:
-            self.items.append(item)
-            self.item_bytes += len(item)
-
-    def _output(self, events: int, data: bytes) -> None:
-        self.losses = 0
-        if self.state is not State.IDLE:
-            self.become(State.ANSWERING)
-            self.has_begun = True
-            self.events = events
-        self.output += data
-
-    def _interim(self, _: int, data: bytes) -> None:
-        self.has_interim = True
-        self.output += data
-
-    def _written(self, size: int, _: bytes) -> None:
-        self.become(State.ANSWERING)
-        self.has_begun = True
-        self.give_up()
-        self.drop_output()
-        self.output_at += size
-
-    def _answered(self, began_ns: int, _: bytes) -> None:
-        self.become(State.ANSWERING)
-        self.become(State.READING)
-        self.answered += 1
-        self.began_ns = began_ns
-        self._end_answer()
-
-    def _taken(self, _: int, __: bytes) -> None:
-        self.is_taken = True
-
-    def _closing(self, _: int, __: bytes) -> None:
-        self.is_closing = True
-
-    def _idle(self, _: int, __: bytes) -> None:
-        self.become(State.IDLE)
-        self._end_answer()
-        self.input_at += len(self.input)
-        self.input.clear()
-        self.answered = 0
-        self.is_protected = True
-
-    def _closed(self, _: int, __: bytes) -> None:
-        self.become(State.CLOSED)
 
     def _read(self, data: bytes) -> None:
         if not self.is_protected:
@@ -259,10 +219,7 @@ class ConnectionRecord:
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Split off and return a record of the current stream, which needs no client.
-
-        Afterwards, ``self`` records a connection that reads this stream.
-        """
+        """Split off a clientless record of the current stream, which ``self`` reads."""
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
         made.input, made.items = bytearray(self.input), list(self.items)
@@ -283,17 +240,15 @@ class ConnectionRecord:
             self.output_at += done
 
     def has_all(self, written: int, read: int) -> bool:
-        """Return whether the record has all input, and all output not yet written.
-
-        ``written`` and ``read`` are the kernel's counts.
-        """
+        """Return whether it has all input and unwritten output, by kernel's counts."""
         has_read = read - self.read_before <= self.input_at + len(self.input)
         end = self.output_at + len(self.output)
         return has_read and self.output_at <= written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
         """Yield the record's entries; send the client's descriptor with the first."""
-        yield entry(Kind.CONNECTION, self.number, self.is_detached, self._counters())
+        counters = COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
+        yield entry(Kind.CONNECTION, self.number, self.is_detached, counters)
         for piece in _pieces(self.input):
             yield entry(Kind.INPUT, self.number, self.began_ns, piece)
         if self.request:
@@ -306,39 +261,9 @@ class ConnectionRecord:
             yield entry(Kind.OUTPUT, self.number, self.events, piece)
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
-    def frames(self) -> Iterator[bytes]:
-        """Yield the record as frames; send the client's descriptor with the first."""
-        held: list[bytes] = []
-        size = 0
-        for each in self.entries():
-            held.append(each)
-            size += len(each)
-            if size >= PIECE_BYTES:
-                yield frame(held)
-                held, size = [], 0
-        if held:
-            yield frame(held)
-
-    def _counters(self) -> bytes:
-        return COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
-
-
-_APPLY: dict[Kind, Callable[[ConnectionRecord, int, bytes], None]] = {
-    Kind.INPUT: ConnectionRecord._input,
-    Kind.SKIPPED: ConnectionRecord._skipped,
-    Kind.ADMITTED: ConnectionRecord._admitted,
-    Kind.REQUEST: ConnectionRecord._request,
-    Kind.KEPT: ConnectionRecord._kept,
-    Kind.ITEM: ConnectionRecord._item,
-    Kind.OUTPUT: ConnectionRecord._output,
-    Kind.INTERIM: ConnectionRecord._interim,
-    Kind.WRITTEN: ConnectionRecord._written,
-    Kind.ANSWERED: ConnectionRecord._answered,
-    Kind.TAKEN: ConnectionRecord._taken,
-    Kind.CLOSING: ConnectionRecord._closing,
-    Kind.IDLE: ConnectionRecord._idle,
-    Kind.CLOSED: ConnectionRecord._closed,
-}
+    def frames(self) -> list[bytes]:
+        """Return the record as frames; send the client's descriptor with the first."""
+        return frames(self.entries(), PIECE_BYTES)
 
 
 def _pieces(data: bytearray) -> Iterator[bytes]:
@@ -347,11 +272,7 @@ def _pieces(data: bytearray) -> Iterator[bytes]:
 
 
 def record_of(entries: list[Entry]) -> ConnectionRecord:
-    """Rebuild a record from its entries, ``CONNECTION`` to ``COMPLETE``.
-
-    Raises:
-        FrameError: The entries do not form a record.
-    """
+    """Rebuild a record from its entries; FrameError: they are not a whole record."""
     first, *rest, last = entries
     record = ConnectionRecord(first.connection)
     try:

@@ -106,15 +106,16 @@ def frame(entries: Iterable[bytes]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def frames(entries: list[bytes]) -> list[bytes]:
-    """Return entries as frames of at most ``MAX_FRAME`` bytes; at least one frame.
+def frames(entries: Iterable[bytes], limit: int | None = None) -> list[bytes]:
+    """Return entries as frames of at most ``limit`` bytes; at least one frame.
 
-    Each payload must have at most ``MAX_ENTRY`` bytes.
+    An entry that is longer than ``limit``, by default ``MAX_FRAME``, has a frame of its
+    own. Each payload must have at most ``MAX_ENTRY`` bytes.
     """
     found: list[list[bytes]] = [[]]
     size = 0
     for each in entries:
-        if size + len(each) > MAX_FRAME:
+        if found[-1] and size + len(each) > (limit or MAX_FRAME):
             found.append([])
             size = 0
         found[-1].append(each)
@@ -129,11 +130,7 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[list[Entry]]:
-        """Yield the frames that ``data`` completes.
-
-        Raises:
-            FrameError: The bytes are not frames of this protocol.
-        """
+        """Yield the frames that ``data`` completes; FrameError: another protocol."""
         self._bytes += data
         while len(self._bytes) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._bytes)

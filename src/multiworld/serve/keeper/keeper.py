@@ -126,15 +126,14 @@ class Gateway:
 
 
 class Keeper:
-    """State of all connections of one host.
+    """State of all connections of one host."""
 
-    Args:
-        silence_s: Seconds without a message after which a gateway is killed.
-        max_bytes: Maximum bytes of all records; beyond it, requests are unprotected.
-        active: Gateways that take connections at the same time; others are spare.
-    """
-
-    def __init__(self, silence_s: float, max_bytes: int, active: int = 64) -> None:
+    def __init__(
+        self,
+        silence_s: float,  # after so long without a message, a gateway is killed
+        max_bytes: int,  # of all records; beyond it, requests are unprotected
+        active: int = 64,  # gateways that take connections at the same time
+    ) -> None:
         self._silence_s, self._max_bytes = silence_s, max_bytes
         self.active = active
         self.gateways: dict[int, Gateway] = {}
@@ -269,11 +268,7 @@ class Keeper:
         self.gateways[number] = Gateway(number, now)
 
     def said(self, number: int, entries: Iterable[Entry], now: float) -> list[Action]:
-        """Apply a gateway's frame.
-
-        Raises:
-            FrameError: An entry does not fit the state of its connection.
-        """
+        """Apply a gateway's frame; raise ``FrameError`` if an entry does not fit."""
         gateway = self.gateways[number]
         gateway.heard_at = now
         actions: list[Action] = []
@@ -312,8 +307,14 @@ class Keeper:
         if record is None or self._owner.get(number) is not gateway:
             return []  # the connection was closed meanwhile
         kind = said.kind
-        if kind >= Kind.RELEASED:
-            return self._done(gateway, record, said)
+        match kind:  # about the gateway of the connection
+            case Kind.RELEASED:
+                return [Release(number, said.payload)]
+            case Kind.FIND:
+                return [Say(gateway.number, self._found(gateway, said))]
+            case Kind.SPLIT:
+                self._split(gateway, record, said.value)
+                return []
         before, was_busy = record.size, record.is_busy
         record.apply(said)
         gateway.busy += record.is_busy - was_busy
@@ -334,20 +335,6 @@ class Keeper:
         record.give_up()
         record.drop_output()
         self.size += record.size - before
-
-    def _done(
-        self, gateway: Gateway, record: ConnectionRecord, said: Entry
-    ) -> list[Action]:
-        """Apply an entry about the gateway of a connection."""
-        match said.kind:
-            case Kind.RELEASED:
-                return [Release(record.number, said.payload)]
-            case Kind.FIND:
-                return [Say(gateway.number, self._found(gateway, said))]
-            case Kind.SPLIT:
-                self._split(gateway, record, said.value)
-                return []
-        raise FrameError(f"entry {said.kind.name} is not about a connection")
 
     def _found(self, gateway: Gateway, said: Entry) -> bytes:
         owner = self._owner_of(said.payload)
@@ -372,10 +359,7 @@ class Keeper:
     ) -> list[Action]:
         """Give other gateways the connections of a gateway that has exited.
 
-        Args:
-            number: Number of the gateway, whose frames have all been read.
-            counters: The kernel's counts of its connections, taken after its exit.
-            now: Monotonic time.
+        Its frames have all been read; the kernel's counts were taken after its exit.
         """
         gateway = self.gateways.pop(number)
         actions: list[Action] = []
@@ -392,10 +376,7 @@ class Keeper:
     def released(
         self, number: int, counters: Counters, now: float, stream: bytes = b""
     ) -> list[Action]:
-        """Give another gateway a connection that its own gateway has released.
-
-        ``stream``: id of a stream whose gateway is preferred; empty: none.
-        """
+        """Give a released connection to another gateway, preferably of ``stream``."""
         owner = self._owner.get(number)
         if owner is None:
             return []

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multiworld.serve.keeper import counters, kill_notes
-from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.connection_record import record_of
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
@@ -123,13 +123,10 @@ class KeeperProcess:
         self._loop.remove_reader(listener)
         self._loop.call_later(FULL_S, self._start, listener)
 
-    def add_listener(self, sock: socket.socket) -> None:
+    def _add_listener(self, number: int) -> None:
         """Listen on a socket that a gateway or the supervisor has kept open."""
-        if any(is_same(sock, each) for each in self._listeners):
-            sock.close()
-            return
-        self._listeners.append(sock)
-        self._start(sock)
+        if (sock := add_socket(number, self._listeners)) is not None:
+            self._start(sock)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS):
@@ -185,7 +182,9 @@ class KeeperProcess:
             first = entries[0]
             if first.kind is not Kind.HELLO or first.value != PROTOCOL:
                 raise FrameError(f"first entry is not HELLO of version {PROTOCOL}")
-            self._send_listeners(number)
+            # The receiver sends them to the next keeper if this keeper is lost.
+            for sock in self._listeners:
+                self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
             if number not in self._channels:
                 return  # the peer is gone
             if first.payload == SUPERVISOR:
@@ -210,7 +209,7 @@ class KeeperProcess:
         for each in entries:
             match each.kind:
                 case Kind.LISTENER:
-                    self.add_listener(socket.socket(fileno=descriptors.popleft()))
+                    self._add_listener(descriptors.popleft())
                 case Kind.AWAIT:
                     self.keeper.ending(each.value / 1000, self._loop.time())
                 case Kind.BEAT:
@@ -224,7 +223,7 @@ class KeeperProcess:
         """Handle listeners, restored connections and look-ups; yield other entries."""
         for each in entries:
             if each.kind is Kind.LISTENER:
-                self.add_listener(socket.socket(fileno=descriptors.popleft()))
+                self._add_listener(descriptors.popleft())
             elif each.kind is Kind.CONNECTION:
                 self._restoring[number] = [each]
                 if not each.value:  # not detached, so it has a client
@@ -239,11 +238,6 @@ class KeeperProcess:
                     self.keeper.restored(number, record, now)
             else:
                 yield each
-
-    def _send_listeners(self, number: int) -> None:
-        # The receiver sends the listeners to the next keeper if this keeper is lost.
-        for sock in self._listeners:
-            self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
 
     def _send(
         self, number: int, entries: Iterable[bytes], descriptors: Iterable[int] = ()
@@ -323,7 +317,7 @@ class KeeperProcess:
         record = self.keeper.records[connection]
         sock = self._sockets.get(connection)
         descriptors = [] if sock is None else [sock.fileno()]
-        for data in list(record.frames()):
+        for data in record.frames():
             if not channel.send(data, descriptors):
                 self._carry_out(self.keeper.undeliverable(connection))
                 return
@@ -435,12 +429,7 @@ def _is_locked(path: Path) -> bool:
 
 
 async def run(args: argparse.Namespace, own: socket.socket) -> None:
-    """Run a keeper until a signal, or until the service has exited.
-
-    Args:
-        args: Parsed command line.
-        own: Listening socket that gateways connect to.
-    """
+    """Run a keeper, to which gateways connect at ``own``, until a signal or its end."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

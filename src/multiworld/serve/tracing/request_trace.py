@@ -20,13 +20,7 @@ FAILED = 500
 
 
 class RequestTrace:
-    """The span of a request, and its child spans.
-
-    Args:
-        own: Span of the request.
-        client: Span that the client sent; None: it sent none.
-        began_at: Monotonic time.
-    """
+    """The span of a request, and its children; ``client``: the span its client sent."""
 
     def __init__(self, own: Parent, client: Parent | None, began_at: float) -> None:
         self.own, self._client, self.began_at = own, client, began_at
@@ -86,16 +80,13 @@ class RequestTrace:
 
 
 class WorkTrace:
-    """Attempts of one stream, or of one part of a request.
-
-    Args:
-        trace: Trace of the request.
-        opened_at: Monotonic time.
-        first: Name of the span from the start of an attempt to its first token.
-    """
+    """Attempts of one stream, or of one part of a request."""
 
     def __init__(
-        self, trace: RequestTrace, opened_at: float, first: str = "prefill"
+        self,
+        trace: RequestTrace,
+        opened_at: float,
+        first: str = "prefill",  # span from an attempt's start to its first token
     ) -> None:
         self._trace, self._since = trace, opened_at
         self._number = -1  # number of the current attempt

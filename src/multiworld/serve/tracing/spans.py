@@ -28,20 +28,14 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Span:
-    """Operation with a start and an end, in seconds of the monotonic clock.
-
-    Attributes:
-        parent: Parent span; for the root of a trace, one with an empty span id.
-        id: Hexadecimal digits; empty: the exporter generates an id.
-        error: Description of the failure; empty: success.
-    """
+    """Operation with a start and an end, in seconds of the monotonic clock."""
 
     name: str
-    parent: Parent
+    parent: Parent  # of the root of a trace: one with an empty span id
     began_at: float
     ended_at: float
     attributes: Attributes = field(default_factory=dict)
     kind: Kind = Kind.INTERNAL
-    id: str = ""
-    error: str = ""
+    id: str = ""  # hexadecimal digits; empty: the exporter generates an id
+    error: str = ""  # description of the failure; empty: success
     events: Sequence[tuple[str, float, Attributes]] = ()

@@ -31,13 +31,7 @@ class _Sequence:
 
 
 class StageTrace:
-    """Spans of one replica's computations.
-
-    Args:
-        replica: Name of the replica.
-        stage: Name of its stage.
-        export: Exports each span once it has ended.
-    """
+    """Spans of one replica's computations, each exported once it has ended."""
 
     def __init__(self, replica: str, stage: str, export: Export) -> None:
         self._export = export

@@ -44,12 +44,7 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def check(environment: Mapping[str, str]) -> None:
-    """Check the exporter and the protocol that the environment selects.
-
-    Raises:
-        ConfigError: The exporter or the protocol is not supported, or its package is
-            not installed.
-    """
+    """Raise ConfigError if exporter or protocol is unsupported or not installed."""
     if not is_wanted(environment):
         return
     exporter = environment.get(EXPORTER, "").strip() or "otlp"
@@ -80,21 +75,14 @@ def _otlp_module(environment: Mapping[str, str]) -> str:
 
 
 class Tracer:
-    """Tracer of one process, made by ``tracer_of``.
-
-    Args:
-        sampler: OpenTelemetry's ``Sampler``.
-        processor: OpenTelemetry's ``SpanProcessor``, which exports.
-        resource: OpenTelemetry's ``Resource``, which describes this process.
-        clock: Monotonic clock with which all times of spans are measured.
-    """
+    """Tracer of one process, made by ``tracer_of``."""
 
     def __init__(
         self,
-        sampler: Any,
-        processor: Any,
-        resource: Any,
-        clock: Callable[[], float] = time.monotonic,
+        sampler: Any,  # OpenTelemetry's ``Sampler``
+        processor: Any,  # OpenTelemetry's ``SpanProcessor``, which exports
+        resource: Any,  # OpenTelemetry's ``Resource``, which describes this process
+        clock: Callable[[], float] = time.monotonic,  # measures all times of spans
     ) -> None:
         self._sampler, self._processor, self._resource = sampler, processor, resource
         self._clock = clock
@@ -104,13 +92,9 @@ class Tracer:
         self._scope = scope.InstrumentationScope("multiworld", multiworld.__version__)
 
     def root(self, parent: Parent | None, trace: str, span: str, name: str) -> Parent:
-        """Return the span of a request, sampled or not.
+        """Return span ``span`` of a request, sampled or not.
 
-        Args:
-            parent: Span that the client sent; None: it sent none.
-            trace: Id of the trace if ``parent`` is None.
-            span: Id of the new span.
-            name: Name of the new span, for the sampler.
+        Its trace is that of ``parent``, the span that the client sent, else ``trace``.
         """
         context = None
         if parent is not None:
@@ -179,12 +163,6 @@ def tracer_of(
     """Return the tracer of a process; None if the environment does not enable traces.
 
     Call this in the process itself, not before a fork, because it starts a thread.
-
-    Args:
-        environment: Environment variables of the process.
-        app: Name of the service.
-        process: Name of the process in the service.
-        about: Further attributes of the process.
     """
     if not is_wanted(environment):
         return None

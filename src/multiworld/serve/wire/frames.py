@@ -20,7 +20,7 @@ from multiworld.backends.bundles import Layout, aligned, tensor_at, tensor_from
 from multiworld.backends.dtypes import code_of, memory_of, plain
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.wire.edge_messages import EdgeMessage, contents_of
-from multiworld.serve.wire.protocol import PROTOCOL, UNDERSTOOD, MessageError
+from multiworld.serve.wire.protocol import PROTOCOL, MessageError, check_version
 
 _LEAD = struct.Struct("<HxxI")
 
@@ -68,11 +68,8 @@ def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]
     if len(memory) < _LEAD.size:
         raise MessageError("a frame is malformed: it is too short")
     version, length = _LEAD.unpack_from(memory)
-    if version != PROTOCOL and str(version) not in UNDERSTOOD:
-        raise MessageError(
-            f"a frame of protocol version {version} arrived; this process understands "
-            f"{' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
-        )
+    if version != PROTOCOL:
+        check_version(version)
     offset = _LEAD.size + length
     at: Callable[..., Tensor] = tensor_at  # tensors share the memory of the frame
     if isinstance(packed, memoryview):

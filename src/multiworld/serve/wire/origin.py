@@ -42,15 +42,10 @@ def parent_of(header: str) -> Parent | None:
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Request that a message is about.
+    """Request that a message is about."""
 
-    Attributes:
-        request: Id of the request, for logs; empty: none.
-        parent: Span of the request at its gateway; None: nothing is traced.
-    """
-
-    request: str = ""
-    parent: Parent | None = None
+    request: str = ""  # id of the request, for logs; empty: none
+    parent: Parent | None = None  # its span at its gateway; None: nothing is traced
 
     @property
     def is_sampled(self) -> bool:

@@ -35,6 +35,16 @@ class MessageError(InternalError):
 MAX_TEXT = 4000  # maximum characters of an error text
 
 
+def check_version(version: int | str) -> None:
+    """Raise ``MessageError`` unless this process understands the version."""
+    if str(version) not in UNDERSTOOD:
+        shown = version if isinstance(version, int) else version[:20]
+        raise MessageError(
+            f"a message of protocol version {shown!r} arrived; this process "
+            f"understands {' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
+        )
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message; the name of its type is its tag."""
 
@@ -102,12 +112,7 @@ class Codec(Generic[M]):
     def decode(self, text: object) -> M:
         """Return the message; raise ``MessageError`` if unknown or malformed."""
         version, _, body = str(text).partition(" ")
-        if version not in UNDERSTOOD:
-            raise MessageError(
-                f"a message of protocol version {version[:20]!r} arrived; this process "
-                f"understands {' and '.join(UNDERSTOOD)}: use the same or adjacent "
-                "releases"
-            )
+        check_version(version)
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeError) as error:

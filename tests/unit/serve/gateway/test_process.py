@@ -304,8 +304,16 @@ async def test_gateway_with_generation_requests_keeps_running(
         await g.up()
         await g.controller.world.close()
         for _ in range(60):  # the last of them after a second
-            sampling = Sampling(max_tokens=1)
-            g.streams.open("m", [1], sampling, NOTHING, lambda item: None).close()
+            stream = g.streams.open(
+                "m",
+                [1],
+                Sampling(max_tokens=1),
+                NOTHING,
+                lambda item: None,
+                deadline_s=60.0,
+                version=g.streams.router.route("m").version,
+            )
+            stream.close()
             await asyncio.sleep(0.02)
         assert not g.running.done()
         await ended(g)

@@ -340,9 +340,9 @@ def test_authenticator_refuses_poison_requests() -> None:
     authenticator.directory.put([acme, beta])
     one, two = authenticator.admit(headers(key)), authenticator.admit(headers(other))
     model_version = "m", "1"
-    assert not authenticator.needs_digest(acme, model_version)
+    assert not authenticator.quarantine.has_records("acme", model_version)
     authenticator.add_poison("acme", model_version, "bad")
-    assert authenticator.needs_digest(acme, model_version)
+    assert authenticator.quarantine.has_records("acme", model_version)
     for _ in range(3):  # completions of one request
         with pytest.raises(RequestPoisonedError):
             authenticator.check_poison(one, model_version, "bad")

@@ -80,19 +80,19 @@ class Authenticator:
         key = _key_in(headers)
         if not key:
             if self.needs_key:
-                self._count_refusal("", "no key")
+                self.count_refusal("", "no key")
                 raise errors.UnauthorizedError(NO_KEY)
             return ANONYMOUS
         tenant = self.directory.find(*known_as(key), time.time())
         if tenant is not None and tenant.is_suspended:
-            self._count_refusal(tenant.name, "suspended")
+            self.count_refusal(tenant.name, "suspended")
             words = f": {tenant.suspension}" if tenant.suspension else ""
             raise errors.UnauthorizedError(SUSPENDED + words)
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.directory.tenants:
             return ANONYMOUS  # ignore the key: OpenAI's clients always send one
-        self._count_refusal("", "wrong key")
+        self.count_refusal("", "wrong key")
         raise errors.UnauthorizedError(BAD_KEY)
 
     def admit(
@@ -114,7 +114,7 @@ class Authenticator:
             tenant, self.gateways, now
         )
         if refusal is not None:
-            self._count_refusal(tenant.name, refusal.limit)
+            self.count_refusal(tenant.name, refusal.limit)
             raise errors.OverloadedError(
                 refusal.text, retry_after_s=refusal.retry_after_s, limit=refusal.limit
             )
@@ -175,23 +175,19 @@ class Authenticator:
         """Record that the controller has stored a batch of usage."""
         self.budgets.stored(self.meter.confirmed(number))
 
-    def charge(self, admitted: AdmittedRequest, size: int) -> None:
-        """Charge the tenant's byte rate for the bytes that decompression added."""
-        self.limiter.spend(admitted.tenant, size)
-
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Raise UnauthorizedError unless the sender may read data of all tenants."""
         if not self.needs_key:
             return
         if not _key_in(headers):
-            self._count_refusal("", "no key")
+            self.count_refusal("", "no key")
             raise errors.UnauthorizedError(NOT_OPERATOR)
         tenant = self.identify(headers)
         if not tenant.is_operator:
-            self._count_refusal(tenant.name, "not an operator")
+            self.count_refusal(tenant.name, "not an operator")
             raise errors.UnauthorizedError(NOT_OPERATOR)
 
-    def _count_refusal(self, tenant: str, why: str) -> None:
+    def count_refusal(self, tenant: str, why: str) -> None:
         self.refused[tenant, why] += 1
         self.meter.at(tenant, "", time.time()).refused += 1
 
@@ -199,16 +195,9 @@ class Authenticator:
         """Count a refused request only once, even if it has several inputs."""
         if not admitted.is_refused:
             admitted.is_refused = True
-            self._count_refusal(admitted.tenant.name, why)
-
-    def count_model_refusal(self, tenant: Tenant) -> None:
-        self._count_refusal(tenant.name, "model")
+            self.count_refusal(admitted.tenant.name, why)
 
     # Poison requests.
-
-    def needs_digest(self, tenant: Tenant, model_version: ModelVersion) -> bool:
-        """Return whether a tenant's requests need ``check_poison``."""
-        return self.quarantine.has_records(tenant.name, model_version)
 
     def check_poison(
         self, admitted: AdmittedRequest, model_version: ModelVersion, digest: str

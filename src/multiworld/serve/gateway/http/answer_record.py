@@ -37,37 +37,29 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class AnswerRecord:
-    """The record of one request's answer.
-
-    Args:
-        record: Record of the connection.
-        say: Records an entry of the connection.
-        is_resumed: Whether another gateway had the request before.
-        on_log: Called once the answer has an event log, which clients may read again.
-        clock: Monotonic clock.
-
-    Attributes:
-        has_begun: Whether another gateway has already sent bytes of the answer.
-    """
+    """The record of one request's answer."""
 
     def __init__(
         self,
         record: ConnectionRecord,
-        say: Callable[..., None],
+        say: Callable[..., None],  # records an entry of the connection
         *,
-        is_resumed: bool = False,
+        is_resumed: bool = False,  # whether another gateway had the request before
+        # Called once the answer has an event log, which clients may read again.
         on_log: Callable[[AnswerRecord], object] = lambda answer: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say, self._clock = say, clock
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
+        # Whether another gateway has already sent bytes of the answer.
         self.has_begun = record.has_begun
         self.is_detached = record.is_detached
         # Id of the kept stream that the answer reads; empty: none.
         self.stream = "" if record.is_detached else record.stream.decode()
         # Event log of the answer, which clients may read again; None: there is none.
         self.log: EventLog | None = None
-        self._on_log, self._on_log_end = on_log, _nothing
+        self._on_log = on_log
+        self._on_log_end: Callable[[], None] = lambda: None
         self._events = 0  # number of the answer's events so far
         self._before = record.events  # number of events that another gateway has sent
         self._items = list(record.items)
@@ -134,10 +126,6 @@ class AnswerRecord:
     def events(self) -> int:
         """Number of events that the client has, including those being sent."""
         return max(self._events, self._before)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def unrecorded() -> AnswerRecord:

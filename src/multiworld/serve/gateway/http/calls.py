@@ -27,17 +27,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Call:
-    """A request to a route.
-
-    Attributes:
-        path: Path parameters, by name.
-        tenant: The sender; anonymous if the route needs no tenant.
-    """
+    """A request to a route."""
 
     gateway: Gateway
     request: AnyRequest
-    path: Mapping[str, str]
-    tenant: Tenant
+    path: Mapping[str, str]  # path parameters, by name
+    tenant: Tenant  # the sender; anonymous if the route needs no tenant
 
     @property
     def name(self) -> str:
@@ -52,18 +47,13 @@ class Call:
 
 @dataclass(slots=True)
 class AdmittedCall(Call):
-    """An admitted request, which may have a body.
+    """An admitted request, which may have a body."""
 
-    Attributes:
-        admitted: Counts of the request for its tenant's limits.
-        reservation: Memory reserved for the body.
-        record: Record from which another gateway can continue the answer.
-        held: Resources to release when the answer ends, whether or not it succeeds.
-    """
-
-    admitted: AdmittedRequest
-    reservation: Reservation
+    admitted: AdmittedRequest  # counts of the request for its tenant's limits
+    reservation: Reservation  # memory reserved for the body
+    # Record from which another gateway can continue the answer.
     record: AnswerRecord = field(default_factory=unrecorded)
+    # Resources to release when the answer ends, whether or not it succeeds.
     held: ExitStack = field(default_factory=ExitStack)
 
     async def read_body(self, *, may_be_binary: bool = False) -> Body:
@@ -77,16 +67,16 @@ class AdmittedCall(Call):
                 self.admitted,
                 is_resumed=self.record.is_resumed,
             ),
-            partial(authenticator.charge, self.admitted),
+            # Charges the tenant for the bytes that decompression adds.
+            partial(authenticator.limiter.spend, self.tenant),
             may_be_binary=may_be_binary,
         )
 
     async def parsed(self, parse: Callable[[Body], T]) -> T:
         """Read the body and return ``parse(body)``.
 
-        Raises:
-            UnknownModelError: The body is invalid and also names an unknown model; the
-                client must correct the model first.
+        An invalid body that also names an unknown model raises UnknownModelError: the
+        client must correct the model first.
         """
         body = await self.read_body()
         try:

@@ -7,7 +7,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +35,7 @@ from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.machines.freed_memory import trim_heap
 from multiworld.serve.queueing.fair_pool import FairPool
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.routing import refusals
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
@@ -54,6 +56,8 @@ from multiworld.serve.wire.routing_table import ReplicaState
 LARGE_BYTES = 256 * 1024
 LOG_BYTES = 64 * 2**20  # maximum bytes of the event logs
 ENCODERS = 2  # threads that encode prompts
+
+T = TypeVar("T")
 
 
 class Gateway:
@@ -84,7 +88,8 @@ class Gateway:
         self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
-        self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
+        # Updates ``fleet``; does nothing unless the gateway's process sets it.
+        self.ask_fleet: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         # Seconds for which a stream without a client is kept: default and maximum.
         self.detach_s, self.max_detach_s = 0.0, 600.0
         self.event_logs = EventLogs(LOG_BYTES)
@@ -175,7 +180,7 @@ class Gateway:
         """Raise UnknownModelError unless the tenant may use the model ``name``."""
         if not self.may_use(tenant, name):
             if self.base(name) in self.dispatcher.table.routes:
-                self.authenticator.count_model_refusal(tenant)
+                self.authenticator.count_refusal(tenant.name, "model")
             raise refusals.unknown_model(name, self.names(tenant))
 
     def model(
@@ -329,7 +334,8 @@ class Gateway:
         digest: Callable[[], Awaitable[str]],
     ) -> None:
         """Refuse poison requests, and all requests of a quarantined tenant."""
-        if self.authenticator.needs_digest(admitted.tenant, model_version):
+        quarantine = self.authenticator.quarantine
+        if quarantine.has_records(admitted.tenant.name, model_version):
             found = await digest()
             self.authenticator.check_poison(admitted, model_version, found)
 
@@ -355,6 +361,11 @@ class Gateway:
         """
         route = self.dispatcher.table.routes[self.route(name, tenant)]
         return route.deadline_s if route.has_deadline else math.inf
+
+    async def encoded(self, share: Share, size: int, encode: Callable[[], T]) -> T:
+        """Run a tokenizer in a thread, fairly among tenants; may take a second."""
+        work = self.encoding.submit(share, 1.0 + size, encode)
+        return await asyncio.wrap_future(work)
 
     async def text(self, name: str, version: str, model: Model) -> Any:
         """Return the text frontend of a model; load it once, in a thread."""
@@ -385,10 +396,6 @@ def _loaded(load: Callable[[], Any]) -> Any:
         prepare()
     trim_heap()
     return made
-
-
-async def _nothing() -> None:
-    """Do nothing."""
 
 
 async def _digest(tensors: Tensors) -> str:

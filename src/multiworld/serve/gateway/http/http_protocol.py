@@ -159,17 +159,12 @@ def head_without_upgrade(
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of a server's connections.
+    """Limits of a server's connections."""
 
-    Attributes:
-        head_s: Maximum seconds until a request's headers are complete (else 408),
-            measured from the start of the connection or, for later requests, from
-            their first byte.
-        max_connections: Maximum number of open connections; further ones get 503.
-    """
-
+    # Maximum seconds until a request's headers are complete (else 408), from the start
+    # of the connection or, for later requests, from their first byte.
     head_s: float
-    max_connections: int
+    max_connections: int  # maximum number of open connections; further ones get 503
 
 
 class BoundedProtocol(HttpToolsProtocol):

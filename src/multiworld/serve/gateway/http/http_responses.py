@@ -14,17 +14,7 @@ import orjson
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from multiworld.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    ModelFailedError,
-    NoReplicaError,
-    RequestCancelledError,
-    RequestPoisonedError,
-    ServeError,
-    UnauthorizedError,
-    UnknownModelError,
-)
+from multiworld import errors
 from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.http_request import AnyRequest
 from multiworld.serve.gateway.http.kept_events import COMMENT, EventLog
@@ -54,11 +44,11 @@ REFUSALS = {
 # Codes of errors that the client did not cause. In a stream, whose HTTP status is
 # already sent, only the code distinguishes these errors.
 FAILURES = {
-    NoReplicaError: "no_replica",
-    DeadlineExceededError: "deadline_exceeded",
-    ModelFailedError: "model_failed",
-    RequestCancelledError: "cancelled",
-    RequestPoisonedError: "poison_request",
+    errors.NoReplicaError: "no_replica",
+    errors.DeadlineExceededError: "deadline_exceeded",
+    errors.ModelFailedError: "model_failed",
+    errors.RequestCancelledError: "cancelled",
+    errors.RequestPoisonedError: "poison_request",
 }
 
 MAX_TEXT = 1000  # maximum characters of an error text
@@ -69,15 +59,15 @@ def json_response(data: Any, status: int = 200, headers: Any = None) -> Response
     return Response(orjson.dumps(data), status, headers, "application/json")
 
 
-def _retry(error: ServeError) -> dict[str, str]:
+def _retry(error: errors.ServeError) -> dict[str, str]:
     after_s = getattr(error, "retry_after_s", None)
     found = {} if after_s is None else {"Retry-After": str(max(1, math.ceil(after_s)))}
-    if isinstance(error, UnauthorizedError):
+    if isinstance(error, errors.UnauthorizedError):
         found["WWW-Authenticate"] = "Bearer"
     return found
 
 
-def text_of(error: ServeError) -> str:
+def text_of(error: errors.ServeError) -> str:
     """Return an error's text; truncate it, because it may quote the client's input."""
     return _cut(str(error))
 
@@ -86,23 +76,23 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
 
 
-def error_response(error: ServeError) -> Response:
+def error_response(error: errors.ServeError) -> Response:
     return json_response({"error": text_of(error)}, error.status, _retry(error))
 
 
-def openai_error_response(error: ServeError) -> Response:
+def openai_error_response(error: errors.ServeError) -> Response:
     return json_response({"error": openai_error(error)}, error.status, _retry(error))
 
 
-def openai_error(error: ServeError) -> dict[str, Any]:
+def openai_error(error: errors.ServeError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     param, code = getattr(error, "param", ""), getattr(error, "code", "")
-    if isinstance(error, UnknownModelError):
+    if isinstance(error, errors.UnknownModelError):
         param, code = "model", "model_not_found"
     if error.status == 429:
         limit = getattr(error, "limit", "")
         kind, code = REFUSALS.get(limit, ("requests", "rate_limit_exceeded"))
-    if isinstance(error, UnauthorizedError):
+    if isinstance(error, errors.UnauthorizedError):
         code = "invalid_api_key"
     if error.status == 500 or type(error) in FAILURES:
         code = FAILURES.get(type(error), "internal_error")
@@ -135,7 +125,7 @@ class EventStream(StreamingResponse):
         )
 
     @staticmethod
-    def error_of(error: ServeError) -> Any:
+    def error_of(error: errors.ServeError) -> Any:
         """Return the content of the event that reports a stream's error."""
         return openai_error(error)
 
@@ -167,13 +157,13 @@ class EventStream(StreamingResponse):
                 async for event in events:
                     yield event
             status = 200
-        except ServeError as error:
+        except errors.ServeError as error:
             status = error.status
             yield event_of({"error": self.error_of(error)})
         except Exception:
             status = 500
             logger.exception("the events of a streamed answer failed")
-            yield event_of({"error": self.error_of(ServeError(BUG))})
+            yield event_of({"error": self.error_of(errors.ServeError(BUG))})
         finally:
             self._status = status
         if self.last:
@@ -232,7 +222,7 @@ def timeout_of(
     except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds <= 86400:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"timeout {reprlib.repr(given)} is not valid; give seconds, above 0 and at "
             "most 86400"
         )

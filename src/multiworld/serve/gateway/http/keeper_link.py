@@ -15,10 +15,9 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from multiworld.serve.deadlines import KEEPER_S
-from multiworld.serve.keeper.channel import Channel, is_same
+from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.connection_record import ConnectionRecord, record_of
 from multiworld.serve.keeper.frames import (
     PROTOCOL,
@@ -45,16 +44,18 @@ Write = tuple["Recorded", Callable[[], None]]
 Serve = Callable[[socket.socket | None, ConnectionRecord], object]
 
 
-class Recorded(Protocol):
-    """The interface of a connection that the link uses."""
+class Recorded:
+    """A connection of the link; unless overridden, one without a client."""
 
     record: ConnectionRecord
 
     def fileno(self) -> int:
         """Return the descriptor of the socket; negative if there is none."""
+        return -1
 
     def settle(self) -> None:
         """Bring the record up to date."""
+        self.record.settle()
 
     def hold(self) -> None:
         """Pause output, because the keeper's socket is full."""
@@ -78,13 +79,8 @@ class Recorded(Protocol):
 class KeeperLink:
     """Sends recorded entries, one frame per loop iteration, and receives connections.
 
-    Args:
-        path: The keeper's Unix socket.
-        name: Name of this gateway.
-        silence_s: A keeper counts as hung after this many seconds of silence, plus
-            ``KEEPER_S``.
-        serve: Called with each connection that this gateway gets. A connection without
-            a socket is a kept stream, which has no client.
+    A keeper counts as hung after ``silence_s`` + ``KEEPER_S`` of silence. ``serve`` is
+    called with each connection; one without a socket is a kept stream.
     """
 
     def __init__(self, path: Path, name: str, silence_s: float, serve: Serve) -> None:
@@ -275,7 +271,7 @@ class KeeperLink:
                 continue  # the connection is closed
             connection.settle()
             descriptors = [number] if number >= 0 else []
-            for data in list(record.frames()):
+            for data in record.frames():
                 if not channel.send(data, descriptors):
                     break  # no descriptors left: the connection stays unprotected
                 descriptors = []
@@ -302,7 +298,7 @@ class KeeperLink:
                 case Kind.BEAT:
                     pass
                 case Kind.LISTENER:
-                    self._keep_listener(descriptors.popleft())
+                    add_socket(descriptors.popleft(), self._listeners)
                 case Kind.HAND_OVER:
                     kept = struct.unpack(f"<{len(each.payload) // 8}Q", each.payload)
                     if self._may_hand_over and not self._may_hand_over.done():
@@ -324,13 +320,6 @@ class KeeperLink:
                         found.set_result(Place(each.value))
                 case _:
                     self._given[each.connection].append(each)
-
-    def _keep_listener(self, number: int) -> None:
-        sock = socket.socket(fileno=number)
-        if any(is_same(sock, each) for each in self._listeners):
-            sock.close()
-        else:
-            self._listeners.append(sock)
 
     def _keeper_lost(self) -> None:
         if not self._is_leaving:

@@ -20,23 +20,18 @@ class EventLog:
 
     The log is filled whether or not it has readers. ``keep_s`` after its last reader
     has left, the log is removed; if the stream is not complete, it is cancelled.
-
-    Attributes:
-        tenant: Owner of the stream.
-        size: Total bytes of the events.
-        is_complete: Whether the stream has ended.
     """
 
     def __init__(
         self, logs: EventLogs, name: str, tenant: str, keep_s: float, end: _Call
     ) -> None:
-        self._logs, self.name, self.tenant = logs, name, tenant
+        self._logs, self.name, self.tenant = logs, name, tenant  # the stream's owner
         self._keep_s, self._end = keep_s, end
         self._events: list[bytes] = []
         self._first = 0  # number of events that were dropped for lack of memory
         self._is_waiting = False
-        self.size = 0
-        self.is_complete = False
+        self.size = 0  # bytes of all events
+        self.is_complete = False  # the stream has ended
         # For each reader, a list with the number of the last event that it has.
         self._positions: list[list[int]] = []
         self._changed = asyncio.Event()
@@ -108,11 +103,7 @@ class EventLog:
     # Reading.
 
     async def read(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events after number ``after``, until the stream ends.
-
-        Raises:
-            UnknownStreamError: Some of these events were dropped.
-        """
+        """Yield all events after ``after``; UnknownStreamError: some were dropped."""
         self.require_all(after)
         position = [after]
         self._positions.append(position)
@@ -162,11 +153,7 @@ _Call = Callable[[], None]
 
 
 class EventLogs:
-    """The logs of a gateway.
-
-    Args:
-        max_bytes: Maximum bytes of all events; one tenant may use half of this.
-    """
+    """The logs of a gateway: ``max_bytes`` of events, at most half for one tenant."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -182,10 +169,7 @@ class EventLogs:
     def begin(
         self, name: str, tenant: str, keep_s: float, on_end: _Call = lambda: None
     ) -> EventLog:
-        """Return a new log, which the caller must fill.
-
-        ``on_end`` is called when the log is removed.
-        """
+        """Return a new log, for the caller to fill; removing it calls ``on_end``."""
         log = EventLog(self, name, tenant, keep_s, on_end)
         self._logs[name] = log
         self._begun.set()

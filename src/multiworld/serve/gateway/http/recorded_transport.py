@@ -61,34 +61,24 @@ class PeekedSocket(socket.socket):
 
 
 class NoTransport(asyncio.Transport):
-    """The transport of a connection without a client."""
+    """The transport of a connection without a client: nothing is read or written."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self._protocol = protocol
         self._is_closing = False
 
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+    def _nothing(self, *args: Any, **options: Any) -> None:
         """Do nothing."""
 
-    def write_eof(self) -> None:
-        """Do nothing."""
+    write = write_eof = pause_reading = resume_reading = _nothing
+    set_write_buffer_limits = _nothing
 
     def can_write_eof(self) -> bool:
         return False
 
-    def set_write_buffer_limits(
-        self, high: int | None = None, low: int | None = None
-    ) -> None:
-        """Do nothing: nothing is buffered."""
-
     def get_write_buffer_size(self) -> int:
         return 0
-
-    def pause_reading(self) -> None:
-        """Do nothing: there is no input."""
-
-    resume_reading = pause_reading
 
     def is_closing(self) -> bool:
         return self._is_closing

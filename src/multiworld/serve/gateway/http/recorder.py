@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
-from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.keeper_link import KeeperLink, Recorded
 from multiworld.serve.gateway.http.recorded_transport import (
     PeekedSocket,
     RecordedTransport,
@@ -65,14 +65,8 @@ class Unrecorded:
         return False
 
 
-class Recorder(Unrecorded):
-    """Records a connection at the keeper of its host.
-
-    Args:
-        link: Link to the keeper.
-        record: The keeper's record of the connection.
-        sock: Socket of the connection.
-    """
+class Recorder(Unrecorded, Recorded):
+    """Records a connection at the keeper of its host; ``record`` is the keeper's."""
 
     def __init__(
         self, link: KeeperLink, record: ConnectionRecord, sock: PeekedSocket
@@ -203,13 +197,8 @@ class Recorder(Unrecorded):
             self._transport.abandon()
 
 
-class DetachedRecorder(Unrecorded):
-    """Records a kept stream, with or without a client.
-
-    Args:
-        link: Link to the keeper.
-        record: Record of the stream, from another gateway if the stream moved here.
-    """
+class DetachedRecorder(Unrecorded, Recorded):
+    """Records a kept stream, begun or moved here, with or without a client."""
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
         self._link, self.record = link, record
@@ -243,19 +232,6 @@ class DetachedRecorder(Unrecorded):
 
     def closed(self) -> None:
         self.idle()
-
-    # Methods that ``KeeperLink`` calls.
-
-    def fileno(self) -> int:
-        return -1
-
-    def hold(self) -> None:
-        """Do nothing: there is no output."""
-
-    resume = fail = pause_reading = resume_reading = hold
-
-    def settle(self) -> None:
-        self.record.settle()
 
     def abandon(self) -> None:
         self._is_ended = self.is_abandoned = True

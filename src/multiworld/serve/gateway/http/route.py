@@ -73,26 +73,18 @@ class Tag(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the route table.
+    """One row of the route table."""
 
-    Attributes:
-        method: ``GET``, which includes ``HEAD``, or ``POST``.
-        path: ``{name}`` is a parameter; the part in brackets is optional.
-        handler: Answers a ``Call``, or an ``AdmittedCall`` if the route needs a body.
-            The handler's docstring describes the route in the API's documentation.
-        needs: Requirement that is checked before the handler is called.
-        tag: Part of the API.
-        operation: Further fields of the route's OpenAPI description.
-        is_shown: Whether the OpenAPI document has the route.
-    """
-
-    method: str
-    path: str
+    method: str  # ``GET``, which includes ``HEAD``, or ``POST``
+    path: str  # ``{name}`` is a parameter; the part in brackets is optional
+    # Answers a ``Call``, or an ``AdmittedCall`` if the route needs a body. The
+    # handler's docstring describes the route in the API's documentation.
     handler: Callable[[Any], Coroutine[Any, Any, Response]]
-    needs: Needs
-    tag: Tag
+    needs: Needs  # checked before the handler is called
+    tag: Tag  # part of the API
+    # Further fields of the route's OpenAPI description.
     operation: Mapping[str, Any] = field(default_factory=dict)
-    is_shown: bool = True
+    is_shown: bool = True  # in the OpenAPI document
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -130,7 +122,8 @@ async def respond(
             gateway, route, request, path, recorder, record
         )
     else:
-        response = await _respond(gateway, route, request, path)
+        answer = _respond(gateway, route, request, path)
+        response = await _handled(answer, route)
     # Append directly: ``headers`` would first search for a header of this name.
     response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     return response
@@ -139,16 +132,12 @@ async def respond(
 async def _respond(
     gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
 ) -> Response:
-
-    async def answer() -> Response:
-        tenant = ANONYMOUS
-        if route.needs is Needs.OPERATOR:
-            gateway.authenticator.check_operator(request.headers)
-        elif route.needs is Needs.TENANT:
-            tenant = gateway.authenticator.identify(request.headers)
-        return await route.handler(Call(gateway, request, path, tenant))
-
-    return await _handled(answer, route)
+    tenant = ANONYMOUS
+    if route.needs is Needs.OPERATOR:
+        gateway.authenticator.check_operator(request.headers)
+    elif route.needs is Needs.TENANT:
+        tenant = gateway.authenticator.identify(request.headers)
+    return await route.handler(Call(gateway, request, path, tenant))
 
 
 async def _respond_counted(
@@ -208,9 +197,7 @@ async def _respond_counted(
     response: Response | None = None
     phases = None
     try:
-        response = await _handled(
-            lambda: while_connected(request, route.handler(call)), route
-        )
+        response = await _handled(while_connected(request, route.handler(call)), route)
         response = _continued(response, record)
         status = response.status_code
     finally:
@@ -234,9 +221,9 @@ def _continued(response: Response, record: AnswerRecord) -> Response:
     return failed_stream(bytes(response.body))
 
 
-async def _handled(answer: Callable[[], Awaitable[Response]], route: Route) -> Response:
+async def _handled(answer: Awaitable[Response], route: Route) -> Response:
     try:
-        return await answer()
+        return await answer
     except ServeError as error:
         return route.refuse(error)
     except Exception:

@@ -54,11 +54,7 @@ class Certificate:
 
 
 def check_certificate(spec: GatewaySpec) -> None:
-    """Load the certificate before any gateway starts, to report a mistake only once.
-
-    Raises:
-        ServeError: The certificate or its key cannot be used.
-    """
+    """Raise ServeError once, before gateways start, if the certificate is unusable."""
     if spec.tls_certificate is None or spec.tls_key is None:
         return
     try:

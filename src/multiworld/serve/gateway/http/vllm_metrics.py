@@ -60,21 +60,13 @@ HISTOGRAMS = {
 
 
 def vllm_families(
-    sums: Sums,
-    gateways: Mapping[str, GatewayReport],
-    replicas: Mapping[str, WorkerReport],
+    sums: Sums,  # of all gateways
+    gateways: Mapping[str, GatewayReport],  # by name
+    replicas: Mapping[str, WorkerReport],  # by name
     table: RoutingTable,
-    ends: Mapping[str, Sequence[str]],
+    ends: Mapping[str, Sequence[str]],  # bounds of buckets, by kind of histogram
 ) -> Iterator[Metric]:
-    """Yield the metrics of models that generate text.
-
-    Args:
-        sums: Counts of all gateways.
-        gateways: Reports of all gateways, by name.
-        replicas: Reports of all replicas, by name.
-        table: Routing table, with each replica's model and stage.
-        ends: Bounds of the buckets, by kind of histogram.
-    """
+    """Yield the metrics of models that generate text."""
     models = sorted({labels[0] for kind, labels in sums if kind == "completions"})
     first = {
         model: [

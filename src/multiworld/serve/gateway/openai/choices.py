@@ -94,10 +94,8 @@ async def generate(
     """Generate all choices concurrently; if one fails, end the others.
 
     Yield tokens that another gateway has sent first; each choice continues after them.
-    Yield None after every ``KEEP_ALIVE_S`` without a token.
-
-    Raises:
-        SlowClientError: The pieces that wait for the client exceed ``MAX_UNREAD``.
+    Yield None after every ``KEEP_ALIVE_S`` without a token. Raise SlowClientError if
+    the pieces that wait for the client exceed ``MAX_UNREAD``.
     """
     tokens: dict[int, list[int]] = {}
     for index, item in record.replayed():

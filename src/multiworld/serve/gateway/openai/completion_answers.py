@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import wrong_field
 from multiworld.serve.gateway.http.http_responses import event_of, json_response
 from multiworld.serve.gateway.openai.choices import (
     KEEP_ALIVE_S,
@@ -39,12 +39,11 @@ async def whole(ready: Ready, pieces: Pieces) -> Response:
             continue
         scored += 0 if per_token is None else 1 + per_token
         if scored > MAX_LOGPROBS:
-            raise InvalidRequestError(
-                f"the answer has more than {MAX_LOGPROBS} log-probabilities; set "
-                "max_tokens, lower logprobs, or stream the answer",
-                param="logprobs",
-                code="invalid_value",
+            rule = (
+                f"would give the answer more than {MAX_LOGPROBS} log-probabilities; "
+                "set max_tokens, lower logprobs, or stream the answer"
             )
+            raise wrong_field("logprobs", rule)
         index = piece.choice.index
         outputs[index].add(piece, ready.parsers[index])
     if ready.wanted.sampling.logprobs is not None:  # logprobs take long to render

@@ -201,7 +201,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )
-    structure = structure_of(asked.response_format, asked.structured_outputs)
+    structure, schema = structure_of(asked.response_format, asked.structured_outputs)
     if asked.ignore_eos and structure is not None:
         rule = (
             "cannot be combined with structured output, which decides when the answer "
@@ -232,7 +232,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         detach_s=asked.detach_s,
         has_ids=bool(asked.return_token_ids),
         structure=structure,
-        schema=schema_of(asked.response_format, asked.structured_outputs),
+        schema=schema,
         session=session,
         given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
         has_seed=asked.seed is not None,
@@ -241,42 +241,30 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
 
 def structure_of(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
-) -> Structure | None:
-    """Return the structure that a request requires; None if it requires none."""
-    found: list[Structure] = []
-    of_schema = grammars.grammar_of_schema
-    if form is not None and form.type == "json_object":
-        found.append(partial(of_schema, grammars.ANY_OBJECT, "response_format"))
-    elif form is not None and form.type == "json_schema":
-        schema = None if form.json_schema is None else form.json_schema.schema
+) -> tuple[Structure | None, Any]:
+    """Return the structure that a request requires, and its schema; None: none."""
+    found: list[tuple[Structure, Any]] = []
+    of_schema, param = grammars.grammar_of_schema, "response_format"
+    if form is not None and form.type != "text":
+        schema: Any = grammars.ANY_OBJECT
+        if form.type == "json_schema":
+            schema = None if form.json_schema is None else form.json_schema.schema
         if schema is None:
-            raise wrong_field("response_format", "needs json_schema with a schema")
-        found.append(partial(of_schema, schema, "response_format"))
+            raise wrong_field(param, "needs json_schema with a schema")
+        found.append((partial(of_schema, schema, param), schema))
     if outputs is not None:
-        fields = msgspec.structs.asdict(outputs)
+        fields, param = msgspec.structs.asdict(outputs), "structured_outputs"
         if fields.pop("json_object"):
             fields["json"] = grammars.ANY_OBJECT
         given = {kind: value for kind, value in fields.items() if value is not None}
         if len(given) != 1:
             rule = "must have exactly one of json, regex, choice, grammar, json_object"
-            raise wrong_field("structured_outputs", rule)
-        param = "structured_outputs"
-        found += [partial(MAKERS[kind], v, param) for kind, v in given.items()]
+            raise wrong_field(param, rule)
+        kind, value = given.popitem()
+        found.append((partial(MAKERS[kind], value, param), fields["json"]))
     if len(found) > 1:
         raise wrong_field("structured_outputs", "cannot be given with response_format")
-    return found[0] if found else None
-
-
-def schema_of(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> Any:
-    """Return the JSON schema that a request requires; None if it requires none."""
-    is_object = (form is not None and form.type == "json_object") or (
-        outputs is not None and bool(outputs.json_object)
-    )
-    if is_object:
-        return grammars.ANY_OBJECT
-    if form is not None and form.type == "json_schema" and form.json_schema is not None:
-        return form.json_schema.schema
-    return None if outputs is None else outputs.json
+    return found[0] if found else (None, None)
 
 
 def _check_metadata(given: dict[str, str] | None) -> None:

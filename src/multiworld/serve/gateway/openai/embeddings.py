@@ -14,7 +14,12 @@ from starlette.responses import Response
 from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
-from multiworld.errors import InvalidRequestError, NoReplicaError, OverloadedError
+from multiworld.errors import (
+    InvalidRequestError,
+    NoReplicaError,
+    OverloadedError,
+    wrong_field,
+)
 from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http import json_limits, request_body
 from multiworld.serve.gateway.http.calls import AdmittedCall
@@ -80,11 +85,11 @@ def _embedding_request(body: Body) -> EmbeddingRequest:
         )
     inputs = _inputs(bytes(payload.input))
     if len(inputs) > MAX_TEXTS:
-        raise _invalid("input", f"has more than {MAX_TEXTS} texts; split it")
+        raise wrong_field("input", f"has more than {MAX_TEXTS} texts; split it")
     if encoding not in ("float", "base64"):
-        raise _invalid("encoding_format", 'must be "float" or "base64"')
+        raise wrong_field("encoding_format", 'must be "float" or "base64"')
     if dimensions is not None and type(dimensions) is not int:
-        raise _invalid("dimensions", "must be an integer")
+        raise wrong_field("dimensions", "must be an integer")
     is_base64 = encoding == "base64"
     return EmbeddingRequest(model, inputs, dimensions, is_base64)
 
@@ -93,7 +98,7 @@ def _small(name: str, part: msgspec.Raw) -> Any:
     try:
         return json_limits.small(part, name, _any)
     except InvalidRequestError:
-        raise _invalid(name, "is too long") from None
+        raise wrong_field(name, "is too long") from None
 
 
 def _inputs(given: bytes) -> list[str] | list[list[int]]:
@@ -106,14 +111,14 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
             json_limits.check_values(given)
             return _not_empty(_strings.decode(given))
         if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
-            raise _invalid(
+            raise wrong_field(
                 "input", f"has more than {MAX_TOKENS} tokens or {MAX_TEXTS} arrays"
             )
         if first == b"[":
             return _not_empty(_token_lists.decode(given))
         return _not_empty([_tokens.decode(given)])
     except json_limits.NOT_JSON:
-        raise _invalid(
+        raise wrong_field(
             "input", "must be a string, an array of token ids, or a list of either"
         ) from None
 
@@ -123,21 +128,17 @@ Input = TypeVar("Input", str, list[int])
 
 def _not_empty(inputs: list[Input]) -> list[Input]:
     if not inputs or not all(inputs):
-        raise _invalid(
+        raise wrong_field(
             "input", "must hold strings or arrays of token ids, none of them empty"
         )
     return inputs
-
-
-def _invalid(param: str, rule: str) -> InvalidRequestError:
-    return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
 
 
 def _check_dimensions(dimensions: int | None, model: Model) -> None:
     size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
     if dimensions is not None and dimensions != size:
         rule = f"is {dimensions}, but this model returns {size}; leave it out"
-        raise _invalid("dimensions", rule)
+        raise wrong_field("dimensions", rule)
 
 
 def _checked(
@@ -147,7 +148,7 @@ def _checked(
     is_text = isinstance(inputs[0], str)
     encode = getattr(frontend, "encode" if is_text else "encode_tokens", None)
     if encode is None:
-        raise _invalid("input", "must be text: this model takes no arrays of tokens")
+        raise wrong_field("input", "must be text: this model takes no arrays of tokens")
     found: list[Tensors] = [encode(each) for each in inputs]
     for tensors in found:
         tensor_format.check(tensors, model)
@@ -191,7 +192,7 @@ async def _prepared(
     version, model = gateway.model(name, None, tenant)
     _check_dimensions(asked.dimensions, model)
     if model.generation is not None:
-        raise _invalid("model", "names a model that generates text and cannot embed")
+        raise wrong_field("model", "names a model that generates text and cannot embed")
     served = gateway.route(name, tenant)
     frontend = await gateway.text(served, version, model)
     size = sum(map(len, asked.inputs))
@@ -203,10 +204,7 @@ async def _prepared(
     for begin in range(0, len(asked.inputs), INPUTS_PER_JOB):
         some = asked.inputs[begin : begin + INPUTS_PER_JOB]
         encode = partial(_checked, frontend, model, some)
-        cost = 1.0 + sum(map(len, some))
-        work = gateway.encoding.submit(tenant.share, cost, encode)
-        found = await asyncio.wrap_future(work)
-        inputs += found
+        inputs += await gateway.encoded(tenant.share, sum(map(len, some)), encode)
     return version, model, inputs
 
 

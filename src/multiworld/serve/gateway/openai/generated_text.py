@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -72,7 +70,8 @@ async def tokenize(call: AdmittedCall) -> Response:
     served = await served_model(call, asked.model)
     size = bytes_of((asked.messages, asked.prompt))
     served.tokenizer.check_length(size, served.longest)
-    return await _encoded(call, size, partial(_tokenize, asked, served))
+    encode = partial(_tokenize, asked, served)
+    return json_response(await call.gateway.encoded(call.tenant.share, size, encode))
 
 
 async def detokenize(call: AdmittedCall) -> Response:
@@ -83,7 +82,8 @@ async def detokenize(call: AdmittedCall) -> Response:
     if count > served.longest:
         rule = f"has {count} tokens; this model takes at most {served.longest}"
         raise wrong_field("tokens", rule)
-    return await _encoded(call, count, partial(_detokenize, asked, served))
+    decode = partial(_detokenize, asked, served)
+    return json_response(await call.gateway.encoded(call.tenant.share, count, decode))
 
 
 def _tokenize_request(body: Body) -> TokenizeBody:
@@ -93,14 +93,6 @@ def _tokenize_request(body: Body) -> TokenizeBody:
     elif asked.prompt is None:
         raise InvalidRequestError("give prompt or messages", param="prompt")
     return asked
-
-
-async def _encoded(
-    call: AdmittedCall, size: int, encode: Callable[[], dict[str, Any]]
-) -> Response:
-    """Run the tokenizer in a thread, fairly among tenants; answer with its result."""
-    work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
-    return json_response(await asyncio.wrap_future(work))
 
 
 def _tokenize(asked: TokenizeBody, served: ServedModel) -> dict[str, Any]:
@@ -126,9 +118,5 @@ def _tokenize(asked: TokenizeBody, served: ServedModel) -> dict[str, Any]:
 def _detokenize(asked: DetokenizeBody, served: ServedModel) -> dict[str, Any]:
     vocabulary = served.generation.vocabulary
     if any(not 0 <= token < vocabulary for token in asked.tokens):
-        raise InvalidRequestError(
-            f"tokens must be from 0 to {vocabulary - 1}",
-            param="tokens",
-            code="invalid_value",
-        )
+        raise wrong_field("tokens", f"must be from 0 to {vocabulary - 1}")
     return {"prompt": served.tokenizer.decode(asked.tokens, skips_special=False)}

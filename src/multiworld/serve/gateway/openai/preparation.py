@@ -223,7 +223,7 @@ async def _chat_prompt(
         effort=asked.reasoning_effort,
         has_controls=served.has_controls,
     )
-    tokens = await _encoded(call, size, encode)
+    tokens = await call.gateway.encoded(call.tenant.share, size, encode)
     return Prompts([tokens], _reasoning_after(tokens, served))
 
 
@@ -254,7 +254,8 @@ async def _text_prompts(
     for prompt, size in zip(prompts, sizes, strict=True):
         if isinstance(prompt, str):
             encode = partial(tokenizer.encode, prompt, has_special=has_special)
-            tokens.append(await _encoded(call, size, encode))
+            share = call.tenant.share
+            tokens.append(await call.gateway.encoded(share, size, encode))
         else:
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
@@ -280,14 +281,6 @@ TEXT = CompletionKind(
 )
 
 
-async def _encoded(
-    call: AdmittedCall, size: int, encode: Callable[[], list[int]]
-) -> list[int]:
-    """Encode a text in a thread, in fair order among tenants; may take a second."""
-    work = call.gateway.encoding.submit(call.tenant.share, 1.0 + size, encode)
-    return await asyncio.wrap_future(work)
-
-
 def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
     if wanted.calling is None:
         return []
@@ -302,11 +295,7 @@ def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
 
 def _check_choices(prompts: int, n: int) -> None:
     if prompts * n > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"prompts times n must be at most {MAX_CHOICES}",
-            param="n",
-            code="invalid_value",
-        )
+        raise wrong_field("n", f"times the prompts must be at most {MAX_CHOICES}")
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
@@ -315,12 +304,11 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         return
     scores = sum(map(len, prompts)) * wanted.n * (1 + per_token)
     if scores > MAX_SCORES:
-        raise InvalidRequestError(
-            f"echo with logprobs would return {scores} log-probabilities; at most "
-            f"{MAX_SCORES} fit into one answer",
-            param="logprobs",
-            code="invalid_value",
+        rule = (
+            f"with echo would return {scores} log-probabilities; at most {MAX_SCORES} "
+            "fit into one answer"
         )
+        raise wrong_field("logprobs", rule)
 
 
 def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
@@ -441,22 +429,17 @@ async def _ready(
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling
     if calling is not None and calling.is_free and served.family is None:
-        raise InvalidRequestError(
-            "this model has no tool_call_parser in its spec; name a tool or use "
-            "tool_choice: required",
-            param="tools",
-            code="unsupported_value",
+        rule = (
+            "need a tool_call_parser in this model's spec; name a tool or use "
+            "tool_choice: required"
         )
+        raise wrong_field("tools", rule, "unsupported_value")
     vocabulary, tokenizer = served.generation.vocabulary, served.tokenizer
     for tokens in prompts:
         low, high = min(tokens, default=0), max(tokens, default=0)
         if low < 0 or high >= vocabulary:
-            raise InvalidRequestError(
-                f"prompt has tokens from {low} to {high}; the vocabulary has 0 to "
-                f"{vocabulary - 1}",
-                param="prompt",
-                code="invalid_value",
-            )
+            known = f"the vocabulary has 0 to {vocabulary - 1}"
+            raise wrong_field("prompt", f"has tokens from {low} to {high}; {known}")
         sampling = check_fits(
             len(tokens),
             wanted.sampling,

@@ -249,10 +249,8 @@ def decoded_with_ignored(
 ) -> tuple[Any, tuple[str, ...]]:
     """Return a request without its unknown fields, and their names.
 
-    Raises:
-        InvalidRequestError: The body is invalid, or an unknown field would change the
-            answer or is a misspelt known field. With ``is_strict``, any unknown field
-            is an error.
+    Raise InvalidRequestError if the body is invalid, or if an unknown field would
+    change the answer or is a misspelt known field; with ``is_strict``, for any field.
     """
     check_values(body)
     ignored: list[str] = []

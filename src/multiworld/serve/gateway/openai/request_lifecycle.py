@@ -40,10 +40,8 @@ class Form:
 def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
     """Reserve places in the queue, charge the prompts, and return the output.
 
-    No replica is chosen before the first piece is read.
-
-    Raises:
-        OverloadedError: The queue has no room for all choices; nothing is charged.
+    No replica is chosen before the first piece is read. OverloadedError: the queue has
+    no room for all choices; nothing is charged.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
     call.reservation.release()  # frees the body's memory, as a stream may take long
@@ -76,7 +74,6 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
         session=wanted.session,
         origin=admitted.origin,
         version=ready.served.version,
-        has_place=True,
     )
     samplings = [
         replace(wanted.sampling, choice=one.index % n) for one in ready.choices

@@ -217,11 +217,7 @@ STREAM: dict[str, Any] = {
 def described(
     body: str, example: Any, answer: Schema | None, *, is_streamed: bool = False
 ) -> dict[str, Any]:
-    """Describe a route's body and answer.
-
-    ``body`` names a schema of ``schemas``; ``answer`` is None if all answers are
-    streamed.
-    """
+    """Describe a route's body, a name in ``schemas``, and its answer; None: streams."""
     content: dict[str, Any] = {}
     if answer is not None:
         content["application/json"] = {"schema": answer}

@@ -236,10 +236,9 @@ class CallParser:
                 yield from self._calls(found)
 
     def _closed(self, text: str) -> tuple[list[tuple[str, str]] | None, int]:
-        """Return the calls before the end mark, and the position of that mark.
+        """Return the calls before the end mark (None: invalid), and its position.
 
-        None instead of calls: the text is not a valid call. Position -1: the call is
-        not yet complete. A mark within a JSON string is skipped.
+        Position -1: the call is incomplete. A mark within a JSON string is skipped.
         """
         end = -1
         for _ in range(MAX_MARKS):

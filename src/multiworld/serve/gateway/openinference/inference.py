@@ -104,9 +104,11 @@ async def _computed(
     if timeout_s is None:
         timeout_s = default_s
     timeout_s = max(0.001, timeout_s - call.record.spent_s)
-    session = _session(given.sequence_id)
-    ends_at = clock() + timeout_s
-    tokens, call.admitted.model = _tokens(asked.tensors), name
+    # Requests of a session prefer the same replicas.
+    session = str(given.sequence_id) if given.sequence_id else None
+    ends_at, call.admitted.model = clock() + timeout_s, name
+    ids = asked.tensors.get("input_ids")  # the name that transformers uses
+    tokens = 0 if ids is None else ids.numel()
     try:
         while True:
             try:
@@ -141,14 +143,3 @@ async def _rendered(
         headers={"Inference-Header-Content-Length": str(head)},
         media_type="application/octet-stream",
     )
-
-
-def _tokens(tensors: Tensors) -> int:
-    """Return the number of tokens in ``input_ids``, the name that transformers uses."""
-    ids = tensors.get("input_ids")
-    return 0 if ids is None else ids.numel()
-
-
-def _session(given: int | str | None) -> str | None:
-    """Return the session, whose requests prefer the same replicas; None: no session."""
-    return None if given in (None, 0, "") else str(given)

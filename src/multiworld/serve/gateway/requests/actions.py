@@ -36,10 +36,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A request that is queued for another attempt; the dispatcher logs and counts it.
-
-    ``replica`` had the previous attempt.
-    """
+    """A request queued again after an attempt at ``replica``; to log and to count."""
 
     number: int
     replica: str

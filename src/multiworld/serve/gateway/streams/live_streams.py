@@ -12,12 +12,7 @@ SHOWN = 100  # maximum number of streams, and of chains, that a gateway shows
 
 
 def shown(streams: Collection[Stream], now: float) -> tuple[StreamShown, ...]:
-    """Return streams for display: first those in trouble, then others, by age.
-
-    Args:
-        streams: Streams of this gateway; probes are not returned.
-        now: Monotonic time, as in ``Stream.began_at``.
-    """
+    """Return streams, except probes: first those in trouble, then others, by age."""
     theirs = [stream for stream in streams if not stream.via]
     theirs.sort(key=lambda stream: (not _is_in_trouble(stream), stream.began_at))
     return tuple(

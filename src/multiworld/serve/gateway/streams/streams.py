@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ from multiworld.serve.wire.generation_messages import (
 )
 from multiworld.serve.wire.origin import NOWHERE, Origin
 from multiworld.serve.wire.protocol import MessageError
-from multiworld.serve.wire.routing_table import Route, RoutingTable
+from multiworld.serve.wire.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -77,18 +76,13 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """The part of a stream that another gateway has delivered.
-
-    Attributes:
-        tokens: Delivered tokens.
-        noise: Noise source that sampled the tokens (``WholeEngine.noise``); None: any
-            replica may continue the stream.
-        age_s: Seconds since its request began.
-    """
+    """The part of a stream that another gateway has delivered."""
 
     tokens: tuple[int, ...] = ()
+    # Noise source that sampled the tokens (``WholeEngine.noise``); None: any replica
+    # may continue the stream.
     noise: str | None = None
-    age_s: float = 0.0
+    age_s: float = 0.0  # seconds since its request began
 
 
 NOTHING = Delivered()
@@ -112,11 +106,7 @@ class OpenStream:
         return self._stream.noise
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the stream at all replicas, and count it; call this once.
-
-        Args:
-            error: Error with which the stream ended; None: it is complete.
-        """
+        """End the stream at all replicas, and count it, once; no error: complete."""
         self._close(error)
 
 
@@ -154,25 +144,23 @@ class Streams:
         delivered: Delivered,
         on_item: OnItem,
         *,
-        deadline_s: float | None = None,  # None: the model's default
+        deadline_s: float,
+        version: str,  # of the model
         limits: TimeLimits = NO_LIMITS,
         share: Share = DEFAULT_SHARE,
         adapter: str = "",  # the LoRA adapter to compute with; empty: none
         session: str = "",  # streams of a tenant's session prefer the same replicas
         origin: Origin = NOWHERE,
         via: dict[int, str] | None = None,  # for a probe: replicas to pass, by stage
-        version: str | None = None,  # None: the active version
-        has_place: bool = False,  # whether a place was reserved
     ) -> OpenStream:
         """Generate tokens; ``on_item`` gets each as it arrives.
 
-        The last item has ``finish``, or is an error, or a ``Cut`` at the deadline.
+        The last item has ``finish``, or is an error, or a ``Cut`` at the deadline. The
+        caller has reserved a place in the queue.
         """
         if via is None:
-            if not has_place:
-                self.check_room(model, share)
             self.asked_at = self._clock()
-        route = self.router.route(model)
+        self.router.route(model)  # raises UnknownModelError
         now = self._clock()
         # Numbers follow the clock, so that they order the streams of all gateways by
         # age: a replica that lacks memory preempts the latest sequence.
@@ -180,11 +168,11 @@ class Streams:
         stream = Stream(
             self._number,
             model,
-            version or route.version,
+            version,
             [*tokens, *delivered.tokens],
             len(tokens),
             sampling,
-            now + (_deadline_of(route) if deadline_s is None else deadline_s),
+            now + deadline_s,
             via or {},
             limits,
             now,
@@ -364,7 +352,3 @@ class Streams:
                     self._traces[number].lost(text, now)
                 else:
                     self._traces[number].note(text, now)
-
-
-def _deadline_of(route: Route) -> float:
-    return route.deadline_s if route.has_deadline else math.inf

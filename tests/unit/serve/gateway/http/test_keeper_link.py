@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multiworld.serve.gateway.http import keeper_link
-from multiworld.serve.gateway.http.keeper_link import KeeperLink
+from multiworld.serve.gateway.http.keeper_link import KeeperLink, Recorded
 from multiworld.serve.keeper.channel import Channel
 from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Entry, Kind, entry, frame
@@ -22,18 +22,12 @@ LARGE = b"x" * 40_000_000
 """More than any socket takes."""
 
 
-class Kept:
+class Kept(Recorded):
     """A connection that notes what is done to it."""
 
     def __init__(self, number: int) -> None:
         self.record = ConnectionRecord(number)
         self.done: list[str] = []
-
-    def fileno(self) -> int:
-        return -1
-
-    def settle(self) -> None:
-        self.record.settle()
 
     def hold(self) -> None:
         self.done.append("hold")

@@ -528,6 +528,7 @@ class Client:
             grammar=self._grammar,
         )
         arrived: asyncio.Queue[Item] = asyncio.Queue()
+        self._streams.check_room("m", self._share)
         stream = self._streams.open(
             "m",
             self.prompt,
@@ -535,6 +536,7 @@ class Client:
             NOTHING,
             arrived.put_nowait,
             deadline_s=self._deadline_s,
+            version=self._streams.router.route("m").version,
             session=self._session,
             share=self._share,
             origin=self._origin,
