@@ -131,9 +131,9 @@ def test_larger_batches_are_not_slowness() -> None:
     assert stage.run(30.0) == {}
 
 
-@pytest.mark.parametrize(("rows", "is_slower"), [(1.0, True), (10.0, False)])
+@pytest.mark.parametrize(("rows", "is_slower"), [(1, True), (10, False)])
 def test_stage_is_slower_if_its_steps_take_longer_with_as_many_rows(
-    rows: float, *, is_slower: bool
+    rows: int, *, is_slower: bool
 ) -> None:
     stage = Stage(Replica(), Replica())
     stage.run(60.0)
