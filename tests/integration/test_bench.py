@@ -36,7 +36,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "joining": {"nothing else": 4, "join and leave": 4, "join and break": 4},
     "fan": {"1 world": 4, "8 worlds": 4},
     "collectives": {"plain gloo": 18, "world, direct": 18, "world, gloo": 18},
-    "serving": {"three stages": 12, "one stage": 12, "gateway": 1, "whole service": 1},
+    "serving": {"three stages": 12, "one stage": 12, "gateway": 1, "whole service": 2},
 }
 
 
