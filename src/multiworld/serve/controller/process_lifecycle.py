@@ -157,7 +157,7 @@ class ProcessLifecycle:
         why = error.reason.removeprefix("rank 1 was lost: ")
         why += f"; {error.evidence}"
         running = self._processes.running.get(name)
-        if not error.has_ended and running is not None:
+        if error.evidence.startswith("no heartbeat") and running is not None:
             why += local_words(running.pid, running.began)
         if error.has_ended:
             # Wait for the launcher to report the exit code, which is a better reason;

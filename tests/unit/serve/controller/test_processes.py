@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
-from multiworld.serve.controller.processes import KEPT_LOGS, Processes, end_words
+from multiworld.serve.controller.launchers.base import (
+    Launcher,
+    RunningProcess,
+    began_at,
+)
+from multiworld.serve.controller.processes import (
+    KEPT_LOGS,
+    Processes,
+    end_words,
+    local_words,
+)
 from multiworld.serve.machines.amounts import Need
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
@@ -47,6 +58,18 @@ def test_exit_of_a_process_is_described(
 ) -> None:
     found = end_words(code, is_ours=is_ours, ran_out_of_memory=lambda: ran_out)
     assert found == words
+
+
+def test_silent_process_of_this_machine_runs_or_is_stopped() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        began = began_at(process.pid)
+        assert began is not None
+        assert "runs on this machine" in local_words(process.pid, began)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert local_words(process.pid, began) == "; its process is stopped"
+        assert local_words(process.pid, began + 1) == ""
+        process.kill()
 
 
 def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> None:
