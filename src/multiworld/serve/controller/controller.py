@@ -329,12 +329,12 @@ class Controller:
         }
         self.observer.seen(reports, self._metrics.sums(), posts)
         busy = (report.machine_busy for report in reports.workers.values())
-        self._neighbour = ""
         if max(busy, default=0.0) >= SATURATED:
-            running = self.processes.running.values()
-            self._neighbour = self._neighbours.most(
-                {os.getpid(), *(each.pid for each in running)}
-            )
+            own = {os.getpid(), *(p.pid for p in self.processes.running.values())}
+            # Reading thousands of processes takes long.
+            self._neighbour = await asyncio.to_thread(self._neighbours.most, own)
+        else:
+            self._neighbour = ""
 
     async def _look(self, limit_s: float) -> messages.Reports:
         is_watched = self._clock() < self._watched_until

@@ -148,7 +148,9 @@ def _of_machines(facts: Facts) -> Iterator[str]:
         ours += sum(gateway.cores for gateway in facts.gateways.values())
         others = busy * node.cpus - ours
         if others > OTHERS * node.cpus:
-            who = f", most of it by {facts.neighbour}" if facts.neighbour else ""
+            is_here = len(facts.nodes) == 1  # the controller sees its own machine only
+            is_known = bool(facts.neighbour) and is_here
+            who = f", most of it by {facts.neighbour}" if is_known else ""
             yield (
                 f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} are "
                 f"used, {ours:.1f} by this service's replicas and gateways, and "
