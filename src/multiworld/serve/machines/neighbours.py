@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container
 
 import psutil
 
 LOOK_S = 5.0  # minimum seconds between two looks, which take milliseconds
-LITTLE = 0.2  # cores below which a process is not named
+SHOWN = 3  # maximum number of process ids that are named
+LITTLE = 0.2  # cores below which a program is not named
 
 
 class Neighbours:
-    """Finds the process outside a service that uses the most cores."""
+    """Finds the program outside a service that uses the most cores."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,10 +26,10 @@ class Neighbours:
         self._most = ""
 
     def most(self, own: Container[int]) -> str:
-        """Return name, id and cores of the process that used most since the last look.
+        """Return the name, processes and cores of what used most since the last look.
 
-        Processes in ``own`` and their descendants do not count. Empty: there is none,
-        or this is the first look.
+        Processes of one name count together; those in ``own`` and their descendants do
+        not count. Empty: there is none, or this is the first look.
         """
         now = self._clock()
         took_s = now - self._looked_at
@@ -35,23 +37,28 @@ class Neighbours:
             return self._most
         before, self._used, self._looked_at = self._used, {}, now
         parents: dict[int, int] = {}
-        cores: dict[psutil.Process, float] = {}
+        cores: dict[tuple[str, int], float] = {}  # by name and id
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error), process.oneshot():
                 key = process.pid, process.create_time()
                 times = process.cpu_times()
                 parents[process.pid] = process.ppid()
                 self._used[key] = times.user + times.system
-                if key in before:
-                    cores[process] = (self._used[key] - before[key]) / took_s
-        others = {p: n for p, n in cores.items() if not _is_of(p.pid, own, parents)}
+                used_s = self._used[key] - before.get(key, self._used[key])
+                if used_s > 0:
+                    cores[process.name(), process.pid] = used_s / took_s
+        sums: Counter[str] = Counter()
+        pids: dict[str, list[int]] = {}
+        for (name, pid), used in cores.items():
+            if not _is_of(pid, own, parents):
+                sums[name] += used  # type: ignore[assignment]
+                pids.setdefault(name, []).append(pid)
         self._most = ""
-        if others:
-            most = max(others, key=lambda process: others[process])
-            with contextlib.suppress(psutil.Error):
-                if others[most] >= LITTLE:
-                    who = f"{most.name()} (process {most.pid})"
-                    self._most = f"{who} with {others[most]:.1f}"
+        for name, used in sums.most_common(1):
+            if used >= LITTLE:
+                shown = ", ".join(map(str, pids[name][:SHOWN]))
+                more = " and more" * (len(pids[name]) > SHOWN)
+                self._most = f"{name} (process {shown}{more}) with {used:.1f}"
         return self._most
 
 

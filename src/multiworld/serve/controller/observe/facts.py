@@ -163,8 +163,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     failing: dict[str, str] = {}
     # Used share of the cores of each machine, by any process.
     busy: dict[str, float] = {}
-    # The process outside the service that uses most of the controller's machine, if it
-    # has no free core: its name, id and cores.
+    # The program outside the service that uses most of the controller's machine, if it
+    # has no free core: its name, process ids and cores.
     neighbour: str = ""
     # Free and total bytes of the file system that has the service's state and logs.
     disk: tuple[int, int] = (0, 0)
