@@ -215,14 +215,20 @@ def test_missing_tokens_are_reported() -> None:
         PagedKvCache().step([Rows("a", 5, 1)])
 
 
-def test_numbers_of_one_sequence_reach_no_other() -> None:
-    paged, plain = PagedKvCache(4), KvCache()
+@torch.inference_mode()
+def with_bad_pages() -> PagedKvCache:
+    """Return a store whose free pages have NaNs of an earlier sequence."""
+    paged = PagedKvCache(4)
     bad = torch.full((KEY_HEADS, 30, SIZE), float("nan"))
-    with torch.inference_mode():
-        attention = paged.step([Rows("bad", 0, 30)])
-        for layer in range(LAYERS):
-            attention.attend(layer, torch.ones(HEADS, 30, SIZE), bad, bad)
+    attention = paged.step([Rows("bad", 0, 30)])
+    for layer in range(LAYERS):
+        attention.attend(layer, torch.ones(HEADS, 30, SIZE), bad, bad)
     paged.free("bad")
+    return paged
+
+
+def test_numbers_of_one_sequence_reach_no_other() -> None:
+    paged, plain = with_bad_pages(), KvCache()
     rows = [Rows("good", 0, 1), Rows("other", 0, 7)]
     found, expected = attended(paged, rows, 1), attended(plain, rows, 1)
     for one, other in zip(found, expected, strict=True):
@@ -233,14 +239,10 @@ def test_step_without_memory_leaves_no_numbers_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a step that memory does not suffice for, its parts are computed alone."""
-    paged, plain = PagedKvCache(4), KvCache()
-    bad = torch.full((KEY_HEADS, 30, SIZE), float("nan"))
-    with torch.inference_mode():
-        attention = paged.step([Rows("bad", 0, 30)])
-        for layer in range(LAYERS):
-            attention.attend(layer, torch.ones(HEADS, 30, SIZE), bad, bad)
-    paged.free("bad")
-    rows = [Rows("good", 0, 5)]
+    paged, plain = with_bad_pages(), KvCache()
+    for store in (paged, plain):
+        attended(store, [Rows("good", 0, 4), Rows("long", 0, 20)], 1)
+    rows = [Rows("good", 4, 1), Rows("long", 20, 1)]  # one computation for both
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(torch, "zeros_like", _without_memory)
         with pytest.raises(torch.OutOfMemoryError):
