@@ -153,7 +153,7 @@ async def test_service_waits_for_machines_that_join_later(
 
     starting = await waits()
     assert late.process is not None
-    late.process.terminate()  # ``start`` reads its output, and ends it
+    late.process.send_signal(signal.SIGTERM)  # ``start`` reads its output, and ends it
     with pytest.raises(AssertionError):  # it ended, and was never ready
         await starting
     log.unlink()
