@@ -125,6 +125,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
     kv_usage: float = 0.0  # used fraction of the memory for KV blocks
+    kv_blocks: int = 0  # number of KV blocks; 0: unknown
+    kv_block_tokens: int = 0  # number of tokens in a block
     phase: str = ""  # what a starting engine is doing; empty once it serves
     # Used share of all cores of its machine since the report before, by any process;
     # negative: unknown.

@@ -195,9 +195,13 @@ class RunsAlone(Message, frozen=True, tag="runs_alone"):
 
 
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
-    """Replica → gateway: the computation of these watched sequences starts."""
+    """Replica → gateway: the computation of these sequences starts.
 
-    keys: tuple[Key, ...]  # these sequences did not cause earlier losses of replicas
+    Every stage sends it for watched sequences, which then did not cause earlier losses
+    of replicas. Stage 0 also sends it for sequences without output tokens.
+    """
+
+    keys: tuple[Key, ...]
 
 
 class SequenceFailed(Message, frozen=True, tag="sequence_failed"):

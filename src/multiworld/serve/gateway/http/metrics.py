@@ -164,7 +164,7 @@ def _families(
     yield _stages(table)
     yield from _replicas(fleet.replicas, table)
     yield from _paces(fleet, table)
-    kinds = (*HISTOGRAMS, "inter_token", "decode")
+    kinds = (*HISTOGRAMS, "queue", "prefill", "inter_token", "decode")
     ends = {what: ENDS if what == "request" else STREAM_ENDS for what in kinds}
     yield from vllm_families(sums, gateways, fleet.replicas, table, ends)
     cpu = CounterMetricFamily(

@@ -40,6 +40,14 @@ HISTOGRAMS = {
         "first_token",
         "Seconds from the acceptance of a request to its first token.",
     ),
+    "request_queue_time_seconds": (
+        "queue",
+        "Seconds from the acceptance of a request to the first step of its prompt.",
+    ),
+    "request_prefill_time_seconds": (
+        "prefill",
+        "Seconds from the first step of a request's prompt to its first token.",
+    ),
     "request_time_per_output_token_seconds": (
         "output_token",
         "Mean seconds between two tokens of a request.",
@@ -82,6 +90,9 @@ def vllm_families(
     )
     text = "Used fraction of the KV memory, from 0 to 1; mean over replicas of stage 0."
     usage = _gauge("kv_cache_usage_perc", text)
+    text = "Always 1; size of the KV memory, as the sum of the replicas of stage 0."
+    sizes = ("block_size", "num_gpu_blocks")
+    config = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *sizes))
     for model, reports in first.items():
         label = model, ENGINE
         running.add_metric(label, sum(each.computing for each in reports))
@@ -90,7 +101,11 @@ def vllm_families(
         waiting.add_metric(label, queued + held)
         used = [each.kv_usage for each in reports]
         usage.add_metric(label, sum(used) / len(used) if used else 0.0)
-    yield from (running, waiting, usage)
+        blocks = sum(each.kv_blocks for each in reports)
+        if blocks:  # engines of others do not tell
+            tokens = max(each.kv_block_tokens for each in reports)
+            config.add_metric((*label, str(tokens), str(blocks)), 1.0)
+    yield from (running, waiting, usage, config)
     for name, (kind, text) in COUNTERS.items():
         counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
         for model in models:

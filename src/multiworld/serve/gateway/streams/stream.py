@@ -167,6 +167,8 @@ class Stream:
     # loss.
     unclear: tuple[int, bool] = (-1, False)
     not_before: float = 0.0  # monotonic time before which no attempt starts
+    # Monotonic time at which the computation of its prompt began; None: not yet.
+    computing_at: float | None = None
     first_at: float | None = None
     last_at: float = 0.0
     longest_s: float = 0.0  # longest time between two tokens

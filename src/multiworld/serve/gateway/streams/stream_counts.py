@@ -22,9 +22,11 @@ class StreamCounts:
         self._finished: Counter[tuple[str, str]] = Counter()
         self._buckets: dict[tuple[str, str], list[int]] = {}
 
-    def first(self, model: str, took_s: float) -> None:
-        """Count a first token, ``took_s`` after the stream was accepted."""
-        self._time("first_token", model, took_s)
+    def first(self, model: str, queued_s: float, prefill_s: float) -> None:
+        """Count a first token, after seconds in queues and seconds of computing."""
+        self._time("queue", model, queued_s)
+        self._time("prefill", model, prefill_s)
+        self._time("first_token", model, queued_s + prefill_s)
 
     def between(self, model: str, took_s: float) -> None:
         """Count a further token, ``took_s`` after the previous one."""

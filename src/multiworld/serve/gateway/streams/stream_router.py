@@ -299,6 +299,8 @@ class StreamRouter:
                     if stream is not None:
                         _require(replica in stream.chain, key, replica)
                         stream.losses.has_begun = True
+                        if stream.computing_at is None:
+                            stream.computing_at = self._now
             case generation_messages.SequenceFailed(key, error, lacks):
                 self._failed(replica, key, error, lacks)
             case generation_messages.SequencePrepared(key):
@@ -361,14 +363,21 @@ class StreamRouter:
             self.without_token[stream.model].remove(stream.share.tenant)
             if stream.limits.between_tokens_s is not None:
                 self._timers.watch(stream)
-            if not stream.via:
-                self.timed.first(stream.model, stream.first_at - stream.began_at)
+            if stream.made == 1 and not stream.via:
+                self._count_first(stream, self._now)
         self.counts["tokens"] += 1
         self._actions.append(act.Deliver(stream.number, item))
         if item.finish:
             if not stream.via:
                 self.timed.finished(stream.model, item.finish)
             self._end(stream)
+
+    def _count_first(self, stream: Stream, now: float) -> None:
+        # ``ComputeBegun`` comes from another replica than the token, maybe after it.
+        computing_at = now if stream.computing_at is None else stream.computing_at
+        self.timed.first(
+            stream.model, computing_at - stream.began_at, now - computing_at
+        )
 
     def _failed(
         self, replica: str, key: Key, error: protocol.RemoteError | None, lacks: str

@@ -160,6 +160,8 @@ class GenerationWorker:
             gateways=self._outboxes.gateways(),
             downstream=self._outboxes.of_stage(self._stage + 1),
             kv_usage=pool.usage,
+            kv_blocks=pool.limits.blocks,
+            kv_block_tokens=pool.limits.block_size,
         )
 
     # Edges.

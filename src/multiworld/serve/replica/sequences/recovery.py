@@ -194,7 +194,8 @@ class Recovery:
         self._watched.difference_update(state.earlier)
         for old in state.earlier:
             self.sampled.pop(old, None)
-        if start.is_watched:
+        is_new = self._stage == 0 and len(start.tokens) == start.prompt
+        if start.is_watched or is_new:
             self._watched.add(start.key)
         self._actions.append(act.Open(start))
         if not state.held:

@@ -390,7 +390,8 @@ class EngineSequences:
         self._numbers += 1
         sequence.run = self._numbers
         self._runs[sequence.run] = sequence
-        if sequence.start.is_watched:
+        start = sequence.start
+        if start.is_watched or len(start.tokens) == start.prompt:
             begun = generation_messages.ComputeBegun((sequence.key,))
             self._send(begun, sequence.key, is_urgent=True)
         self._actions.append(Begin(sequence.run, sequence.next_run()))

@@ -28,13 +28,17 @@ def shown() -> dict[tuple[str, str], float]:
     """Return values by name, and by the label that is not of every metric."""
     counts = StreamCounts()
     for made, reason in ((5, "stop"), (1, "length")):
-        counts.first("m", 0.03)
+        counts.first("m", 0.01, 0.02)
         counts.finished("m", reason)
         counts.ended("m", 10, made, 0.4)
     sums = {(kind, labels): value for kind, labels, value in counts.counted()}
     replicas = {
-        "m/0/1": WorkerReport(computing=3, queued=1, kv_usage=0.5),
-        "m/0/2": WorkerReport(computing=1, kv_usage=0.1),
+        "m/0/1": WorkerReport(
+            computing=3, queued=1, kv_usage=0.5, kv_blocks=40, kv_block_tokens=16
+        ),
+        "m/0/2": WorkerReport(
+            computing=1, kv_usage=0.1, kv_blocks=20, kv_block_tokens=16
+        ),
         "m/1/3": WorkerReport(computing=9, queued=9, kv_usage=0.9),
     }
     gateways = {"g": GatewayReport(waiting={"m": 4, "other": 7})}
@@ -62,6 +66,9 @@ def test_values_are_those_of_the_whole_model() -> None:
     assert found["vllm:time_to_first_token_seconds_count", ""] == 2
     assert found["vllm:time_to_first_token_seconds_bucket", "0.05"] == 2
     assert found["vllm:time_to_first_token_seconds_bucket", "0.02"] == 0
+    assert found["vllm:request_queue_time_seconds_sum", ""] == 0.02
+    assert found["vllm:request_prefill_time_seconds_sum", ""] == 0.04
+    assert found["vllm:cache_config_info", "1660"] == 1
     assert found["vllm:request_time_per_output_token_seconds_sum", ""] == 0.1
 
 

@@ -49,6 +49,18 @@ async def test_stream_attains_its_objectives_or_not(
     assert (found.attained["m"], found.missed["m"]) == (attained, 1 - attained)
 
 
+async def test_time_in_the_queue_is_apart_from_that_of_the_prompt() -> None:
+    """One replica computes one stream; the other waits until that has all tokens."""
+    net = Net(random.Random(0), [1, 1], replace(LIMITS, max_num_seqs=1))
+    await net.connected()
+    clients = [Client(net, [1, 2, 3], 30) for _ in range(2)]
+    await net.settle(lambda: all(client.task.done() for client in clients))
+    sums = {kind: n for kind, _, n in net.streams.router.timed.counted()}
+    assert 0 < sums["prefill_seconds"] < sums["queue_seconds"] / 3
+    both = sums["queue_seconds"] + sums["prefill_seconds"]
+    assert sums["first_token_seconds"] == pytest.approx(both)
+
+
 async def test_tenant_that_fills_the_queue_leaves_room_for_others() -> None:
     """The others share as much room again."""
     net = Net(random.Random(0), [1, 1], LIMITS)

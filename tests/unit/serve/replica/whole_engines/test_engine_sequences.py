@@ -110,6 +110,7 @@ class Replica:
         self.sequences = EngineSequences(settings, check, finish_of)
         self.runs: dict[int, Run] = {}
         self.sent: list[Any] = []
+        self.reported: list[Key] = []  # sequences whose computation begins
         self.given_up: list[str] = []
         self.alone: Key | None = None
         self.log: list[tuple[str, int]] = []
@@ -137,6 +138,8 @@ class Replica:
                 case GiveUp(text):
                     self.given_up.append(text)
                     self.alone = None  # the process ends, and its gateways know
+                case Send(_, ComputeBegun(keys), True):
+                    self.reported += keys
                 case Send(peer, message, is_urgent):
                     self._sent(peer, message, is_urgent)
         assert self.sequences.running == len(self.runs)
@@ -291,11 +294,19 @@ def test_prepared_sequence_fills_the_cache_and_is_reported() -> None:
 def test_watched_sequence_is_reported_before_it_runs() -> None:
     """A replica lost before the report was not lost because of this sequence."""
     replica = Replica(1)
-    replica.begin(start(1), start(2, watched=True))
-    assert replica.sent == []
+    replica.begin(start(1, 5), start(2, 5, watched=True))
+    assert replica.reported == []
     replica.end(key(1))
-    assert replica.sent == [ComputeBegun((key(2),))]
+    assert replica.reported == [key(2)]
     assert replica.running == [2]
+
+
+def test_sequence_without_tokens_is_reported_when_it_leaves_the_queue() -> None:
+    replica = Replica(1)
+    replica.begin(start(1), start(2))
+    assert replica.reported == [key(1)]
+    replica.end(key(1))
+    assert replica.reported == [key(1), key(2)]
 
 
 # Suspects.
