@@ -17,6 +17,7 @@ import aiohttp
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HANG_S = 60.0
 LOOK_S = 0.05
+SLOW_MS = 400  # latency of a limited connection
 
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
@@ -94,8 +95,8 @@ class Tab:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[Tab]:
-    """Open a page in a browser of its own."""
+async def opened(url: str, bytes_s: int = -1) -> AsyncIterator[Tab]:
+    """Open a page in a browser of its own; ``bytes_s`` limits its connection."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
@@ -114,8 +115,16 @@ async def opened(url: str) -> AsyncIterator[Tab]:
                 ) as socket:
                     tab = Tab(socket)
                     listening = asyncio.ensure_future(tab.listen())
-                    for domain in ("Runtime", "Log", "Page"):
+                    for domain in ("Runtime", "Log", "Page", "Network"):
                         await tab.ask(f"{domain}.enable")
+                    if bytes_s > 0:
+                        await tab.ask(
+                            "Network.emulateNetworkConditions",
+                            offline=False,
+                            latency=SLOW_MS,
+                            downloadThroughput=bytes_s,
+                            uploadThroughput=bytes_s,
+                        )
                     await tab.ask("Page.navigate", url=url)
                     try:
                         yield tab

@@ -258,7 +258,8 @@ async def test_page_fits(page: str, width: int) -> None:
         assert await tab.value("document.documentElement.scrollWidth") <= width
 
 
-async def test_large_service_is_shown_and_followed() -> None:
+@pytest.mark.parametrize("bytes_s", [-1, 50_000, 15_000])
+async def test_large_service_is_shown_and_followed(bytes_s: int) -> None:
     """200 replicas, 500 streams, and every number changes each second."""
     app = make_dashboard(cast("Service", LargeService()))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
@@ -267,7 +268,7 @@ async def test_large_service_is_shown_and_followed() -> None:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        async with opened(f"http://127.0.0.1:{port}/") as tab:
+        async with opened(f"http://127.0.0.1:{port}/", bytes_s) as tab:
             await tab.until("document.querySelectorAll('.replica').length === 200")
             await tab.until_text("500 shown")
             await tab.until("document.querySelectorAll('.flows path').length === 40")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
+import socket
 from collections.abc import Callable
 from types import FrameType
 
 import click
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from multiworld.cli.options import APP, STATE
 from multiworld.serve.controller.client import Service
@@ -16,6 +19,15 @@ from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.dashboard.server import make_dashboard
 
 PORT = 8265
+SEND_BYTES = 16 * 1024  # what waits in the kernel for a slow connection is soon old
+
+
+class _Protocol(H11Protocol):
+    """Keeps little for a slow connection: later facts replace those that wait."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
 
 
 class _Server(uvicorn.Server):
@@ -50,6 +62,7 @@ def dashboard(app: str | None, state: str | None, host: str, port: int) -> None:
             shown_page,
             host=host,
             port=port,
+            http=_Protocol,
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=1,
@@ -58,6 +71,7 @@ def dashboard(app: str | None, state: str | None, host: str, port: int) -> None:
     server.on_exit = shown_page.end
     config = server.config
     with config.bind_socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         shown = f"[{host}]" if ":" in host else host
         address = f"http://{shown}:{sock.getsockname()[1]}/"
         click.echo(f"{found.app} is shown at {address}{f'?key={key}' if key else ''}")

@@ -54,8 +54,6 @@ BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
 CHAT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 COOKIE = "multiworld_key"
 
-END = b""  # the last event of a stream; it is not sent
-
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 # The page loads nothing from other origins, and no other page may frame it.
@@ -90,12 +88,16 @@ class Watch:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.facts: dict[str, Any] = {}
-        self._readers: set[asyncio.Queue[bytes]] = set()
+        self._before: dict[str, Any] = {}  # the facts before the latest poll
+        self._patch = b""  # event that turns ``_before`` into ``facts``
+        self._polled = asyncio.Event()
+        self._readers = 0
         self._looking: asyncio.Task[None] | None = None
+        self._has_ended = False
 
     @property
     def is_full(self) -> bool:
-        return len(self._readers) >= READERS
+        return self._readers >= READERS
 
     async def url(self) -> str:
         """Return the address of the gateways."""
@@ -105,32 +107,42 @@ class Watch:
         return str(found["url"])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield all facts as an event, then each change as a patch."""
-        patches: asyncio.Queue[bytes] = asyncio.Queue(maxsize=16)
-        self._readers.add(patches)
+        """Yield all facts as an event, then the latest changes as patches.
+
+        A slow reader misses polls, not changes: its patches skip to the latest facts.
+        """
+        self._readers += 1
         if self._looking is None:
             self._looking = asyncio.ensure_future(self._look())
-        elif self.facts:
-            patches.put_nowait(_event("facts", self.facts))
+        sent: dict[str, Any] = {}
         try:
-            while True:
+            while not self._has_ended:
+                if self.facts and self.facts is not sent:
+                    event, sent = self._event_after(sent), self.facts
+                    yield event
+                    continue
                 try:
                     async with asyncio.timeout(QUIET_S):
-                        event = await patches.get()
-                    if event == END:
-                        return
-                    yield event
+                        await self._polled.wait()
                 except TimeoutError:
                     yield b": nothing has changed\n\n"
         finally:
-            self._readers.discard(patches)
+            self._readers -= 1
             if not self._readers and self._looking is not None:
                 self._looking.cancel()
                 self._looking, self.facts = None, {}
 
+    def _event_after(self, sent: dict[str, Any]) -> bytes:
+        if not sent:
+            return _event("facts", self.facts)
+        if sent is self._before:
+            return self._patch
+        return _event("patch", patch_of(sent, self.facts))
+
     def end(self) -> None:
         """End the readers' streams, so that the server need not cut them."""
-        self._send(END)
+        self._has_ended = True
+        self._wake()
 
     async def _look(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -152,19 +164,13 @@ class Watch:
         # single keys to an object.
         if isinstance(found.get("events"), list):
             found["events"] = {str(each["number"]): each for each in found["events"]}
-        before, self.facts = self.facts, found
-        whole = _event("facts", found)
-        event = whole if not before else _event("patch", patch_of(before, found))
-        self._send(event, whole)
+        self._before, self.facts = self.facts, found
+        self._patch = _event("patch", patch_of(self._before, found))
+        self._wake()
 
-    def _send(self, event: bytes, instead: bytes = b"") -> None:
-        """Send an event to all readers; a slow one gets ``instead`` and no more."""
-        for reader in self._readers:
-            if reader.full():
-                while not reader.empty():
-                    reader.get_nowait()
-                event = instead or event
-            reader.put_nowait(event)
+    def _wake(self) -> None:
+        polled, self._polled = self._polled, asyncio.Event()
+        polled.set()
 
 
 def plain(facts: Facts) -> dict[str, Any]:
