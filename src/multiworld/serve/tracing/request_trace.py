@@ -26,7 +26,8 @@ class RequestTrace:
         self.own, self._client, self.began_at = own, client, began_at
         self.attributes: dict[str, Value] = {}
         self.is_recovered = False
-        self._spans: list[Span] = []
+        # Name, start, end, attributes and error of each child; most are never exported.
+        self._children: list[tuple[str, float, float, Attributes, str]] = []
         self._events: list[tuple[str, float, Attributes]] = []
 
     def add(
@@ -38,10 +39,8 @@ class RequestTrace:
         error: str = "",
     ) -> None:
         """Add a child span of the request's span."""
-        if len(self._spans) < MAX_SPANS:
-            self._spans.append(
-                Span(name, self.own, began_at, ended_at, attributes, error=error)
-            )
+        if len(self._children) < MAX_SPANS:
+            self._children.append((name, began_at, ended_at, attributes, error))
 
     def event(self, name: str, at: float, attributes: Attributes) -> None:
         """Add an event to the request's span."""
@@ -76,7 +75,11 @@ class RequestTrace:
             f"answered with {status}" if is_failed else "",
             self._events,
         )
-        return [root, *self._spans]
+        children = [
+            Span(name, self.own, began_at, ended_at, about, error=error)
+            for name, began_at, ended_at, about, error in self._children
+        ]
+        return [root, *children]
 
 
 class WorkTrace:

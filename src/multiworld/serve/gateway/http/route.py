@@ -239,9 +239,8 @@ def _traced(
         return None
     client = parent_of(request.headers.get("traceparent", ""))
     name = f"{route.method} {route.path}"
-    own = gateway.tracer.root(
-        client, record.token("trace", 16), record.token("span", 8), name
-    )
+    ids = record.token("trace", 24)
+    own = gateway.tracer.root(client, ids[:32], ids[32:], name)
     trace = RequestTrace(own, client, gateway.authenticator.clock())
     if record.is_resumed:
         trace.is_recovered = True
