@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import orjson
 import pytest
+from starlette.testclient import TestClient
 
 from multiworld.errors import ServeError
 from multiworld.serve.controller import answers
@@ -196,6 +197,14 @@ async def test_logs_are_those_of_the_service(tmp_path: Path) -> None:
     assert server.end_of(log).endswith(b"the end")
     assert len(server.end_of(log)) == server.LOG_BYTES
     assert b"cannot be read" in server.end_of(tmp_path / "none")
+
+
+def test_chat_without_a_gateway_says_so() -> None:
+    app = make_dashboard(cast("Service", Controller()), "")
+    with TestClient(cast("Any", app), base_url=HERE) as http:
+        found = http.post("/chat", headers={"origin": HERE}, json={})
+    assert found.status_code == 502
+    assert "no gateway answers" in found.json()["error"]
 
 
 async def test_spec_is_shown() -> None:

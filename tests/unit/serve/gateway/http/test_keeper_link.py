@@ -190,6 +190,23 @@ async def test_gateway_that_leaves_keeps_what_no_other_one_can_continue(
     await until(lambda: Kind.RELEASED in keeper.kinds)
 
 
+async def test_gateway_that_leaves_does_not_wait_for_a_keeper_that_hangs(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    """The keeper has answered, but takes nothing any more."""
+    link, keeper = ends
+    connection = Kept(1)
+    link.add(connection)
+    link.say(connection, Kind.INPUT, 1, LARGE)
+    await asyncio.sleep(0)
+    leaving = asyncio.ensure_future(link.leave(0.1))
+    await asyncio.sleep(0)
+    keeper.sock.sendall(frame([entry(Kind.HAND_OVER, 0, 1)]))
+    async with asyncio.timeout(HANG_S):
+        assert not await leaving
+    assert "abandon" not in connection.done
+
+
 async def test_keeper_that_dies_as_it_is_greeted_holds_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
