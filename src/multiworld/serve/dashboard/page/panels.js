@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { bytes, clock, rate, seconds, share, tenants } from "./facts.js";
 
-const MANY = 24; // number of a stage's replicas from which on each is a small square
+const MANY = 24; // if a stage has more replicas than this, each is a small square
 
 /** Class, mark and words for the state of a replica; the mark works without colour. */
 export function stateOf(replica) {
