@@ -83,9 +83,9 @@ class WorldConfig:
     large message. 0 sends everything through sockets."""
 
     unexpected_bytes: int = 64 * MIB
-    """Maximum number of bytes held for each pair of members for messages that no
-    receive has asked for. Beyond that, the receiver stops reading, which eventually
-    blocks the sender."""
+    """Maximum bytes of messages held, for each pair of members, until a receive asks
+    for them. Beyond that, the receiver stops reading, which eventually blocks the
+    sender."""
 
     max_message_bytes: int = 1 << 40
     """Maximum size, in bytes, that a message header may announce. A header that
@@ -156,7 +156,7 @@ class WorldConfig:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can carry a text.
+    """Return whether UTF-8 can encode a text.
 
     Args:
         text: Any text; one with lone surrogates, as in odd file names, is not Unicode.

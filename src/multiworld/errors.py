@@ -252,7 +252,7 @@ class StaleEpochError(WorldBrokenError):
     that it sends. Join again to come back.
 
     Attributes:
-        seen: The epoch that this process held to be current.
+        seen: The epoch that this process considered current.
         expected: The lowest epoch that can be current.
     """
 
@@ -398,7 +398,7 @@ class SpecError(ServeError, ValueError):
 class InvalidRequestError(ServeError):
     """The request is malformed or does not fit the model.
 
-    A stage of a model may raise this error, too; the response then has its message.
+    A stage of a model may raise this, too; the response then has the error's message.
 
     Attributes:
         param: The invalid field of the request, or "".

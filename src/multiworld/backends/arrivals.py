@@ -39,7 +39,7 @@ Check = Callable[[int, Description], Exception | None]
 Place = Callable[[Description], Tensor | None]
 # Returns the tensor of a message in memory that its sender lends.
 Lent = Callable[[Description], Tensor]
-# Merges a part of a payload, from this byte on, into a tensor.
+# Merges a part of a payload into a tensor, from this byte offset on.
 Merge = Callable[[int, memoryview], None]
 
 
@@ -69,7 +69,7 @@ class Arrival:
         self.memory = memory_of(self.tensor)
 
     def own(self) -> None:
-        """Move the bytes that have arrived from the caller's tensor to a new one."""
+        """Move the received bytes out of the caller's tensor, into a new one."""
         if not self.is_borrowed:
             return
         tensor = allocate(self.description)

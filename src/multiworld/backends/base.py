@@ -76,7 +76,7 @@ class WorldView(Protocol):
         """Return whether the member has opened a connection that is not in use yet."""
 
     def dials(self, rank: int) -> bool:
-        """Return whether this member dials the other one, not the reverse."""
+        """Return True if this member dials ``rank``, False if ``rank`` dials."""
 
     def report(self, happening: Happening) -> None:
         """Report an event to the world, which decides what follows."""
@@ -87,7 +87,7 @@ class WorldView(Protocol):
         without naming a member."""
 
     async def wait_gone(self, rank: int) -> None:
-        """Wait until a member has left, or the world is over. Cancellation: Safe."""
+        """Wait until a member has left, or the world has ended. Cancellation: Safe."""
 
     async def wait_incomplete(self) -> None:
         """Wait until the world is broken or closed, or a member has left."""

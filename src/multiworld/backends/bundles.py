@@ -1,4 +1,4 @@
-"""Bytes of objects, and of bundles: a manifest in JSON, then the tensors, aligned."""
+"""Encoding of objects, and of bundles: a JSON manifest, then the tensors, aligned."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.backends.spin import Spin
 
-# Messages that receives may take, or a lane may send, before the loop's other tasks
-# run.
+# Maximum messages that receives may take, or a lane may send, before the loop's other
+# tasks run.
 TURN_MESSAGES = 64
 
 
@@ -40,8 +40,8 @@ class Lane(Protocol):
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message; return when ``memory`` is reusable. ``owner`` keeps it alive.
-        Cancelling withdraws the rest; the lane stays usable."""
+        """Send a message; return when ``memory``, which ``owner`` keeps alive, is
+        reusable. Cancelling withdraws the rest; the lane stays usable."""
 
     async def give_way(self) -> None:
         """Let the loop's other tasks run."""
@@ -179,7 +179,7 @@ class Channel:
         """Move a large message out of the caller's tensor without blocking the loop."""
         if (
             arrival is None
-            # Later receives wait for a complete message, so it is moved at once.
+            # Later receives wait for a complete message; ``cancel`` moves it at once.
             or arrival.is_complete
             or not arrival.is_borrowed
             or arrival.source not in self.lanes

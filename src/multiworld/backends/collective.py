@@ -1,4 +1,4 @@
-"""A collective: its declaration, a call, the terms that its members agree on."""
+"""A collective: its declaration, a call, and the terms that the members agree on."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def require_matching(
     *,
     size: int,
     check: Callable[[Tensor], Tensor],
-    # Whether the tensors are written to; then no two may share memory.
+    # If the tensors are written to, no two of them may share memory.
     is_written: bool = False,
 ) -> list[Tensor]:
     """Return each ``check(tensor)``; require one per rank with ``like``'s dtype and

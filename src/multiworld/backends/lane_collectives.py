@@ -85,7 +85,7 @@ class LaneCollectives:
     async def binomial_up(
         self, operation: Operation, total: Tensor, root: int, combine: Combine
     ) -> None:
-        """Reduce all tensors into the root's; other ``total`` get partial results."""
+        """Reduce all tensors into the root's; other members get partial results."""
         relative = (self.rank - root) % self.size
         arrived = torch.empty_like(total)
         mask = 1
@@ -140,7 +140,7 @@ class LaneCollectives:
     async def reduce_mine(
         self, operation: Operation, chunks: Sequence[Tensor], combine: Combine
     ) -> None:
-        """Reduce all members' chunks of this rank, always in the same order."""
+        """Reduce all members' chunks for this rank, always in the same order."""
         mine = chunks[self.rank]
         sum_up = Sum(combine, mine, torch.empty_like(mine))
         gives = {dst: chunks[dst] for dst, _ in self.pairs()}
@@ -219,7 +219,7 @@ class LaneCollectives:
 
     def others(self) -> list[int]:
         """Return the other ranks, from this one's successor on."""
-        # If all members used the same order, they would all start with rank 0.
+        # In the order of ranks, all members would start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:

@@ -103,7 +103,7 @@ class Mailbox:
         return self._handlers.get((source, description.tag))
 
     def cancel(self, receive: Receive) -> None:
-        """Withdraw ``receive``; a message that it has returns to the queue."""
+        """Withdraw ``receive``; put its message, if any, back into the queue."""
         self._unpost(receive)
         self._taken.discard(receive)
         arrival = receive.arrival
@@ -163,8 +163,8 @@ class Mailbox:
         ]
 
     def _give(self, receive: Receive, messages: deque[Arrival]) -> None:
-        """Assign the first of ``messages`` to a receive, in place of the message it
-        has; fail the receive if that message does not fit."""
+        """Replace a receive's message by the first of ``messages``; fail the receive if
+        the new message does not fit."""
         receive.arrival = None
         first = messages[0]
         error = receive.check(first.source, first.description)
@@ -183,7 +183,7 @@ class Mailbox:
 
     def _serve(self, receive: Receive, arrival: Arrival) -> None:
         self._served.setdefault(arrival.key, deque()).append(receive)
-        # Done if the receive was cancelled in this iteration of the event loop.
+        # The future is done if the receive was cancelled in this loop iteration.
         if not receive.future.done():
             receive.future.set_result(arrival)
 
@@ -339,7 +339,7 @@ class Mailbox:
             return
         receive.arrival = None
         self._taken.discard(receive)
-        # Only a receive from any source may find a held message.
+        # Only a receive from any source (``source`` None) may find a held message.
         held = self._head(receive)
         if held is None or not self._offer(held, receive):
             self._repost(receive)

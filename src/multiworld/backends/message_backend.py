@@ -52,7 +52,7 @@ class MessageBackend:
         )
         self.collectives: Collectives = self._lane_collectives
         self._opening: dict[int, asyncio.Task[Lane]] = {}
-        # Orders the sends to a rank while a send to it is being prepared.
+        # Keeps the sends to a rank in order while one of them is being prepared.
         self._turns = Turns()
         self._is_over = False
 
@@ -172,9 +172,9 @@ class MessageBackend:
     async def _collective_lane(self, rank: int) -> None:
         if rank in self._collective.lanes:
             return
-        if self._is_over:  # the world is over, so nothing would end the wait for a lane
+        if self._is_over:  # the world has ended: nothing would end the wait for a lane
             raise self._view.broken_error()
-        # If the member opened a lane before it left, what it sent on it still arrives.
+        # If the member opened a lane before it left, data sent on it still arrives.
         if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
         if not self._view.dials(rank) and rank not in self._opening:
@@ -297,8 +297,8 @@ class MessageBackend:
             lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
-        """Wait until sent data has left this process, then free all resources. The
-        caller limits the time, and calls ``close_nowait`` after a cancellation."""
+        """Wait until sent data has left this process. The caller limits the time, and
+        then calls ``close_nowait``."""
         self.begin_close()
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 

@@ -40,7 +40,7 @@ def op_name(op: ReduceOp) -> str:
 
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
-    """Return ``combine(total, other)``, which reduces into ``total`` (AVG: sums)."""
+    """Return ``combine(total, other)``, which reduces into ``total``; AVG only sums."""
     # Check first: an operation that the dtype lacks then fails at every member before
     # any of them sends.
     return _checked(op_name(op), like.dtype)

@@ -17,7 +17,7 @@ from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
 
 USUAL = "http://127.0.0.1:8000"
-PAUSE_S = 1.0  # a pause between tokens is shown if it exceeds this many seconds
+PAUSE_S = 1.0  # seconds; longer pauses between tokens are shown
 DATA = b"data: "
 
 

@@ -19,11 +19,11 @@ from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.dashboard.server import make_dashboard
 
 PORT = 8265
-SEND_BYTES = 16 * 1024  # what waits in the kernel for a slow connection is soon old
+SEND_BYTES = 16 * 1024  # small: data that waits in the kernel is soon outdated
 
 
 class _Protocol(H11Protocol):
-    """Keeps little for a slow connection: later facts replace those that wait."""
+    """Buffers little for a slow connection, so newer facts replace waiting ones."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

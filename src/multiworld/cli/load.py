@@ -40,7 +40,7 @@ def target_of(
     text: str,
     max_tokens: int | None = None,  # None: request embeddings, not chats
 ) -> Target:
-    """Return the requests to send: ``body``, or chats or embeddings of texts."""
+    """Return the requests to send: ``body``, or a chat or embedding for each text."""
     if body is not None:
         return inference(url, model, [body.read_bytes()])
     lines = [text]

@@ -22,7 +22,7 @@ from multiworld.serve.controller.answers import Answer, plain
 from multiworld.serve.controller.client import Service
 
 PICTURES = ".png", ".svg", ".pdf"  # formats in which plots can be drawn
-WORD_WIDTH = 14  # longest word that is never folded; names are never folded
+WORD_WIDTH = 14  # maximum characters of a word that is never folded
 
 SPEC = click.argument("spec", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

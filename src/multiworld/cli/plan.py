@@ -133,7 +133,7 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
     is_right = {
         "name": bool(node.name),
-        "cpus": 0 <= node.cpus <= MAX_CPUS,  # the head of many clusters has 0
+        "cpus": 0 <= node.cpus <= MAX_CPUS,  # the head node of a cluster may have 0
         "memory_bytes": all(0 <= size <= MAX_BYTES for size in sizes),
         "price": 0 <= node.price < math.inf,
         "bandwidth": 0 < bandwidth < math.inf,

@@ -13,7 +13,7 @@ from multiworld.cli.options import new_table, of_service, print_json, print_tabl
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.observe.facts import Facts, StreamFacts
 
-# Gateways report streams only while somebody looks, with their next report.
+# Seconds to wait for streams: gateways report them only after a client asks for facts.
 FIRST_S = 3.0
 
 

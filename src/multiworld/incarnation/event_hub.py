@@ -74,7 +74,7 @@ class EventHub:
             subscription.put(event)
 
     def close(self) -> None:
-        """End every subscriber's iteration once it has read its queue."""
+        """End every subscriber's iteration once the subscriber has read its queue."""
         self.is_closed = True
         for subscription in self.subscriptions:
             subscription.changed.set()

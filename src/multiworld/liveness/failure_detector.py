@@ -11,7 +11,8 @@ long ago its sender heard this process, so both sides detect a one-way network
 partition.
 
 If the helpers of all other processes on this host are silent while this process runs,
-the host is short of memory or processors: each gets twice the time, until it is heard.
+the host is short of memory or processors: each of these processes gets twice the time,
+until it is heard.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PeerHeard:
     peer: PeerKey
     at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
-    lag_s: float = 0.0  # since the peer's event loop last responded
+    lag_s: float = 0.0  # seconds since the peer's event loop last responded
     # True: the event loop's thread runs; False: it sleeps in a system call.
     is_computing: bool = False
     # Seconds since the peer last heard this process; None: never.
@@ -167,10 +168,10 @@ class _Peer:
     # The peer fell silent together with all other peers on this host.
     has_grace: bool = False
     state: ProcessState = ProcessState.RUNNING
-    # Time at which its event loop last responded; inf if that was recently.
+    # Time at which the peer's event loop last responded; inf if that was recently.
     turned_at: float = math.inf
     is_computing: bool = False
-    # Seconds in which it had not heard this process, by its last heartbeat.
+    # Seconds for which the peer had not heard this process, by its last heartbeat.
     unheard_s: float = 0.0
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
@@ -178,7 +179,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """Detector for all peers; its cost grows with the peers, not with their worlds."""
+    """Detector for all peers; its cost grows with the peers, not with the worlds."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s, self._margin_s = tick_s, 2 * tick_s
@@ -294,7 +295,7 @@ class FailureDetector:
     def _tick(self, late_s: float, now: float) -> list[Finding]:
         before_s, self._late_s = self._late_s, late_s if late_s > self._tick_s else 0.0
         if self._late_s > 2 * before_s:
-            # This process was paused; even one that is always late may pause.
+            # This process was paused; even a process that is always late may pause.
             self._excuse(late_s, now)
             return []
         # A process whose ticks are always late must still judge its peers. It has read
@@ -314,7 +315,7 @@ class FailureDetector:
         return findings
 
     def _give_grace(self, now: float) -> None:
-        """Give the processes on this host more time if all of several are silent."""
+        """Give this host's processes more time if several exist and all are silent."""
         peers = self._peers.values()
         near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
         if len(near) > 1 and all(now - p.beat_at > 2 * self._margin_s for p in near):
@@ -374,7 +375,8 @@ def _verdict(
         limit_s = silence_s
         reason, evidence = _silence(peer, silent_s, now)
     elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
-        # Add a margin: the side that hears nothing must declare the loss first.
+        # Wait one margin longer: the side that hears nothing must be the first to
+        # declare the loss.
         limit_s = limits.silence_s
         reason = f"it has not heard this process for over {peer.unheard_s:.1f} s"
         evidence = (

@@ -102,7 +102,7 @@ class Heartbeat:
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
-        """Send a connection's heartbeats over a UDP socket, too; own the socket."""
+        """Also send a connection's heartbeats over a UDP socket, and own the socket."""
         if number in self._sockets:
             self._datagrams[number] = sock
             # Without a helper, the next one gets the socket.
@@ -175,8 +175,8 @@ class Heartbeat:
             # If the event loop was late, the report may have arrived in the iteration
             # that timed out.
             if not self._reported.is_set():
-                # A late event loop counts no miss: the helper may have starved together
-                # with it.
+                # Count no miss if the event loop was late: the helper may have starved,
+                # too.
                 took_s = time.monotonic() - began
                 self._missed += took_s <= 3 * self._heartbeat_s
                 return False
@@ -228,7 +228,7 @@ class Heartbeat:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._take_over)
 
     def _take_over(self) -> None:
-        """Replace the helper that does not report by the standby."""
+        """Let the standby replace the helper, which does not report."""
         assert self._standby is not None
         standby = self._standby
         try:

@@ -52,7 +52,7 @@ class HeartbeatLinks:
     def begin(
         self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool, number: int
     ) -> None:
-        """Own a new connection, exchange heartbeats on it, and end the previous one."""
+        """Take over a new connection for heartbeats, and end the previous one."""
         key = link.key
         self._end_connection(key)
         # Each direction has its own key, so that a reflected frame is invalid.

@@ -131,7 +131,7 @@ class LinkTable:
         return LinkKey(member.uid, me.address.host, member.address.host)
 
     def dials(self, member: Member) -> bool:
-        """Return True if this manager dials ``member``, False if it waits for it."""
+        """Return True if this manager dials ``member``, False if ``member`` dials."""
         return self.uid < member.uid
 
     def link(self, key: LinkKey) -> Link | None:
@@ -162,7 +162,7 @@ class LinkTable:
             await self._wait_for_link(key, member)
 
     async def _wait_for_dial(self, key: LinkKey, address: Address) -> None:
-        """Dial, or wait for a dial in progress; cancel it once no caller waits."""
+        """Dial, or wait for a dial in progress; cancel dialing once no caller waits."""
         dialing = self._once(key, lambda: self._dial(key, address))
         self._waiters[key] += 1
         try:
@@ -300,8 +300,8 @@ class LinkTable:
                 await asyncio.sleep(pause_s)
                 continue
             return
-        # No attempt succeeded, so end the link: without heartbeats, it would break
-        # every world that uses it.
+        # No attempt succeeded, so end the link: without heartbeats, every world that
+        # uses the link would break.
         self.give_up(key, "its heartbeat connection ended", "and cannot be opened")
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
@@ -313,7 +313,7 @@ class LinkTable:
             self._once(key, lambda: self._dial_heartbeat_again(key))
 
     def _seal_of(self, fresh: str) -> bytes:
-        """Return the heartbeats' key; the secret or TLS hides it from other readers."""
+        """Return the heartbeats' key; a secret or TLS keeps others from deriving it."""
         return bytes.fromhex(self._security.proof("beats", fresh))
 
     def _join_local(self, key: LinkKey, member: Member) -> None:

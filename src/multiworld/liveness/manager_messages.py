@@ -85,7 +85,7 @@ class Broken(AboutWorld, frozen=True, tag="Broken"):
     reason: str
     evidence: str
     silent_s: float
-    has_ended: bool = False  # True if its connection ended, so that it was not silence
+    has_ended: bool = False  # True: the connection ended; False: ``rank`` was silent
 
 
 class OpenLane(AboutWorld, frozen=True, tag="OpenLane"):

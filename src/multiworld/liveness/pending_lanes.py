@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from multiworld.net.streams import Stream
 
-# Number of pending lanes from which on those for unknown incarnations are refused.
+# With this many pending lanes, further lanes for unknown incarnations are refused.
 LIMIT = 1024
 KEPT_S = 60.0  # seconds that a lane is kept while its incarnation is unknown
 LaneKey = tuple[int, int, str]  # nonce of the incarnation, rank of the member, channel

@@ -31,7 +31,7 @@ __all__ = ["WatchDog"]
 
 logger = logging.getLogger("multiworld.watchdog")
 
-# Errors that are caused by this process, so that no peer is to blame.
+# Errors that this process causes, not a peer.
 OWN_LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 SILENT_S = 60.0  # seconds of silence after which a link that no world uses is closed
@@ -44,8 +44,8 @@ class WatchDog:
 
     Args:
         uid: Unique name of the manager.
-        is_enabled: Whether silent peers are declared lost; ended connections always
-            are.
+        is_enabled: Whether silent peers are declared lost; peers whose connection ended
+            always are.
         mode: Kind of heartbeat helper: a process or a thread.
         heartbeat_s: Seconds between heartbeats.
         security: Secret and TLS; neither by default.
@@ -211,7 +211,7 @@ class WatchDog:
         return self._worlds.lanes.has((nonce, rank, channel))
 
     def dials(self, member: Member) -> bool:
-        """Return True if this manager dials ``member``, False if it waits for it.
+        """Return True if this manager dials ``member``, False if ``member`` dials.
 
         Args:
             member: The other member.
@@ -257,7 +257,7 @@ class WatchDog:
         self._links.close_nowait(politely=politely)
 
     async def close(self) -> None:
-        """End all links politely and wait. Cancellation: The links end anyway."""
+        """End all links gracefully and wait. Cancellation: The links end anyway."""
         self.close_nowait()
         await self._links.wait_closed()
         if self._ticker is not None:

@@ -17,8 +17,8 @@ from multiworld.liveness.pending_lanes import PendingLanes
 # Maximum number of ended incarnations to remember, so that their data is refused.
 RETIRED_LIMIT = 4096
 
-# Maximum pending lanes of an incarnation: for each linked member, and for all members
-# together whose links are not known yet. A member opens two or three lanes.
+# Maximum pending lanes of an incarnation: for each linked member, and together for all
+# members without a known link. A member opens two or three lanes.
 MEMBER_LANES, SPARE_LANES = 8, 1024
 
 # Approximate maximum bytes of early messages of one link, so that a misbehaving peer
@@ -158,7 +158,7 @@ class WorldTable:
             self.early.keep(key, message, now)
 
     def finding(self, finding: Finding, key: LinkKey) -> None:
-        """Pass a finding about a link's peer to the incarnation that it names."""
+        """Pass a finding about a link's peer to the incarnation that is named in it."""
         attached = self._attached.get(finding.world)
         if attached is None:
             return

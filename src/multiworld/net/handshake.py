@@ -29,7 +29,7 @@ from multiworld.net.security import Security
 
 HELLO_BYTES = 16 * 1024  # maximum bytes of a frame before the peer is authenticated
 HELLO_S = 5.0  # maximum seconds of a handshake
-# Maximum number of handshakes in progress. One more closes the oldest one, so that
+# Maximum number of handshakes in progress. A further one closes the oldest one, so that
 # peers that answer quickly are not affected.
 MAX_GREETING = 256
 

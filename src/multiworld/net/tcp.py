@@ -124,7 +124,7 @@ async def resolve(host: str, port: int) -> tuple[int, Any]:
 
 
 def own_address() -> str:
-    """Return this machine's address on other networks, or loopback."""
+    """Return this machine's address towards other networks, or loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(ELSEWHERE)  # connecting a UDP socket sends nothing

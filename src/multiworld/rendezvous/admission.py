@@ -186,7 +186,7 @@ class Registry:
     def _wait(
         self, claim: Claimed | ReformClaim, rival: Claimed | ReformClaim | None
     ) -> None:
-        """Record a waiting claim, perhaps in place of an earlier one of its member."""
+        """Record a waiting claim in place of ``rival``, the member's earlier claim."""
         if rival is not None:
             self._sessions.forget(rival.session, rival.request)
         self._deadlines.set(wait_key(claim), claim.deadline)

@@ -120,7 +120,7 @@ class Joiner:
         return session
 
     def _prefer_earlier(self, addresses: StoreAddresses, session: StoreSession) -> None:
-        """Return to an earlier store once it answers, because new processes use it."""
+        """Return to a preferred store once it answers, because new processes use it."""
         if not session.address.place[0]:
             return
 
@@ -287,7 +287,7 @@ def _stop(
 
 
 class _LocalConnection:
-    """Connection to a store in this process, which closes with its last connection."""
+    """Connection to a store in this process; the last connection closes the store."""
 
     def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
         self._loop = asyncio.get_running_loop()

@@ -31,7 +31,7 @@ class StoreHello(Hello, frozen=True):
 
 
 class SealedMember(msgspec.Struct, frozen=True):
-    """A member, with a proof that a holder of the secret made it (except its rank)."""
+    """A member; ``proof`` shows that a holder of the secret made all but the rank."""
 
     member: Member
     proof: str = ""

@@ -262,8 +262,8 @@ async def _open(
 
 async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
     """Connect to the first address that accepts the connection."""
-    # All addresses share ``CONNECT_S``, the limit of one store of several. The last one
-    # gets all the remaining time.
+    # All addresses of a store share ``CONNECT_S``, the limit for one store of several.
+    # The last address gets all the remaining time.
     limit_s = CONNECT_S / (len(places) + 1)
     failure = OSError("the name has no address")
     for number, (family, where) in enumerate(places, 1):

@@ -24,11 +24,11 @@ WAIT_S, ENGINE_S = 60.0, 600.0
 # that are not connected to each other.
 KEPT_S, DOUBTED_S = 1.0, 0.5
 
-# Seconds after a chain returned a stream in which the loss of a replica of that chain
-# may still be the stream's fault.
+# If a chain returns a stream and loses a replica within this many seconds, the stream
+# may still be the cause.
 LEFT_S = 2.0
 PREPARE_S = 60.0  # seconds after which a move is abandoned
-STALL_S = 30.0  # seconds without reading any of its answer until a client is cut off
+STALL_S = 30.0  # seconds until a client that reads none of its answer is cut off
 KEEPER_S = 1.0  # seconds of silence beyond ``silence_s`` until a keeper counts as hung
 
 # Replicas.
@@ -64,11 +64,11 @@ LINK_S = 20.0  # seconds per attempt for a process to join its control world
 REPORT_S = 2.0  # seconds to wait for the report of a process
 EXIT_S = 0.25  # seconds to wait for an exit code after a connection has ended
 PROBE_S = 10.0  # maximum seconds of a replica's first probe
-PROBE_GRACE_S = 5.0  # seconds beyond its limit until a probe is given up and repeated
+PROBE_GRACE_S = 5.0  # seconds after a probe's limit until the probe is repeated
 
 # Seconds to wait for the store's answer to a check, seconds between checks, and
 # consecutive checks without an answer after which the store is replaced.
 STORE_ANSWER_S, STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS = 1.5, 1.0, 3
 
 KEEPER_START_S = 10.0  # seconds for a stream keeper to start
-KEEPER_BEAT_S = 0.25  # seconds between heartbeats to it
+KEEPER_BEAT_S = 0.25  # seconds between heartbeats to the stream keeper

@@ -223,12 +223,12 @@ class World(BlockingWorld):
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Yield to code that uses ``process_group``, and raise the world's own errors::
+        """Yield to code that uses ``process_group``; turn its errors into the world's::
 
             with world.named_errors():
                 loss.backward()
 
-        The backend's ``RuntimeError`` becomes the error that names the lost member.
+        A ``RuntimeError`` of the backend becomes the error that names the lost member.
         """
         try:
             yield
@@ -314,7 +314,7 @@ class WorldManager(BlockingManager[World]):
         return iterate()
 
     def close(self) -> None:
-        """Leave every world politely, free all resources, and end the thread."""
+        """Leave every world gracefully, free all resources, and end the thread."""
         if self._is_closed or self._loop.is_inherited:
             return
         _check_outside_a_loop()

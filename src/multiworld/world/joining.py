@@ -1,6 +1,6 @@
 """Admission to worlds: joining them and changing their size. The store alone decides.
 Once the store has admitted an incarnation, the name belongs to this incarnation even if
-it cannot be opened, so that members never disagree about which one is current."""
+it cannot be opened. So members never disagree about which incarnation is current."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Notice = messages.MemberGaveUp | messages.NewcomerWaits
 # Maximum number of notices kept for a world that this process has not yet entered.
 MAX_EARLY = 256
 
-# Minimum seconds between the admission and a late join that declares members lost: the
-# deadline may have been nearly over at the admission.
+# Minimum seconds after the admission before a join that times out declares members
+# lost: at the admission, the deadline may already have been near.
 CONNECT_S = 2.0
 
 LATE = "it was admitted and did not connect in time"
@@ -39,7 +39,7 @@ LATE = "it was admitted and did not connect in time"
 
 @dataclass(slots=True)
 class Admittance:
-    """The store's admission of this process, known even if its caller was cancelled."""
+    """The store's admission of this process, known even if the caller was cancelled."""
 
     session: StoreSession | None = None
     incarnation: Incarnation | None = None
@@ -194,7 +194,7 @@ class Admission:
             raise late from error
         except MemberUnreachableError as error:
             # Report the loss to the other members, too: none can continue without the
-            # lost one.
+            # lost member.
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
@@ -264,7 +264,7 @@ class Admission:
     async def _gather_survivors(
         self, local: LocalMember, deadline: float, admitted: Admittance
     ) -> None:
-        """Wait for the other survivors, while more members may be lost."""
+        """Wait for the other survivors; claim again when more members are lost."""
         claims: list[asyncio.Task[None]] = []
         try:
             while True:
@@ -397,7 +397,7 @@ class Admission:
     # The end.
 
     async def end(self, local: LocalMember) -> None:
-        """Close an incarnation politely and release it; if cancelled, at once."""
+        """Close an incarnation gracefully and release it; if cancelled, at once."""
         try:
             await local.close()
         finally:
@@ -475,8 +475,8 @@ def _noted(local: LocalMember, notice: Notice) -> None:
         case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
             local.member_waits(rank, size, is_gone=is_gone)
             is_joining = local.phase is Phase.JOINING and not is_gone
-            # A newcomer that expects another size does not ask again: it waits for the
-            # next incarnation, after a reform.
+            # A newcomer that expects another size is not claiming again: it waits for
+            # the next incarnation, after a reform.
             asks_again = size == local.incarnation.size and rank in local.missing
             if is_joining and asks_again:
                 why = "it asks again: it has not heard that it was admitted"

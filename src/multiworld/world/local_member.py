@@ -32,7 +32,7 @@ from multiworld.world.join_request import JoinRequest
 T = TypeVar("T")
 
 # Seconds in which the control link must report why a data connection failed. If the
-# peer's process died, both connections ended together, so its report only has to be
+# peer's process died, both connections ended together, so the report only has to be
 # read.
 LINK_GRACE_S = 1.0
 
@@ -58,7 +58,7 @@ class ManagerServices:
     closing: set[asyncio.Task[None]]  # tasks that close incarnations in the background
     # Called when an incarnation can carry no more traffic.
     over: Callable[[LocalMember], None] = _nothing
-    # Called when the incarnation is closed after it was already over.
+    # Called when an incarnation is closed after ``over`` was called.
     closed: Callable[[LocalMember], None] = _nothing
 
 
@@ -149,7 +149,7 @@ class LocalMember:
             await self._changed.wait()
 
     def member_waits(self, rank: int, size: int, *, is_gone: bool) -> None:
-        """Publish that a newcomer waits for the next incarnation, or has stopped."""
+        """Publish that a newcomer waits for the next incarnation, or has given up."""
         if is_gone:
             self.waiting.pop(rank, None)
         else:
@@ -212,7 +212,7 @@ class LocalMember:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that the join waits for: without a link, or else not ready yet."""
+        """Ranks that the join waits for: those without a link, else those not ready."""
         size = self.incarnation.size
         unready = tuple(r for r in range(size) if r not in self._ready_ranks)
         return self.unlinked or unready
@@ -233,7 +233,7 @@ class LocalMember:
     # The end.
 
     async def close(self) -> None:
-        """Leave politely; wait at most ``close_s`` for sent data, unless cancelled."""
+        """Leave gracefully; wait up to ``close_s`` for sent data, unless cancelled."""
         if self._is_forked:
             return
         self.report(lifecycle.CloseAsked())
@@ -249,7 +249,7 @@ class LocalMember:
             self._free()
 
     def close_nowait(self) -> None:
-        """Leave politely, without waiting for data that the network has not taken."""
+        """Leave gracefully, without waiting for data that the network has not taken."""
         if self._is_forked:
             # This is a forked child, and the shared memory belongs to its parent.
             return
@@ -369,7 +369,7 @@ class LocalMember:
     # Deciding and acting.
 
     def report(self, happening: lifecycle.Happening) -> None:
-        """Feed a happening to ``lifecycle`` and carry out the resulting actions."""
+        """Pass a happening to ``lifecycle`` and carry out the resulting actions."""
         self._life, actions = lifecycle.handle(self._life, happening)
         self._changed.set()
         for action in actions:
@@ -378,8 +378,8 @@ class LocalMember:
                     self._publish(event)
                 case lifecycle.FailMember(rank):
                     self._cancel_grace(rank)
-                    # A failed connection of an unknown member may be the one to this
-                    # member.
+                    # A failed connection whose member is unknown may be the connection
+                    # to this member.
                     self._cancel_grace(None)
                     self.backend.member_left(rank)
                 case lifecycle.EndMember(rank):
@@ -428,7 +428,7 @@ class LocalMember:
         if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
         if rank is None and self._life.left:
-            # The failed connection is an unknown member's, perhaps one's that has left.
+            # The connection may be that of a member that has left.
             return
         self._grace[rank] = self._loop.call_later(
             LINK_GRACE_S, self._grace_over, rank, evidence

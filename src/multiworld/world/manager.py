@@ -351,7 +351,7 @@ class WorldManager:
     # Leaving.
 
     async def close(self) -> None:
-        """Leave every world politely and free all resources.
+        """Leave every world gracefully and free all resources.
 
         Cancellation: All resources are freed at once.
         """
@@ -399,7 +399,7 @@ class WorldManager:
         return joining
 
     async def leave(self, name: str) -> None:
-        """Leave one world politely and remove it; ``UnknownWorldError`` if unknown.
+        """Leave one world gracefully and remove it; ``UnknownWorldError`` if unknown.
 
         Args:
             name: The world's name.
@@ -477,7 +477,7 @@ class WorldManager:
         self._reserved[world_name] = backend
 
     def remove_world(self, world_name: str) -> None:
-        """Leave a world politely and remove it; sent data leaves in the background.
+        """Leave a world gracefully and remove it; sent data leaves in the background.
 
         Args:
             world_name: The world's name; ``UnknownWorldError`` (a ``ValueError``) if
@@ -492,7 +492,7 @@ class WorldManager:
                 return
         self.world(world_name)
         local = self._admission.take_out(world_name)
-        # Sends the notice now, in case the loop stops before the task below runs.
+        # Send the notice now, in case the loop stops before the task below runs.
         local.report(CloseAsked())
         task = self._loop.create_task(
             self._admission.end(local), name=f"multiworld leave {world_name}"

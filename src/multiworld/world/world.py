@@ -42,7 +42,7 @@ class WorldStatistics:
     Attributes:
         world, epoch, rank, size: The world's name, and as in ``World``.
         phase: "joining", "ready", "broken" or "closed".
-        left: Ranks that have left politely.
+        left: Ranks that have left gracefully.
         pending: Operations in progress.
         started: Operations started since the incarnation was opened.
     """
@@ -145,7 +145,7 @@ class World(CollectiveMethods):
 
     @property
     def left(self) -> frozenset[int]:
-        """Ranks that have left politely."""
+        """Ranks that have left gracefully."""
         return self._member.left
 
     @property
@@ -195,7 +195,7 @@ class World(CollectiveMethods):
 
     @contextlib.asynccontextmanager
     async def named_errors(self) -> AsyncIterator[None]:
-        """Yield to code on ``process_group``, and raise its errors as the world's.
+        """Yield to code that uses ``process_group``; turn its errors into the world's.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
         backend's ``RuntimeError``, which does not name the lost member. This context
@@ -446,8 +446,8 @@ class World(CollectiveMethods):
 
         Every survivor calls it, and all calls return after the last one. The survivors
         keep their order; their ranks become consecutive. The name stays and the epoch
-        grows; this object stays broken. The store decides who survives by the first
-        claims, so two members that accuse each other do not both continue. If another
+        grows; this object stays broken. The store lets the first claims decide who
+        survives, so two members that accuse each other do not both continue. If another
         member is lost during the call, the world continues without it, too. The next
         incarnation may have only this member. Called on an older incarnation, this acts
         on the newest one of the name.
@@ -488,7 +488,7 @@ class World(CollectiveMethods):
                 next incarnation, that incarnation is broken on every member:
                 ``manager.world(name).reform()`` recovers it.
             ConfigError: ``to`` is not greater than the present size.
-            JoinMismatchError: Members or newcomers give other sizes or settings.
+            JoinMismatchError: Members or newcomers give different sizes or settings.
             StoreUnreachableError: No store answered; this world stays usable.
 
         Cancellation: As for ``reform``.
@@ -499,7 +499,7 @@ class World(CollectiveMethods):
     # The end.
 
     async def close(self) -> None:
-        """Leave politely: the others get all sent data, then ``MemberLeftError``.
+        """Leave gracefully: the others get all sent data, then ``MemberLeftError``.
 
         Waits at most ``WorldConfig.close_s`` for sent data to leave. May be repeated.
 

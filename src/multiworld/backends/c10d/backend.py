@@ -50,8 +50,8 @@ class C10dBackend(DirectBackend):
         # Locks by rank and tag. ``Turns`` drops a lock that nobody uses, because a
         # program may use each tag only once.
         self._sending, self._receiving = Turns(), Turns()
-        # Announcements, by source and tag, whose tensor is not received yet: a receive
-        # that does not match one is refused, and the next receive uses it.
+        # Announcements, by source and tag, whose tensor is not received yet. A receive
+        # that does not match is refused; the announcement stays for the next receive.
         self._headers: dict[tuple[int, int], Any] = {}
 
     async def open(self) -> None:
@@ -110,8 +110,8 @@ class C10dBackend(DirectBackend):
                 await self.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
                 # The announcement may already have been sent. The receiver would then
-                # expect this size of the next tensor, and Gloo ends the process if the
-                # size differs.
+                # expect the next tensor to have this size, and Gloo ends the process if
+                # the size differs.
                 reason = f"rank {self._rank} cancelled a send that was announced"
                 self._view.report(Failed(reason))
                 raise
@@ -202,7 +202,8 @@ class C10dBackend(DirectBackend):
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
         if isinstance(message, EndCollectives) and message.left == rank:
-            # The native group's collectives continue when a member leaves otherwise.
+            # A member that leaves sends this only if it has unfinished collectives;
+            # otherwise, the native group's collectives continue.
             self._runner.abandoned(rank, message.number)
         else:
             super().on_message(rank, message)
@@ -217,7 +218,7 @@ class C10dBackend(DirectBackend):
             for rank in range(self._size):
                 if rank != self._rank:
                     self._view.notify(rank, EndCollectives(nonce, first, self._rank))
-            self._runner.unfinished.clear()  # ``close`` begins once more
+            self._runner.unfinished.clear()  # ``close`` calls this again
         super().begin_close()
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ def _ordered(flat: Tensor, *, is_max: bool) -> Tensor:
 
 
 def _unordered(order: Tensor) -> Tensor:
-    """Return the floats of ``_ordered``; its limits become NaN."""
+    """Undo ``_ordered``; the extremes become NaN."""
     limits = torch.iinfo(order.dtype)
     bits = order ^ ((order >> (limits.bits - 1)) & limits.max)
     return bits.view(torch.float64 if order.dtype is torch.int64 else torch.float32)

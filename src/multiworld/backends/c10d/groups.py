@@ -102,7 +102,7 @@ class Group:
         self.store.close()
 
     def cut(self) -> None:
-        """Release every waiter of this group, by closing sockets or aborting it."""
+        """Release every waiter: shut the group's sockets down, or abort the group."""
         if self._connections is not None:
             self._connections.cut()
         elif self.name == "nccl" and self.native is not None:

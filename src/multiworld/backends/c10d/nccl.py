@@ -75,10 +75,10 @@ class Aborter:
     """Aborts groups together: every abort flag is set before any abort waits."""
 
     def __init__(self) -> None:
-        # An abort waits until the device frees memory, perhaps for kernels of other
-        # communicators. If those spin for the same dead peer (its loss breaks all its
-        # worlds in one loop iteration), both aborts wait forever. Healthy worlds on the
-        # device are not aborted: their kernels finish.
+        # An abort waits until the device frees memory, and so perhaps for kernels of
+        # other communicators. If those kernels spin for the same dead peer (its loss
+        # breaks all its worlds in one loop iteration), both aborts wait forever.
+        # Healthy worlds on the device are not aborted: their kernels finish.
         self._lock = threading.Lock()
         self._due: list[Any] = []
 

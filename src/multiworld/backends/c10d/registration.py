@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from multiworld.backends import torch_names
 
-# First of the made-up global ranks: above every rank of a default group, and within 32
-# bits. No number is used twice, because DeviceMesh compares meshes by global ranks
-# alone and would otherwise send on another world's group. This process keeps its rank
-# in the default group, by which a mesh finds this process's position.
+# First made-up global rank: above every rank of a default group, and within 32 bits. No
+# made-up rank is used twice, because DeviceMesh compares meshes by global ranks alone
+# and would otherwise send on another world's group. For itself, this process uses its
+# rank in the default group, by which a mesh finds this process's position.
 FIRST_ID = 1 << 20
 
 _ids = itertools.count(FIRST_ID)

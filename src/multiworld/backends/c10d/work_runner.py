@@ -49,7 +49,7 @@ class WorkRunner:
                 _fail(future, self._view.broken_error())
 
     def abandoned(self, rank: int, number: int) -> None:
-        """Fail collective ``number``, during which a member leaves, and later ones."""
+        """Fail collective ``number``, during which a member left, and later ones."""
         # Gloo itself fails only at the ranks that exchange data with that member, so
         # fail the collective here.
         if self._abandoned is None or number < self._abandoned[1]:

@@ -27,8 +27,7 @@ STAGE_BYTES = 128 * 1024
 # Bytes to read beyond a large payload: enough for the next header, but little more,
 # because the part of the next payload that is read here is copied twice.
 AHEAD_BYTES = wire.SIZE + 8 * 8
-# Torch's limit on the product of all dimensions of a tensor, without dimensions of size
-# 0.
+# Torch's limit on the product of a tensor's nonzero dimensions.
 MAX_ELEMENTS = 2**63 - 1
 LARGE_BYTES = 32 * 1024  # payload size from which a copy costs more than a system call
 

@@ -19,7 +19,7 @@ from multiworld.backends.direct.outbound import Outbound
 from multiworld.backends.header import HeaderError
 
 # Seconds between polls for a free slot while reading pauses and no bell can arrive: the
-# first interval, and the maximum that it doubles to.
+# first interval, and the maximum. The interval doubles with each poll.
 LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
 # Maximum number of descriptors whose frames have not been parsed. One read takes one

@@ -123,7 +123,7 @@ class _Forks:
     @property
     def _slot(self) -> int:
         """Index of this fork's mark: another thread may fork before the child is done.
-        A child that dies earlier leaves its mark, and the block is not used again."""
+        A child that dies before it is done leaves its mark; the block stays unused."""
         return 1 + self._count % (MARKS - 1)
 
     def _pin(self) -> None:

@@ -83,7 +83,7 @@ class Outbound:
         return wire.encode(header)
 
     def announced(self, head: bytes, written: int) -> None:
-        """Count an announcement, and queue what follows its first ``written`` bytes."""
+        """Count an announcement; queue the bytes after its first ``written`` bytes."""
         self._sequence += 1
         self._frame = [memoryview(head)]
         self.advance(written)
@@ -118,8 +118,8 @@ class Outbound:
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
-            # A message with no frame sent yet is unknown to the receiver, so it is not
-            # withdrawn.
+            # A message with no frame sent yet is unknown to the receiver, and needs no
+            # withdrawal frame.
             if 0 < message.offset < message.description.size:
                 self._control_frames.append(wire.WITHDRAW)
             self._done(message)

@@ -31,9 +31,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 def is_usable(sock: Any) -> bool:
     """Return whether payloads on this connection can go through shared memory."""
-    # The sender's copy comes before the receiver's, because a system call lies between.
-    # Only the processor guarantees that the receiver's copy ends before it clears the
-    # mark: no load may be delayed past a later store.
+    # The sender's copy happens before the receiver's: a system call lies between. But
+    # only the processor can guarantee that the receiver's copy ends before the receiver
+    # clears the mark: no load may be delayed past a later store.
     return (
         sys.platform == "linux"
         # This architecture delays no load past a later store.
