@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { bytes, clock, rate, seconds, share, tenants } from "./facts.js";
 
-const MANY = 24; // number of a stage's replicas from which on each is a small square
+const MANY = 24; // with this many replicas in a stage or more, each is a small square
 
 /** Class, mark and words for the state of a replica; the mark works without colour. */
 export function stateOf(replica) {
@@ -94,7 +94,7 @@ export function Model({ name, model, facts, series, open, act }) {
   </section>`;
 }
 
-const COLOURS = 6; // of chains; see style.css
+const COLOURS = 6; // number of colours for chains; see style.css
 
 /** Lines through the replicas of each chain, drawn over the stages; width by number of streams. */
 function Flows({ chains, replicas }) {
