@@ -68,7 +68,7 @@ HEADERS = {
 }
 
 # Operations that the page may request from the controller: method, path, and type of
-# the answer. The body of an operation on a tenant names it.
+# the answer. The body of an operation on a tenant names the tenant.
 OPERATIONS: dict[str, tuple[str, str, type]] = {
     "scale": ("POST", "/scale", answers.Scaled),
     "drain": ("POST", "/drain", answers.Drained),
@@ -140,7 +140,7 @@ class Watch:
         return _event("patch", patch_of(sent, self.facts))
 
     def end(self) -> None:
-        """End the readers' streams, so that the server need not cut them."""
+        """End the readers' streams cleanly before the server shuts down."""
         self._has_ended = True
         self._wake()
 

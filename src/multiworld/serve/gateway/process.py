@@ -69,15 +69,15 @@ USAGE_S = 1.0  # seconds between usage reports
 FLEET_S = 2.0
 # Maximum seconds for the keeper to answer whether another gateway takes over.
 LEAVE_S = 1.0
-# Maximum seconds to send the last report to the controller, and to the keeper the last
-# entries.
+# Maximum seconds to send the last report to the controller, and the last entries to the
+# keeper.
 LAST_S = 0.5
 # Minimum seconds between two messages that ask the controller for replicas of a model.
 ASK_S = 0.2
-OTHER_FILES = 256  # descriptors reserved for other files than client sockets
+OTHER_FILES = 256  # descriptors reserved for files other than client sockets
 MIN_CONNECTIONS = 64  # minimum number of connections with which a gateway may run
 BACKLOG = 2048  # maximum connections that wait to be accepted
-LOOK_S = 1.0  # seconds between checks whether the gateway is orphaned
+LOOK_S = 1.0  # seconds between checks of whether the gateway is orphaned
 
 # Idle time after which a gateway without a controller exits, as a multiple of
 # ``orphan_s``. For a gateway that never had a controller, the multiple is 1.

@@ -30,8 +30,8 @@ COUNTED = (
     *("is_closing", "is_protected", "is_detached"),
 )
 
-# During an answer (``TRIM_BYTES``), and on an idle connection (``IDLE_BYTES``), a
-# record with more bytes of output than this drops the output that the kernel has.
+# Bytes of output above which a record drops the output that the kernel has: during an
+# answer, and on an idle connection.
 TRIM_BYTES, IDLE_BYTES = 16 * 1024, 4 * 1024
 
 # Maximum number of noted entries, and their maximum bytes, before they are applied.
@@ -82,8 +82,8 @@ class ConnectionRecord:
     # Encoded tokens of the current answer, in order.
     items: list[bytes] = field(default_factory=list)
     events: int = 0  # number of the current answer's events in the recorded output
-    # Gateways lost with the current request since a part of its answer was last
-    # recorded, except those that had not begun to read the request.
+    # Number of gateways lost after they had begun to read the current request, since a
+    # part of its answer was last recorded.
     losses: int = 0
     has_interim: bool = False  # the current answer's interim response is recorded
     has_begun: bool = False  # bytes of the current answer are recorded
@@ -91,8 +91,8 @@ class ConnectionRecord:
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
     is_closing: bool = False  # the connection closes after ``output``
-    # False: there was no memory for the record; a loss of the gateway also loses the
-    # connection's request.
+    # False: the record lacks input or tokens, so losing the gateway also loses the
+    # current requests.
     is_protected: bool = True
     is_detached: bool = False  # the record of a kept stream, without a client
     stream: bytes = b""  # id of the kept stream, or of the one that the answer reads
@@ -219,7 +219,7 @@ class ConnectionRecord:
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Split off a clientless record of the current stream, which ``self`` reads."""
+        """Move the current stream to a new record without a client; return that."""
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
         made.input, made.items = bytearray(self.input), list(self.items)
@@ -240,7 +240,7 @@ class ConnectionRecord:
             self.output_at += done
 
     def has_all(self, written: int, read: int) -> bool:
-        """Return whether it has all input and unwritten output, by kernel's counts."""
+        """Return whether the record has all input and all unwritten output."""
         has_read = read - self.read_before <= self.input_at + len(self.input)
         end = self.output_at + len(self.output)
         return has_read and self.output_at <= written - self.written_before <= end

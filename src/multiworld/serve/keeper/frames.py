@@ -17,7 +17,7 @@ _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<BQQI")  # kind, connection, value, bytes of the payload
 
 MAX_FRAME = 256 * 2**20  # bytes; a longer frame is a protocol error
-MAX_ENTRY = MAX_FRAME // 2  # maximum bytes of an answer in one entry
+MAX_ENTRY = MAX_FRAME // 2  # maximum payload of an entry
 PIECE_BYTES = 1024 * 1024  # maximum payload of an entry when a whole record is sent
 
 

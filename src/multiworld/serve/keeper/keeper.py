@@ -25,7 +25,7 @@ MAX_LOSSES = 4  # lost gateways after which a request is refused as their likely
 # Multiple of ``silence_s`` for which a gateway may be silent while it computes: on an
 # overloaded machine, killing it would only move its load to the next gateway.
 COMPUTES = 5
-IDLE = 2  # ticks at which a silent gateway must do nothing, as one look may be chance
+IDLE = 2  # idle ticks in a row before a silent gateway is killed; one may be chance
 TICK_S = 0.2  # seconds between checks of gateways and of waiting connections
 SLOW_S = 1.0  # seconds between checks of the output that slow clients have taken
 # If two ticks are more than this many seconds apart, the keeper itself was paused.
@@ -115,7 +115,7 @@ class Gateway:
     is_ready: bool = False
     is_leaving: bool = False
     is_killed: bool = False
-    idle: int = 0  # number of consecutive ticks at which it was silent and did nothing
+    idle: int = 0  # number of ticks in a row at which it was silent and idle
     connections: set[int] = field(default_factory=set)
     busy: int = 0  # number of connections with a request in flight
     given: int = 0  # number of connections given to it so far
@@ -130,7 +130,7 @@ class Keeper:
 
     def __init__(
         self,
-        silence_s: float,  # after so long without a message, a gateway is killed
+        silence_s: float,  # seconds without a message after which a gateway is killed
         max_bytes: int,  # of all records; beyond it, requests are unprotected
         active: int = 64,  # gateways that take connections at the same time
     ) -> None:

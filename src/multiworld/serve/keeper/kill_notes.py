@@ -1,4 +1,4 @@
-"""Notes of a keeper, for the controller, why it has killed a gateway."""
+"""Notes from the keeper to the controller: why the keeper killed a gateway."""
 
 from __future__ import annotations
 

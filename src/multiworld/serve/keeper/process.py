@@ -52,11 +52,11 @@ from multiworld.serve.machines.usage import is_stopped
 MIB = 2**20
 BACKLOG = 2048  # maximum connections that wait to be accepted
 ACCEPTS = 64  # maximum connections accepted in one iteration of the event loop
-OTHER_FILES = 256  # descriptors reserved for other files than client sockets
+OTHER_FILES = 256  # descriptors reserved for files other than client sockets
 FULL_S = 0.1  # seconds until the next accept when no descriptors are left
 END_S = 1.0  # seconds to wait for the exit of a killed gateway
 REST_S = 0.03  # seconds to pause between reads from gateways; see ``Channel``
-LOCK_S = 1.0  # seconds between checks whether the service runs
+LOCK_S = 1.0  # seconds between checks of whether the service runs
 LINGER_S = 0.5  # seconds for a refused client to read its refusal
 
 READY = b"ready"  # line that a keeper prints once it listens
@@ -429,7 +429,7 @@ def _is_locked(path: Path) -> bool:
 
 
 async def run(args: argparse.Namespace, own: socket.socket) -> None:
-    """Run a keeper, to which gateways connect at ``own``, until a signal or its end."""
+    """Run a keeper until a signal or its own end; gateways connect at ``own``."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -24,7 +24,7 @@ import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
-# Number of finish tags above which tags that the virtual time has reached are dropped.
+# With more finish tags than this, drop those that the virtual time has reached.
 PRUNE_AT = 1024
 MIN_COST = 1.0  # without a minimum, work without rows would be free
 SPARE = 64  # outdated heap entries to tolerate beyond the number of waiting tenants
@@ -109,7 +109,7 @@ class _Schedule:
         return self._virtual_times.get(rank, 0.0)
 
     def charge(self, tenant: str, priority: int, amount: float) -> None:
-        """Advance a served tenant's finish tag; put or remove its head afterwards."""
+        """Advance a served tenant's finish tag; call ``put`` or ``remove`` next."""
         key = -priority, tenant
         finish = self._finish_tags.get(key, 0.0)
         now = max(self._virtual_time(-priority), finish)

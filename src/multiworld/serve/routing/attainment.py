@@ -14,8 +14,8 @@ class Attainment:
     """Counts of requests, by model."""
 
     def __init__(self) -> None:
-        self.arrived: Counter[str] = Counter()  # all requests, with the refused ones
-        # Requests answered within the model's objective; if it has none, all answered.
+        self.arrived: Counter[str] = Counter()  # all requests, including refused ones
+        # Requests answered within the objective; all answered ones if there is none.
         self.attained: Counter[str] = Counter()
         # Requests that more replicas might have answered in time: answered late, given
         # up after the objective, or refused by a full queue. Invalid requests and

@@ -10,7 +10,7 @@ RETRY_AFTER_S = 1.0  # seconds after which the client may retry
 
 
 class OutdatedError(errors.ServeError):
-    """A request's model version is no longer active; check against the active one."""
+    """A request's model version is no longer active; check the request again."""
 
 
 def unknown_model(

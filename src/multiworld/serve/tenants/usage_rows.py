@@ -48,7 +48,7 @@ class UsageRow(NamedTuple):
 
 
 class TokensUsed(NamedTuple):
-    """Tokens that a tenant used in a day and a month (their starts, epoch seconds)."""
+    """Tokens used by a tenant; ``day`` and ``month``: their starts in epoch seconds."""
 
     tenant: str
     day: int

@@ -32,9 +32,10 @@ class ControlTokens:
         self._tokens = re.compile(whole)
 
     def check(self, text: str, made: int) -> None:
-        """Raise InvalidRequestError if ``text`` has under ``made`` control tokens.
+        """Raise InvalidRequestError if ``text`` has fewer than ``made`` control tokens.
 
-        The other control tokens then came from characters that the tokenizer changed.
+        ``made`` is their number after encoding. The additional ones came from
+        characters that the tokenizer changed.
         """
         if made > len(self._tokens.findall(text)):
             raise InvalidRequestError(REFUSED, param="messages", code="invalid_value")

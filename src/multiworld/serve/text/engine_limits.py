@@ -22,7 +22,7 @@ class EngineLimits:
         return (self.blocks - 1) * self.block_size
 
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
-        """Return the KV blocks for ``tokens``, which round up to ``granule``."""
+        """Return the KV blocks for ``tokens``, rounded up to ``granule`` tokens."""
         needed = math.ceil(tokens / self.block_size)
         whole = math.ceil(tokens / granule) * granule
         return max(needed, min(self.blocks, math.ceil(whole / self.block_size)))

@@ -126,7 +126,7 @@ def text_of_tokenizer(tokenizer: Any, vocabulary: int) -> str:
 
 
 def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> str:
-    """Return a grammar of the JSON that a schema allows; ``param``: field to blame."""
+    """Return a grammar of the JSON that a schema allows; ``param`` is for errors."""
     schema = _checked_schema(schema, param)
     try:
         grammar = _matcher().grammar_from_json_schema(
@@ -372,7 +372,7 @@ def _unforced(grammar: str) -> str:
     """Return a grammar that allows every token that fits.
 
     By default, where only one string can follow, llguidance forces the first token of
-    the string's encoding. If the string spells a control token, it forces that token.
+    the string's encoding: if the string spells a control token, that token.
     """
     if grammar.startswith("{"):
         (part,) = json.loads(grammar)["grammars"]
@@ -466,7 +466,7 @@ class Matcher:
     def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
         """Return the tokens that may come next, as bits: [vocabulary / 8], uint8."""
         matcher = self.made.result()
-        # Read only the tokens that the matcher has not yet consumed.
+        # The matcher has already consumed the earlier tokens.
         for place in range(prompt + self._consumed, len(tokens)):
             if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():

@@ -60,8 +60,8 @@ class GrowingText:
         before, text = len(self._held), self._held + new
         places = [
             place
-            # A stop string that ends earlier does not count, but one that only starts
-            # there may count later.
+            # A stop string that ends before ``new`` does not count, but one that starts
+            # before ``new`` and ends in it does.
             for stop in (self._stop if self._count >= self._min_tokens else ())
             if (place := text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
@@ -80,7 +80,8 @@ class GrowingText:
         # about one search for each character of the stream.
         for length in range(min(len(text), self._longest - 1), 0, -1):
             start = text[-length:]
-            at = bisect_right(self._stop, start)  # sorted: those that it begins follow
+            # In sorted order, the strings that begin with ``start`` follow it.
+            at = bisect_right(self._stop, start)
             if at < len(self._stop) and self._stop[at].startswith(start):
                 return length
         return 0

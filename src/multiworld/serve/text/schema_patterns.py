@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 Range = tuple[int, int]  # code points, both included
 
-# Characters that a string can have. Of the control characters, these are only the ones
-# with a short escape; DEL has none.
+# Characters that a string can have. Of the control characters, only those with a short
+# escape; DEL has none.
 WRITABLE: tuple[Range, ...] = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0x10FFFF))
 ESCAPED = (ord('"'), ord("\\"))
 

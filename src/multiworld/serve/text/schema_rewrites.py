@@ -38,8 +38,8 @@ NEGATED = {
 MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf`` that is rewritten
 MAX_ARRANGEMENTS = 512  # maximum arrays to list for a ``uniqueItems`` over an enum
 MAX_CHARACTERS = 1024  # maximum total length of the strings that a value must not equal
-# Maximum length of one of them: a pattern of all others nests three levels for each of
-# its characters, and llguidance allows 250.
+# Maximum length of one such string. A pattern of all other strings nests three levels
+# for each character of the string, and llguidance allows 250 levels.
 MAX_WORD = 80
 
 Schema = dict[str, Any]

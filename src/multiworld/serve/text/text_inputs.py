@@ -17,7 +17,7 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.text.folder_json import read_if_there
 
 # Maximum characters passed to the tokenizer per token of the maximum length. Without
-# this limit, the tokenizer would process all of a long text before it truncates. The
+# this limit, the tokenizer would process a whole long text before truncating it. The
 # longest English words have 45 characters.
 MAX_CHARACTERS_PER_TOKEN = 64
 

@@ -16,7 +16,7 @@ MAX_SPANS = 1024
 """Maximum number of spans kept for a request."""
 
 FAILED = 500
-"""HTTP status from which on a request counts as failed."""
+"""Lowest HTTP status with which a request counts as failed."""
 
 
 class RequestTrace:

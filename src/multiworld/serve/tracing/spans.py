@@ -31,7 +31,7 @@ class Span:
     """Operation with a start and an end, in seconds of the monotonic clock."""
 
     name: str
-    parent: Parent  # of the root of a trace: one with an empty span id
+    parent: Parent  # a trace's root has a parent with an empty span id
     began_at: float
     ended_at: float
     attributes: Attributes = field(default_factory=dict)

@@ -94,7 +94,7 @@ class Tracer:
     def root(self, parent: Parent | None, trace: str, span: str, name: str) -> Parent:
         """Return span ``span`` of a request, sampled or not.
 
-        Its trace is that of ``parent``, the span that the client sent, else ``trace``.
+        The trace is that of ``parent`` (the client's span) or, without one, ``trace``.
         """
         context = None
         if parent is not None:

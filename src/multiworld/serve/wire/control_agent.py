@@ -57,7 +57,7 @@ class ControlAgent:
         self.joined_at: float | None = None  # last connection, monotonic; None: never
 
     def fact(self, news: News) -> None:
-        """Send a fact now, and to each new controller until it is replaced."""
+        """Send a fact now, and to each new controller until a new fact replaces it."""
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 

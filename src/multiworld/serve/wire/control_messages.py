@@ -128,7 +128,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 0  # number of KV blocks; 0: unknown
     kv_block_tokens: int = 0  # number of tokens in a block
     phase: str = ""  # what a starting engine is doing; empty once it serves
-    # Used share of all cores of its machine since the report before, by any process;
+    # Used share of all cores of its machine since the previous report, by any process;
     # negative: unknown.
     machine_busy: float = -1.0
 
@@ -274,7 +274,7 @@ class TableApplied(Message, frozen=True, tag="table_applied"):
 
 
 class Report(Message, frozen=True, tag="report"):
-    """Process → controller: reply to a request's number; number 0: sent at exit."""
+    """Process → controller: reply to the order of this number; 0: sent at exit."""
 
     number: int
     worker: WorkerReport | None = None
@@ -298,7 +298,7 @@ class UsageReport(Message, frozen=True, tag="usage_report"):
 
 
 class ModelNeeded(Message, frozen=True, tag="model_needed"):
-    """Gateway → controller: a request needs a model with a stage without replicas."""
+    """Gateway → controller: a request needs a model that lacks replicas of a stage."""
 
     model: str
 

@@ -1,5 +1,5 @@
 """The edges of a process, which follow the routing table. For each edge in the table, a
-task stays in the edge's world and passes each of its incarnations to the owner."""
+task stays in the edge's world and passes each incarnation of the world to the owner."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class EdgeOwner(Protocol):
         """Handle the messages of a frame that arrived on this incarnation."""
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation; ``is_polite``: the peer left, it was not lost."""
+        """Stop using an incarnation; ``is_polite``: the peer left and was not lost."""
 
 
 class Edges:

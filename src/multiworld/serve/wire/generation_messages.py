@@ -94,11 +94,10 @@ class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
 
 
 class KvHeld(Message, frozen=True, tag="kv_held"):
-    """Stage k → stage k-1, beginning at the last stage: tokens with KV entries."""
+    """Stage k → stage k-1, starting at the last stage: number of tokens with KV."""
 
     key: Key
-    # Number of tokens with KV entries. The receiver replays the tokens after them;
-    # stage 0 then starts the sequence.
+    # The receiver replays the tokens after these; stage 0 then starts the sequence.
     count: Count
 
 
@@ -197,8 +196,8 @@ class RunsAlone(Message, frozen=True, tag="runs_alone"):
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
     """Replica → gateway: the computation of these sequences starts.
 
-    Every stage sends it for watched sequences, which then did not cause earlier losses
-    of replicas. Stage 0 also sends it for sequences without output tokens.
+    Every stage sends it for watched sequences: before this message, a sequence cannot
+    have caused a loss. Stage 0 also sends it for sequences without output tokens.
     """
 
     keys: tuple[Key, ...]

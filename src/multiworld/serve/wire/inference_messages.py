@@ -63,7 +63,7 @@ class CreditReleased(Message, frozen=True, tag="credit_released"):
 
 
 class CreditRefused(Message, frozen=True, tag="credit_refused"):
-    """Replica → previous stage: attempts refused because the gateway is unconnected."""
+    """Replica → previous stage: attempts refused for lack of an edge to the gateway."""
 
     keys: tuple[Key, ...]
 

@@ -45,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Request that a message is about."""
 
     request: str = ""  # id of the request, for logs; empty: none
-    parent: Parent | None = None  # its span at its gateway; None: nothing is traced
+    parent: Parent | None = None  # the request's span at its gateway; None: not traced
 
     @property
     def is_sampled(self) -> bool:

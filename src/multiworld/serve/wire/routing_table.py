@@ -26,9 +26,9 @@ class Replica:
     state: ReplicaState
     fingerprint: str = ""
     weights: str = ""
-    # Number of stages of a version that generates text; 0 for others. Its last stage
-    # also sends to stage 0. The number is kept here because a removed model has no
-    # route, but may still have open streams.
+    # Number of stages of a version that generates text, whose last stage also sends to
+    # stage 0; 0 for other versions. The number is kept here because a removed model has
+    # no route, but may still have open streams.
     stages: int = 0
     # Random source of an external engine. A stream that has output tokens can continue
     # only with the same source; see ``WholeEngine.noise``.

@@ -21,7 +21,7 @@ export function follow(tell) {
   source.onerror = () => tell(facts, true); // EventSource reconnects by itself
 }
 
-/** Return the tenants and their keys; throw an Error with the service's reason if it is refused. */
+/** Return the tenants and their keys; throw an Error with the service's reason if refused. */
 export async function tenants() {
   const answer = await fetch("/tenants");
   const found = await answer.json();
@@ -29,7 +29,7 @@ export async function tenants() {
   return found;
 }
 
-/** Request an operation; throw an Error with the service's reason if it is refused. */
+/** Request an operation; throw an Error with the service's reason if refused. */
 export async function ask(operation, body) {
   const answer = await fetch(`/do/${operation}`, {
     method: "POST",

@@ -63,7 +63,7 @@ function extended(series, facts) {
   return found;
 }
 
-/** A dialog that has the keyboard's focus, and closes with Escape. */
+/** A modal dialog, which takes the keyboard focus and closes with Escape. */
 function Dialog({ close, children, label }) {
   const place = useRef(null);
   useEffect(() => { place.current.showModal(); }, []);

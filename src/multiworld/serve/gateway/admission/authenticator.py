@@ -56,7 +56,7 @@ class AdmittedRequest:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     model: str = ""  # model that the request names; empty until known
-    counted_for: str | None = None  # the model of its usage, once it has finished
+    counted_for: str | None = None  # model of its usage; None until it has finished
 
 
 class Authenticator:

@@ -10,7 +10,7 @@ from multiworld.serve.tenants.registry import open_registry
 
 
 async def store_rest(usage: UsageMeter, meter: str, folder: Path, now: float) -> None:
-    """Store unconfirmed usage, each batch once; ServeError: no usable registry."""
+    """Store unconfirmed usage, each batch once; ServeError if the registry fails."""
     registry = await asyncio.to_thread(open_registry, folder)
     try:
         while not usage.is_all_confirmed:

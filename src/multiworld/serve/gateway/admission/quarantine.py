@@ -1,10 +1,10 @@
 """Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
-A poison request kills the replicas that compute it; a gateway identifies it once it has
-killed two replicas in isolation. For ``POISON_S`` after that, the same request of the
-same tenant is refused. A tenant that sends ``POISON_LIMIT`` poison requests to a model
-within ``WINDOW_S`` is quarantined: all its requests to that model are refused, for a
-longer time with each quarantine. Other tenants are not affected.
+A poison request kills the replicas that compute it. A gateway identifies such a request
+after it has killed two replicas in isolation. For ``POISON_S`` after that, the same
+request of the same tenant is refused. A tenant that sends ``POISON_LIMIT`` poison
+requests to a model within ``WINDOW_S`` is quarantined: all its requests to that model
+are refused, for a longer time with each quarantine. Other tenants are not affected.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Protocol
 from multiworld.serve.tenants.directory import Tenant
 
 MINUTE_S = 60  # seconds of the window of ``rpm_limit`` and the bucket of ``tpm_limit``
-# After a pause, a tenant may use its ``bytes_per_s`` of this many seconds at once.
+# After a pause, a tenant may use this many seconds of its ``bytes_per_s`` at once.
 BURST_S = 2.0
 
 

@@ -63,7 +63,7 @@ class SharedUse:
         _SECOND.pack_into(self._memory, at, second << 32 | (before + 1))
 
     def in_flight(self, limit: float) -> int:
-        """Return the requests in flight; from ``limit`` on, exclude dead gateways."""
+        """Return requests in flight; skip dead gateways if ``limit`` is reached."""
         columns = _COLUMNS.unpack_from(self._memory, self._place + AT_COLUMNS)
         if sum(columns) < limit:
             return sum(columns)
@@ -107,7 +107,7 @@ class SharedLimits:
 
     @contextlib.contextmanager
     def use(self, tenant: str, now: float) -> Iterator[SharedUse | None]:
-        """Lock the slot of a tenant; yield None if the lock is not free soon."""
+        """Lock a tenant's slot; yield None if that fails."""
         slot = self._slot_of(tenant, now)
         if slot is None or not self._try_lock(LOCKED_SLOTS + slot):
             yield None

@@ -48,7 +48,6 @@ class Timing:
         """Return the phases; None if no part was answered."""
         if self.asked_at is None or not self.parts:
             return None
-        # Means over all parts.
         queue, compute = self.queued_s / self.parts, self.computed_s / self.parts
         hop = max(0.0, self.answered_at - self.asked_at - queue - compute)
         render = ended_at - self.answered_at

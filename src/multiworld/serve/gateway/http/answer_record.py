@@ -119,7 +119,7 @@ class AnswerRecord:
         self._on_log_end()
 
     def move(self, say: Callable[..., None], on_log_end: Callable[[], None]) -> None:
-        """From now on, record the answer in another connection, through ``say``."""
+        """Record the answer through ``say``, in another connection, from now on."""
         self._say, self._on_log_end = say, on_log_end
 
     @property

@@ -49,7 +49,7 @@ class Call:
 class AdmittedCall(Call):
     """An admitted request, which may have a body."""
 
-    admitted: AdmittedRequest  # counts of the request for its tenant's limits
+    admitted: AdmittedRequest  # counts towards the tenant's limits
     reservation: Reservation  # memory reserved for the body
     # Record from which another gateway can continue the answer.
     record: AnswerRecord = field(default_factory=unrecorded)

@@ -88,7 +88,7 @@ class Gateway:
         self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
-        # Updates ``fleet``; does nothing unless the gateway's process sets it.
+        # Updates ``fleet``. The process replaces this default, which does nothing.
         self.ask_fleet: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         # Seconds for which a stream without a client is kept: default and maximum.
         self.detach_s, self.max_detach_s = 0.0, 600.0
@@ -316,8 +316,8 @@ class Gateway:
                 origin=admitted.origin,
             )
         except UnknownModelError:
-            # While the request waited, the model was removed, or the dedicated replicas
-            # of the tenant.
+            # While the request waited, the model or the tenant's dedicated replicas
+            # were removed.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
             raise refusals.OutdatedError(f"{served!r} is no longer served") from None
@@ -349,7 +349,7 @@ class Gateway:
     def record_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> None:
-        """Record a poison request; reject waiting ones of a quarantined tenant."""
+        """Record a poison request; reject a quarantined tenant's waiting requests."""
         if self.authenticator.add_poison(tenant, model_version, digest, age_s):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))

@@ -29,7 +29,7 @@ async def root(call: Call) -> Response:
 
 
 async def health(call: Call) -> Response:
-    """Report whether every model is ready, and stages without a replica."""
+    """Report whether every model is ready, and which stages have no replica."""
     is_ready, missing = _readiness(call.gateway)
     body: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
     # If keys are needed, model names are not public.

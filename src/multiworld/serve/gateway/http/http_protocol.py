@@ -168,7 +168,7 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection; ``lingering`` has the refused connections until they close.
+    """One connection; ``lingering``: refused connections that are not yet closed.
 
     If ``recorder`` has another gateway's record, this gateway takes the connection
     over: it sends the recorded output, and then parses the recorded requests without an
@@ -188,11 +188,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self._recorder = Unrecorded() if recorder is None else recorder
         self._is_in_message = False
-        # Requests of the record that are answered, but not parsed again yet.
+        # Number of recorded requests that are answered, but not yet parsed again.
         self._answered_before = 0
-        # The next head was already parsed; ``_feed`` repeats it, without its upgrade.
+        # True while ``_feed`` parses a head again, without its upgrade.
         self._is_read_again = False
-        self._is_answered_before = False  # another gateway has answered it
+        self._is_answered_before = False  # another gateway answered this request
         self._limits, self._lingering = limits, lingering
         # Timers by name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -443,8 +443,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
             return
         if "head" not in self._timers:
-            # The bytes belong to a body, and the answer may have started, so that it is
-            # too late for a refusal.
+            # The bytes belong to a body. The answer may have started, so it is too late
+            # for a refusal.
             self.transport.close()
             return
         self._refuse(*TOO_LONG)

@@ -41,7 +41,7 @@ class AnyRequest(Protocol):
 
 
 class HttpRequest:
-    """A request with decoded headers; of several with one name, the first counts."""
+    """A request with decoded headers; of repeated headers, the first counts."""
 
     def __init__(
         self,

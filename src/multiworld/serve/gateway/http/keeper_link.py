@@ -45,7 +45,7 @@ Serve = Callable[[socket.socket | None, ConnectionRecord], object]
 
 
 class Recorded:
-    """A connection of the link; unless overridden, one without a client."""
+    """A connection that the link records; the defaults suit one without a client."""
 
     record: ConnectionRecord
 
@@ -77,7 +77,7 @@ class Recorded:
 
 
 class KeeperLink:
-    """Sends recorded entries, one frame per loop iteration, and receives connections.
+    """Sends recorded entries, once per loop iteration, and receives connections.
 
     A keeper counts as hung after ``silence_s`` + ``KEEPER_S`` of silence. ``serve`` is
     called with each connection; one without a socket is a kept stream.
@@ -178,8 +178,8 @@ class KeeperLink:
     def after_reading(self, connection: Recorded, take: Callable[[], None]) -> None:
         """Call ``take`` once the keeper has the input; pause reading until then.
 
-        It is early enough to pause reading in ``_flush``: the event loop runs callbacks
-        that the previous iteration scheduled before it reads from sockets again.
+        ``_flush`` pauses reading early enough: the event loop first runs the callbacks
+        that the previous iteration scheduled, and only then reads from sockets.
         """
         if self._channel is None:
             _write_all([(connection, take)])

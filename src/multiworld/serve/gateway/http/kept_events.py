@@ -103,7 +103,7 @@ class EventLog:
     # Reading.
 
     async def read(self, after: int) -> AsyncGenerator[bytes]:
-        """Yield all events after ``after``; UnknownStreamError: some were dropped."""
+        """Yield the events after ``after``; UnknownStreamError if some were dropped."""
         self.require_all(after)
         position = [after]
         self._positions.append(position)
@@ -177,7 +177,7 @@ class EventLogs:
         return log
 
     async def expect(self, name: str, tenant: str, limit_s: float) -> EventLog | None:
-        """Wait at most ``limit_s`` until a tenant's log begins; None: it does not."""
+        """Wait until a tenant's log begins; return None after ``limit_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while name not in self._logs:

@@ -32,7 +32,7 @@ class Recording(Protocol):
 class PeekedSocket(socket.socket):
     """A client's connection; bytes that were read stay in the kernel until ``take``.
 
-    So if the gateway is lost, the keeper or the kernel still has every byte it read.
+    If the gateway is lost, the keeper or the kernel still has every byte that it read.
     """
 
     _taken = memoryview(bytearray(256 * 1024))  # target of ``recv_into``; never read
@@ -42,7 +42,7 @@ class PeekedSocket(socket.socket):
         return super().recv(size, flags | socket.MSG_PEEK)
 
     def close(self) -> None:
-        """Also shut down output: the keeper's duplicate still holds the socket open."""
+        """Also shut down output, as the keeper's duplicate keeps the socket open."""
         if not self.is_abandoned:
             with contextlib.suppress(OSError):
                 self.shutdown(socket.SHUT_WR)

@@ -129,7 +129,7 @@ class Recorder(Unrecorded, Recorded):
         if not self.is_abandoned:
             self.say(Kind.CLOSED)
         self._link.remove(self)
-        self.record.give_up()  # frees memory, as the protocol may live longer
+        self.record.give_up()  # frees memory: the protocol may live longer
         self.record.output.clear()
 
     async def find(self, stream: str) -> Place:

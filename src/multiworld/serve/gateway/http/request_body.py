@@ -31,7 +31,7 @@ T = TypeVar("T")
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 GZIP_MAGIC = b"\x1f\x8b"  # starts each member of a gzip body (RFC 1952, 2.3.1)
-# Maximum members of a gzip body; at each one's end, zlib copies the input after it.
+# Maximum members of a gzip body; after each member, zlib copies the rest of the input.
 MAX_MEMBERS = 16
 
 # Maximum bytes, compressed and decompressed, to decompress on the event loop itself,

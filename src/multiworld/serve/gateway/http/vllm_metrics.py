@@ -24,7 +24,7 @@ Sums = Mapping[tuple[str, tuple[str, ...]], float]  # counts, by kind and labels
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # label ``engine``: clients see a model as one engine
 
-# Kind of our counts and help text, by vLLM's name of the metric.
+# Kind of multiworld's count, and help text, by vLLM's metric name.
 COUNTERS = {
     "prompt_tokens": (
         "prompt_tokens",
@@ -102,7 +102,7 @@ def vllm_families(
         used = [each.kv_usage for each in reports]
         usage.add_metric(label, sum(used) / len(used) if used else 0.0)
         blocks = sum(each.kv_blocks for each in reports)
-        if blocks:  # engines of others do not tell
+        if blocks:  # external engines do not report blocks
             tokens = max(each.kv_block_tokens for each in reports)
             config.add_metric((*label, str(tokens), str(blocks)), 1.0)
     yield from (running, waiting, usage, config)

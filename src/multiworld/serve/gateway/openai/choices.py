@@ -93,7 +93,7 @@ async def generate(
 ) -> Pieces:
     """Generate all choices concurrently; if one fails, end the others.
 
-    Yield tokens that another gateway has sent first; each choice continues after them.
+    First yield the tokens that another gateway has sent; each choice continues them.
     Yield None after every ``KEEP_ALIVE_S`` without a token. Raise SlowClientError if
     the pieces that wait for the client exceed ``MAX_UNREAD``.
     """
@@ -183,7 +183,7 @@ class _Arrivals:
             self._pieces.put_nowait(error)
         if failed is not None or piece.finish:
             self._ended.add(index)
-            # Later, because the stream is delivering its items.
+            # Close the stream later, because it is delivering its items now.
             self._loop.call_soon(self._close, index, failed)
 
     def _made(self, choice: Choice, item: Item) -> Piece:

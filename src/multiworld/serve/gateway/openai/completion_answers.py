@@ -215,8 +215,8 @@ async def events(ready: Ready, pieces: Pieces) -> AsyncGenerator[bytes]:
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:
     """Return the event that precedes a choice's first token; empty if not needed."""
-    # It is sent together with the first token of any choice, because clients take its
-    # arrival as the time to first token.
+    # This event is sent together with the first token of any choice, because clients
+    # measure the time to first token by it.
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
         delta = {"role": "assistant", "content": ""}

@@ -57,7 +57,7 @@ from multiworld.serve.text.limits import longest_of
 from multiworld.serve.text.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.tracing.request_trace import CURRENT
 
-# Seconds until the deadline of a request whose preparation took its whole time.
+# Minimum seconds left until the deadline, however long the preparation took.
 MIN_DEADLINE_S = 0.001
 MAX_SCORES = 200_000  # maximum prompt logprobs in one answer, of about 50 bytes each
 

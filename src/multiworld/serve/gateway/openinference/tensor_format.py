@@ -380,7 +380,7 @@ def render(
             "shape": list(tensor.shape),
         }
         if request.outputs.get(label, request.is_binary):
-            whole = plain(tensor)  # keeps the memory that ``memory_of`` refers to alive
+            whole = plain(tensor)  # keeps alive the memory that ``memory_of`` reads
             blob = bytes(memory_of(whole))
             item["parameters"] = {"binary_data_size": len(blob)}
             blobs.append(blob)

@@ -61,7 +61,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The end of the edge to a replica; ``is_polite``: the replica left, not lost."""
+    """The end of the edge to a replica; ``is_polite``: it left and was not lost."""
 
     replica: str
     is_polite: bool = False

@@ -44,11 +44,11 @@ from multiworld.serve.wire.inference_messages import Attempt
 from multiworld.serve.wire.routing_table import Replica, Route, first_ready
 
 # Seconds after a poison request during which its tenant's requests to the model run in
-# isolation, after other suspects.
+# isolation, behind other suspects.
 ISOLATION_S = 60.0
 
-# Deadlines to keep beyond twice the number of requests; with more, the router drops the
-# deadlines of ended requests.
+# If deadlines exceed twice the number of requests by more than this, the router drops
+# the deadlines of ended requests.
 COMPACT = 1000
 
 
@@ -164,13 +164,13 @@ class Router:
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
-        """Reject the waiting requests for another version; leave those in flight."""
+        """Reject waiting requests for an old version; leave those in flight."""
         outdated = [
             r
             for r in self._requests.values()
             if r.job.model == model and self._is_outdated(r.job)
         ]
-        # Dequeue them all before ``_reject``, which would send those that still wait.
+        # Dequeue all of them first: ``_reject`` would send those that still wait.
         for request in outdated:
             if request.is_waiting:
                 self._dequeue(request)
@@ -377,7 +377,7 @@ class Router:
         models: dict[str, None] = {}
         for attempt, request, state in self._in_flight(attempts):
             if self._stage_of(state.replica) >= stage:
-                continue  # it did arrive: ``_lost`` replays it if that replica is lost
+                continue  # it did arrive; ``_lost`` handles the loss of its replica
             del request.attempts[attempt[1]]
             self._held[state.replica].pop(attempt, None)
             if not is_returned:
@@ -501,8 +501,8 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # The next request waits for the home of its session, which is full. Later ones
-        # may go to other replicas.
+        # The next request waits because its session's home is full. Later requests may
+        # go to other replicas.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             if not self._is_any_free(request.job.model, route):

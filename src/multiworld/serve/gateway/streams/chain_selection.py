@@ -24,8 +24,8 @@ HOME = 2
 # stage-0 replica sends its own step for every token, and a step costs about as much as
 # nine tokens.
 SPLIT = 4
-# If a replica lacked a connection to its neighbour in a chain: number of streams to add
-# to its load, and seconds for which they are added.
+# Penalty for a replica that lacked a connection to its neighbour in a chain: number of
+# streams added to its load, and seconds for which they are added.
 AVOIDED_LOAD, AVOIDED_S = 8, 10.0
 # Maximum number of random replicas of a stage to compare for a new stream.
 COMPARED = 64
@@ -65,8 +65,7 @@ class StepSources:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Return whether a replica computes steps of other replicas, but not of
-        ``first``."""
+        """Return whether a replica gets steps from others, but not from ``first``."""
         return name in self._of and first not in self._of[name]
 
 
@@ -167,7 +166,7 @@ class ChainSelection:
         return any(state is ReplicaState.DRAINING for state in states)
 
     def around(self, stream: Stream, chain: Chain, replica: str) -> Chain | None:
-        """Return a usable chain that replaces one replica of a stream's chain."""
+        """Return a usable chain like ``chain`` without ``replica``, or None."""
         kept = tuple("" if name == replica else name for name in chain.replicas)
         return self._complete(
             stream, chain.version, kept, is_ready=True, without=(replica,)

@@ -60,7 +60,7 @@ class Suspects:
             self._all.update(members)
 
     def _release_others(self, accused: Stream) -> None:
-        """Release the other groups of the split: the accused group has the cause."""
+        """Release the other groups of the split: the cause is in the accused one."""
         if accused.group is not None and accused.group.is_isolated:
             for other in accused.group.split:
                 if other is not accused.group:

@@ -92,7 +92,7 @@ class SuspectGroup:
     # Number of the group at this gateway, from 1.
     number: int
     members: dict[int, Stream]
-    # True: a stage-0 replica that has steps of the members in flight has no steps of
+    # True: while a stage-0 replica has steps of members in flight, it has no steps of
     # other streams in flight.
     is_isolated: bool
     # The groups into which a crowd was split, including this group.
@@ -154,17 +154,16 @@ class Stream:
     # attempt of more than ``KEPT_S``, restarts the count.
     returns: int = 0
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
-    # Monotonic time at which the first of ``returns`` attempts ended, or (later) at
-    # which the attempt after it began.
+    # Monotonic time since which attempts fail: the end of the first of ``returns``
+    # attempts or, once the attempt after it has begun, the start of that attempt.
     failing_since: float = 0.0
     group: SuspectGroup | None = None  # None: not a suspect
     is_alone: bool = False  # its stage-0 replica computes only the stream's group
     # Noise source that sampled the tokens; None: any replica may continue the stream.
     noise: str | None = None
     returned: Returned | None = None  # None: the previous chain did not return it
-    # Attempt in which a single suspect lost a replica before this gateway knew whether
-    # the suspect ran alone (-1: none); and whether other streams may have caused the
-    # loss.
+    # Attempt (-1: none) in which this suspect lost a replica before the gateway knew
+    # whether the suspect ran alone; and whether other streams may have caused the loss.
     unclear: tuple[int, bool] = (-1, False)
     not_before: float = 0.0  # monotonic time before which no attempt starts
     # Monotonic time at which the computation of its prompt began; None: not yet.

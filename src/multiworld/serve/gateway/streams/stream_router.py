@@ -69,7 +69,7 @@ class StreamRouter:
         self.without_token: defaultdict[str, WaitingTenants]
         self.without_token = defaultdict(WaitingTenants)
         self._suspects = Suspects()
-        # A suspect has ended or been cleared, so waiting suspects may now get a chain.
+        # True: a suspect has ended or been cleared, so waiting ones may get a chain.
         self._has_room_for_suspects = False
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
@@ -373,7 +373,7 @@ class StreamRouter:
             self._end(stream)
 
     def _count_first(self, stream: Stream, now: float) -> None:
-        # ``ComputeBegun`` comes from another replica than the token, maybe after it.
+        # ``ComputeBegun`` comes from another replica, and may arrive after the token.
         computing_at = now if stream.computing_at is None else stream.computing_at
         self.timed.first(
             stream.model, computing_at - stream.began_at, now - computing_at
@@ -610,7 +610,7 @@ class StreamRouter:
                 self._end(stream, act.Cut(error) if is_cut else error)
             else:
                 self._timers.watch(stream, resumed_at)
-        # Do this before any stream is placed again: none should go to a silent replica.
+        # Set silent replicas before any stream is placed, so that none goes to one.
         self.view.set_silent(silent)
         for name in silent:
             if self.view.has_another(name):
