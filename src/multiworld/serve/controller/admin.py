@@ -200,7 +200,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             updated[0] = number
             desired = controller.fleet.desired.models
         await controller.confirmed()
-        # The desired state is empty while the service waits for its machines; then the
+        # While the service waits for its machines, the desired state is empty, and the
         # versions are those of the spec.
         models = desired or spec.models
         versions = {name: model.version for name, model in models.items()}

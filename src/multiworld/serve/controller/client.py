@@ -31,7 +31,7 @@ WHO = "x-multiworld-who"
 
 
 class Service:
-    """A running service, found by its folder `state`, its name, or as the only one."""
+    """A running service; found by its folder `state` or its name, or the only one."""
 
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))

@@ -189,9 +189,8 @@ class Controller:
             try:
                 registry.forget_meters()
             except ServeError as error:
-                # On a full disk, the batch numbers of old meters stay. That is
-                # harmless: ids of meters are random, so no new gateway continues an old
-                # meter.
+                # The disk may be full. Keeping the old meters is harmless: ids of
+                # meters are random, so no new gateway continues an old meter.
                 logger.warning("%s", error)
         self.tenanting = TenantManager(
             registry, self.history, lambda: self._links.gateways, self._links.send
@@ -319,7 +318,7 @@ class Controller:
         task.add_done_callback(self._reporting.discard)
 
     async def _collect(self) -> None:
-        """Collect all processes' counts, so that a lost process takes few with it."""
+        """Collect the counts of all processes, so that few are lost with a process."""
         reports = await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
         posts = {
@@ -510,7 +509,7 @@ class Controller:
         self._changed.set()
 
     def _stalled_s(self) -> float:
-        """Return for how many seconds a process may hold the GIL: two batch limits."""
+        """Return the maximum seconds to hold the GIL: twice the longest batch limit."""
         stages = (s for model in self.app.models.values() for s in model.stages)
         longest_s = max((stage.compute_s or 0.0 for stage in stages), default=0.0)
         return 2 * max(HUNG_S, longest_s)

@@ -74,7 +74,7 @@ def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
 
 
 def widened(spec: ModelSpec, facts: Generation) -> ModelSpec:
-    """Return a spec that computes a bfloat16 folder in float32."""
+    """Return a spec that computes in float32 with bfloat16 weights on disk."""
     assert spec.generation is not None
     generation = spec.generation.model_copy(update={"dtype": "float32"})
     stages = []

@@ -21,7 +21,7 @@ class Identities:
         self._specs, self._copies = specs, copies
 
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
-        """Add identities, except ``used`` ones; SpecError: a file cannot be read."""
+        """Add identities, except to ``used``; raise SpecError on unreadable files."""
         known = {
             name: spec
             for name, version in used

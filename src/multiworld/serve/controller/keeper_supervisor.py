@@ -92,7 +92,7 @@ class KeeperSupervisor:
             if not self._has_answered:
                 text = "the stream keeper does not answer and is replaced"
                 self._history.say("keeper", text)
-                # It may be a keeper of another release.
+                # The keeper may be of another release.
                 _signal(self.pid, signal.SIGKILL)
                 await asyncio.sleep(AGAIN_S)
             self.pid = 0
@@ -132,8 +132,8 @@ class KeeperSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KEEPER_BEAT_S):
                     await self._lost.wait()
-            # Count heartbeats, not seconds: if this process was paused, the keeper
-            # could not answer meanwhile.
+            # Count heartbeats, not seconds: if this process was paused, the keeper got
+            # no heartbeats to answer.
             if self._unanswered * KEEPER_BEAT_S > self._silence_s:
                 rare_log.error("the stream keeper hangs and is replaced", str(self.pid))
                 _signal(self.pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ class KeeperSupervisor:
             self._channel.send(frame([entry(Kind.AWAIT, 0, wait_ms)]))
 
     async def end(self) -> None:
-        """Stop the keeper of an exited service, unless it waits for the next one."""
+        """Stop an exited service's keeper, unless it waits for the next service."""
         if self.pid and not self._gateway.handover_s:
             _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):

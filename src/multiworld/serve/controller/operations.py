@@ -34,7 +34,7 @@ from multiworld.serve.gateway.http.tls_handshake import check_certificate
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.wire.control_messages import InjectHang, InjectPartition
 
-# Stands for the gateways in place of a model; no model may have this name.
+# Name that stands for the gateways in place of a model; no model may have it.
 GATEWAY = "gateway"
 
 # Replicas per core, on average over all machines, above which a confirmation is needed.
@@ -68,7 +68,7 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Set a stage's number of replicas; far more than cores need a confirmation."""
+        """Set a stage's replicas; far more replicas than cores need a confirmation."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
@@ -115,7 +115,7 @@ class Operations:
                 self._placement.bookings.admit(both)
         except ServeError:
             # The active version may lack the stage, or not allow this many replicas, or
-            # there may be no room for them: it then keeps its size.
+            # there may be no room for them: then this version keeps its size.
             return
         self._fleet.remember(model, alone.models[model])
 
@@ -139,7 +139,7 @@ class Operations:
         self._history.say("cancel", f"request {request} is cancelled")
 
     def resolve(self, app: AppSpec) -> Resolved:
-        """Choose a dtype for every model that generates text."""
+        """Choose a dtype for every model that generates text and names none."""
         return resolve(app, self._placement.nodes, self._versions.specs)
 
     def update(self, app: AppSpec) -> int:

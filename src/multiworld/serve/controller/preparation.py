@@ -29,7 +29,7 @@ async def await_machines(
     clock: Callable[[], float],
 ) -> None:
     """Wait until all replicas fit; raise ``PlacementError`` after ``ready_s``."""
-    # Only a Ray cluster needs the wait: the machines of a new one join one by one.
+    # Only Ray clusters need the wait: the machines of a new cluster join one by one.
     if app.launcher != "ray":
         return
     limit, said = clock() + app.ready_s, ""

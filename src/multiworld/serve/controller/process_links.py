@@ -31,9 +31,9 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-# Minimum seconds between two announcements of routing tables to all processes, for each
-# process, and their maximum. A table has a row for each replica: without a limit, the
-# cost of a start would grow with the third power of their number.
+# Minimum seconds between two announcements of routing tables to all processes: seconds
+# per process, and the maximum of their sum. A table has a row for each replica: without
+# a limit, the cost of a start would grow with the cube of the number of replicas.
 TABLE_S, MAX_TABLE_S = 0.005, 1.0
 
 
@@ -64,9 +64,9 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Returns after how many seconds without progress of its event loop a process
-        # counts as lost: if code that holds the GIL hangs, no thread of the process can
-        # detect that.
+        # Returns the seconds without progress of its event loop after which a process
+        # counts as lost. If code that holds the GIL hangs, no thread of that process
+        # can detect the hang.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
@@ -78,7 +78,7 @@ class ProcessLinks:
         # counts as lost when its timer expires.
         self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        # By process: the latest table that it has not been sent, encoded.
+        # By process: the latest table, encoded, if it has not been sent yet.
         self._tables: dict[str, str] = {}
         self._announced_at = -math.inf
         self._announcing: asyncio.TimerHandle | None = None
@@ -215,7 +215,7 @@ class ProcessLinks:
                 world_name, rank=0, size=2, store=self._store, config=config
             ):
                 self._worlds[name] = world
-                self._tables.pop(name, None)  # the greeting has the current one
+                self._tables.pop(name, None)  # the greeting has the current table
                 self._keep(name)
                 for order in self._owner.greeting(name):
                     self.send(name, order)
@@ -229,7 +229,7 @@ class ProcessLinks:
                     logger.debug("%s: %s", name, error)
                     if isinstance(error, StaleEpochError):
                         # The process has declared the controller lost, and may never
-                        # rejoin: give it up unless it does so in time.
+                        # rejoin: give it up unless it rejoins in time.
                         self._unheard[name] = self._loop.call_later(
                             2 * self._config.silence_s, self._give_up, name, error
                         )

@@ -18,7 +18,7 @@ FORWARDED = (
 
 
 def leave_process_one() -> None:
-    """Continue in a child if this is process 1; call it before starting any thread."""
+    """Continue in a child if this is process 1; call this before starting a thread."""
     # An orphan becomes a child of process 1, and remains a zombie unless process 1
     # waits for it. So process 1 only reaps processes and forwards signals.
     if os.getpid() != 1:

@@ -68,7 +68,7 @@ class Processes:
             self._starting.discard(name)
 
     def note_end(self, name: str, how: str) -> None:
-        """Write into a process's log how the process ended, which it could not say."""
+        """Write to a process's log how the process ended, which it could not log."""
         where = logging.LogRecord(
             logger.name, logging.INFO, "", 0, "this process has ended: %s", (how,), None
         )
@@ -189,7 +189,7 @@ def end_words(
 
 
 def local_words(pid: int, began: int) -> str:
-    """Return whether a silent process of this machine runs; empty if it is not here."""
+    """Return the state of a silent process, in words; empty if it is not here."""
     if began_at(pid) != began:
         return ""
     if is_stopped(pid):

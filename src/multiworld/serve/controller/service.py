@@ -93,7 +93,7 @@ async def run_service(
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     ``waiting`` is a fork server for the first processes. ``fetched_at`` is the
-    monotonic time at which the command had found or fetched a model; None: a spec.
+    monotonic time at which the model was found or fetched; None: a spec was given.
     ``prepare`` is called once this controller has locked the folder.
 
     SIGHUP shuts the service down unless it is ignored, as with ``nohup``. Cancelling

@@ -24,7 +24,7 @@ class Startup:
         self._entered = began
 
     def end(self, phase: str, at: float | None = None) -> None:
-        """End a phase, named as in "0.2 s to start the store"; ``at``: if not now."""
+        """End a phase, named like "to start the store", at ``at`` or now."""
         now = self._clock() if at is None else max(at, self._entered)
         self._phases.append((phase, now - self._entered))
         self._on_phase(f"{now - self._entered:.1f} s {phase}")

@@ -56,8 +56,8 @@ class TenantManager:
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, tuple[str, int, int]] = {}
-        # Operations run one at a time. The change of a cancelled one may be stored
-        # without having taken effect; repeating the operation makes it take effect.
+        # Operations run one at a time. If an operation is cancelled, its change may be
+        # stored without having taken effect; repeating the operation applies it.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()

@@ -11,7 +11,7 @@ from multiworld.serve.load.summary import Sample, quantile
 
 CPU = "multiworld_process_cpu_seconds_total"  # CPU time of each process
 
-# Time spent outside the service: in the client, the network, a late generator.
+# Time outside the service: in the client, the network, or a late generator.
 OUTSIDE = "outside"
 
 

@@ -168,7 +168,7 @@ class Load:
 async def _streamed(
     response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
 ) -> str:
-    """Add each part's time to ``times``; return why the stream failed; empty: no."""
+    """Add each part's time to ``times``; return why the stream failed, or ""."""
     is_finished = False
     async for line in response.content:
         if not line.startswith(b"data: {"):

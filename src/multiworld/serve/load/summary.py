@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of many requests; latencies are of answered ones."""
+    """Summary of many requests; latencies are those of answered requests."""
 
     sent: int
     answered: int  # answered completely, with status 200

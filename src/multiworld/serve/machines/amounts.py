@@ -28,7 +28,7 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
     address: str = ""  # only for display
     key: str = ""  # the launcher's name for it
-    price: float = 0.0  # per hour while any of it is used; 0 if it is paid for anyway
+    price: float = 0.0  # per hour while a replica uses it; 0 if it is paid for anyway
     bandwidth: float | None = None  # bytes per second sent to others; None: no limit
     # Time of a matmul in bfloat16 relative to float32; None: not measured.
     bfloat16: float | None = None
@@ -38,7 +38,7 @@ class Node:
 class Need:
     """Resources that one replica takes, all its ranks together."""
 
-    # Zero means that the spec does not declare it, so it is neither booked nor limited.
+    # Zero: not declared in the spec, so neither booked nor limited.
     cpus: float = 0.0
     memory_bytes: int = 0
     gpus: int = 0  # 0: it runs on the CPU

@@ -1,7 +1,8 @@
 """Choice of the machine for the next replica. Pure.
 
-Criteria, in this order: the solvers' plan; the fewest replicas of the same post, so
-that losing a machine affects few of them; the most free resources; the fewest replicas.
+Criteria, in this order: the solvers' plan; the fewest replicas of the same post (stage
+of a version), so that losing a machine affects few of them; the most free resources;
+the fewest replicas.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ CLOSE = 1e-9  # tolerance for comparing cores
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Resources that one replica holds; replicas of one ``post`` are spread."""
+    """Resources of a replica; replicas of the same ``post`` are spread over nodes."""
 
     name: str
-    post: object
+    post: object  # (model, version, stage)
     spot: Location
     need: Need
 

@@ -6,9 +6,9 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, in some milliseconds and without the GIL.
+    """Return freed memory to the system, within milliseconds and without the GIL.
 
-    glibc keeps freed memory for the thread that freed it. Without this, loading
+    glibc keeps freed memory for the thread that freed it. Without this call, loading
     tokenizers in several threads in turn would take the memory once per thread.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it

@@ -13,7 +13,7 @@ import psutil
 
 from multiworld.serve.machines.amounts import Gpu, Node
 
-CGROUP = Path("/sys/fs/cgroup")  # limits of this container (control group, version 2)
+CGROUP = Path("/sys/fs/cgroup")  # limits of this container (cgroup v2)
 DEVICES = Path("/sys/devices/system")  # the machine's cores and NUMA nodes
 
 logger = logging.getLogger("multiworld.serve")
@@ -37,7 +37,7 @@ def this_node(
 def numa_node_bytes() -> int:
     """Return the memory of the NUMA node of the first core that this process may use.
 
-    At most the container's limit; all memory if the kernel does not tell of nodes.
+    At most the container's limit; all memory if the kernel reports no NUMA nodes.
     """
     found: int = psutil.virtual_memory().total
     core = DEVICES / "cpu" / f"cpu{min(os.sched_getaffinity(0))}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 
 import psutil
 
-LOOK_S = 5.0  # minimum seconds between two looks, which take milliseconds
+LOOK_S = 5.0  # minimum seconds between two scans; each takes milliseconds
 SHOWN = 3  # maximum number of process ids that are named
 LITTLE = 0.2  # cores below which a program is not named
 
@@ -21,15 +21,15 @@ class Neighbours:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looked_at = -math.inf
-        # By id and start: CPU seconds at the last look.
+        # CPU seconds at the last scan, by process id and start time.
         self._used: dict[tuple[int, float], float] = {}
         self._most = ""
 
     def most(self, own: Container[int]) -> str:
-        """Return the name, processes and cores of what used most since the last look.
+        """Return the program with most CPU time since the last scan, in words.
 
         Processes of one name count together; those in ``own`` and their descendants do
-        not count. Empty: there is none, or this is the first look.
+        not count. Empty: there is none, or this is the first scan.
         """
         now = self._clock()
         took_s = now - self._looked_at

@@ -48,10 +48,10 @@ def usage_of(pid: int) -> Usage:
 
 
 class UsageReader:
-    """Reads the usage of a process and its descendants again and again.
+    """Reads the usage of a process and its descendants repeatedly.
 
-    It reads memory at most every ``MEMORY_S``: to tell shared memory from other memory
-    takes the kernel milliseconds.
+    It reads memory at most every ``MEMORY_S``, because the kernel needs milliseconds to
+    tell shared memory from other memory.
     """
 
     def __init__(self, pid: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +98,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def _fields(path: str, *names: str) -> int | None:
-    """Return the sum, in bytes, of named lines in a file like ``Name: 12 kB``."""
+    """Return the sum, in bytes, of named lines of a file, such as ``Name: 12 kB``."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:

@@ -30,8 +30,8 @@ def seconds_of(curve: Curve) -> Callable[[float], float]:
     def seconds(work: float) -> float:
         if len(points) == 1 or work <= points[0][0]:
             rows, took = points[0]
-            # If only one batch size was measured, scale its time. If several were, a
-            # batch smaller than the smallest one takes as long as that one.
+            # If only one batch size was measured, scale its time. Otherwise a batch
+            # below the smallest measured size takes as long as that size.
             return took * work / rows if len(points) == 1 else took
         upper = next(
             (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1

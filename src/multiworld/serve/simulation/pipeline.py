@@ -3,7 +3,7 @@
 It follows the rules of the service: a bounded queue at the gateway, a credit window for
 each replica, the less loaded of two random replicas, batches of the requests that
 arrived during the previous batch. Replicas are ready after ``start_s``, and drained
-before they exit. They do not slow each other down: each has the cores that it was
+before they exit. Replicas do not slow each other down: each has the cores that it was
 measured with.
 """
 

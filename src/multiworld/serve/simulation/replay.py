@@ -17,8 +17,8 @@ from multiworld.serve.simulation.pipeline import (
 )
 from multiworld.serve.simulation.token_pipeline import TokenPipeline
 
-# Maximum random delay of a decision after its interval, in seconds: the real autoscaler
-# polls, and so is late, too.
+# Maximum random delay of a decision after its interval, in seconds. The real autoscaler
+# polls, so its decisions are late, too.
 POLL_S = 0.1
 
 

@@ -189,7 +189,7 @@ class TokenPipeline(Pipeline):
                 self._leave_if_done(replica, now)
 
     def _least_loaded(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
-        """Return the best replica of a stage; see ``gateway.chain_selection``."""
+        """Return the best replica of a stage; see ``streams.chain_selection``."""
 
         def cost(replica: TextReplica) -> tuple[float, float]:
             splits = any(self._schedulers.is_split(replica.name, f.name) for f in first)
@@ -213,7 +213,7 @@ class TokenPipeline(Pipeline):
         super()._ready(replica, now)
 
     def _begin_moves(self, now: float) -> None:
-        """Move sequences off draining replicas, or else some to new replicas."""
+        """Move sequences off draining replicas; if none move, move some to new ones."""
         for replicas in self._replicas:
             for replica in replicas:
                 assert isinstance(replica, TextReplica)

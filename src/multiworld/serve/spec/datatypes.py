@@ -7,7 +7,7 @@ import torch
 from multiworld.errors import SpecError
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 
-# Torch dtypes by the names of the Open Inference Protocol.
+# Torch dtypes, by their names in the Open Inference Protocol.
 TORCH_OF = {
     "BOOL": torch.bool,
     "UINT8": torch.uint8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-# Part of an error's text, from which the controller recognises a refused version.
+# The controller recognises a refused version by this part of the error's text.
 CHANGED = "has changed since this version was made"
 
 

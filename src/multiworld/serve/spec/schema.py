@@ -34,7 +34,7 @@ PATTERNS = {
 """Remedies for strings that do not match a pattern, by pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
-# A process that exceeds such a limit is replaced; under 0.1 s, every process would be.
+# Limit after which a process is replaced. A limit under 0.1 s would replace all.
 Patience = Annotated[float, Field(ge=0.1, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Mark = Annotated[str, Field(min_length=1, max_length=64)]
@@ -157,7 +157,8 @@ class StageSpec(_Strict):
     memory that `generation` declares is booked in addition."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
-    Needs a GPU as `device`. Keys and values of `generation` must fit into it, too."""
+    Needs a GPU as `device`. This memory also holds the keys and values of `generation`.
+    """
     item_ms: Annotated[float, Field(ge=0, le=1e9, strict=True)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling use this figure; `multiworld profile` measures it."""
@@ -223,8 +224,9 @@ class GenerationSpec(_Strict):
     prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
     """Memory in each replica for cached prefixes, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Datatype to compute in; by default the datatype of the folder. A folder in
-    bfloat16 is computed in float32 if that is faster on a machine of the service."""
+    """Datatype to compute in; by default the datatype of the weights in the folder.
+    With bfloat16 weights, the default is float32 if bfloat16 is slower on a machine of
+    the service."""
     quantization: Literal["int8"] | None = None
     """`int8`: a stage quantizes its weights to one byte each when it loads, with a
     scale for each output, and sums matrix products exactly in integers. For CPUs only.
@@ -238,7 +240,7 @@ class GenerationSpec(_Strict):
     tools take effect, as in vLLM. By default they are plain text there."""
     deterministic: bool = False
     """`true`: a completion depends neither on the rest of its batch nor on lost
-    replicas: it is bit-identical to the completion of an undisturbed run on the same
+    replicas. It is bit-identical to the completion of an undisturbed run on the same
     kind of processor, with the same torch and the same number of threads."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
@@ -252,14 +254,14 @@ class GenerationSpec(_Strict):
     """Objective for the time to the first token, in milliseconds. Autoscaling works
     towards it; SLO attainment is measured against it."""
     tpot_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
-    """Objective for the time per further output token, in milliseconds, on average over
-    a completion."""
+    """Objective for the time per output token after the first, in milliseconds, on
+    average over a completion."""
     first_token_s: Seconds | None = None
-    """Maximum seconds until the first token; by default 60 (600 with an `engine`) or
-    `start_s`. A request with a deadline (from `deadline_s`, or set in the request) has
-    no such limit by default."""
+    """Maximum seconds until the first token; by default 60 (600 with an `engine`). If
+    `start_s` is set, the default is `start_s`, but at least 60. A request with a
+    deadline (from `deadline_s`, or set in the request) has no such limit by default."""
     between_tokens_s: Seconds | None = None
-    """Maximum seconds between two tokens; by default the same as `first_token_s`."""
+    """Maximum seconds between two tokens; with the same default as `first_token_s`."""
 
     @field_validator("reasoning_marks")
     @classmethod
@@ -397,7 +399,7 @@ class ModelSpec(_Strict):
     autoscaling_config: AutoscalingConfig | None = None
     """With an `engine`: autoscaling, in place of `replicas`."""
     spares: int | None = None
-    """With an `engine`: number of replicas that wait with loaded engines to take over;
+    """With an `engine`: number of replicas with loaded engines that wait to take over;
     see `spares` of a stage."""
     device: str | None = Field(default=None, pattern=DEVICE)
     """With an `engine`: `cpu`, `cuda` (the service chooses GPUs) or `cuda:N`. The
@@ -501,7 +503,7 @@ class ModelSpec(_Strict):
     @field_validator("version", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        # YAML reads an unquoted 2 as an integer; as a version, it is unambiguous.
+        # YAML reads an unquoted 2 as an integer, which is unambiguous as a version.
         if isinstance(value, float):
             raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -688,7 +690,7 @@ class GatewaySpec(_Strict):
     """Maximum seconds for a client to send the headers of a request; a slower request
     is answered with 408. A connection whose TLS handshake takes longer is closed."""
     keep_alive_s: Seconds = 30.0
-    """Seconds until an idle connection is closed, in whole seconds. Set it higher than
+    """Seconds until an idle connection is closed, rounded up. Set this higher than
     the idle timeout of a proxy in front of the gateway; otherwise the proxy may send
     requests on connections that are being closed."""
     shutdown_s: Seconds = 30.0

@@ -166,11 +166,11 @@ class Generation:
         vocabulary: Number of tokens in the vocabulary.
         max_tokens: Maximum number of tokens of a sequence.
         kv_bytes: Bytes of the keys and values of one token, by stage.
-        weights: Returns a name for the weights, such as a hash. If two versions of the
-            model have the same name, running sequences move from one to the other
-            without a pause. Empty: sequences never move.
-        dtype: Dtype of the computation; empty: unknown. A model whose folder is in
-            bfloat16 is computed in float32 on machines without fast bfloat16.
+        weights: Returns a name for the weights, such as a hash. If the weights of two
+            versions of the model have the same name, running sequences move from one
+            version to the other without a pause. Empty: sequences never move.
+        dtype: Dtype of the computation; empty: unknown. A model with bfloat16 weights
+            is computed in float32 if a machine is slow in bfloat16.
         weight_bytes: Bytes of the weights in the folder, by stage; empty: unknown.
         defaults: Values of ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
             ``repetition_penalty`` for requests that give none.

@@ -30,7 +30,7 @@ class Crashes:
     failures: int = 0
     not_before: float = 0.0  # earliest monotonic time of the next replacement
     cause: str = ""
-    same: int = 0  # number of latest crashes in a row with this ``cause``
+    same: int = 0  # number of latest consecutive crashes with this ``cause``
 
 
 class CrashBackoff:

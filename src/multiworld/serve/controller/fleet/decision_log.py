@@ -22,14 +22,14 @@ rare_log = RareLog(logger)
 
 KEPT = 200  # number of decisions in memory
 KEPT_SNAPSHOTS = 20  # number of snapshots in memory; one may have thousands of samples
-# Maximum number of decisions that wait to be written; the file lacks further ones.
+# Maximum number of decisions that wait to be written; further ones are not written.
 WAITING = 100
 FORMAT = 1  # format of a line
 FILE_BYTES = 8 * 2**20  # size at which the file is rotated; one old file is kept
 
 
 # Returns a decision's snapshot. It is called when the snapshot is written or requested,
-# because making it plain takes long.
+# because converting it to plain data takes long.
 Snapshot = Callable[[], dict[str, Any]]
 
 

@@ -90,8 +90,8 @@ def with_new_versions_started(
     desired: DesiredState, old: Mapping[str, str]
 ) -> DesiredState:
     """Return ``desired`` with at least one replica of each stage of new versions."""
-    # A new version becomes active once each of its stages has a ready replica, so start
-    # one even of stages that scale to zero. ``old``: the previous version of each
+    # A new version becomes active once each of its stages has a ready replica, so even
+    # stages that scale to zero start one. ``old``: the previous version of each
     # model.
     models = dict(desired.models)
     for name, model in desired.models.items():

@@ -82,8 +82,8 @@ class Reconciler:
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
         if isinstance(event, events.Applied):
-            # Every process reports every table that it applies. Only a draining process
-            # depends on that, so reconcile only if one of them can finish.
+            # Every process reports every table that it applies. Only draining processes
+            # need these reports, so reconcile only if a draining process can finish.
             if event.name in self.processes:
                 self.processes[event.name].applied = event.number
             finished: list[Action] = list(self._finish())
@@ -232,7 +232,7 @@ class Reconciler:
             if is_needed:
                 process.phase = ProcessPhase.READY
             what = "is ready" if is_needed else "is a spare"
-            # ``since`` moves if the controller was paused; tell the time that passed.
+            # ``since`` moves if the controller was paused, so use the launch time.
             launched_at = process.entered.get(
                 ProcessPhase.LAUNCHING, now - took_s - process.waited_s
             )
@@ -476,8 +476,8 @@ class Reconciler:
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
         every = len(starting) + sum(bool(key[0]) for key in chosen)
-        # But starts may also be slow because there are many at once, so allow at most
-        # twice ``starts_at_once``.
+        # But starts may also be slow because many run at once, so allow at most twice
+        # ``starts_at_once``.
         limit = self.starts_at_once
         room = min(every - fast, limit - fast, 2 * limit - every)
         chosen += urgent_starts(shortages, chosen, max(0, room))
@@ -676,7 +676,7 @@ class Reconciler:
                 (process.model, process.version, process.stage - 1)
             )
             # Do not wait for a sender that has not joined yet: it gets the latest table
-            # then.
+            # when it joins.
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders if s.is_there
             )
@@ -716,7 +716,7 @@ PREFERRED = (
 
 # Seconds until the next attempt to place a replica; a new machine ends the wait.
 PLACEMENT_RETRY_S = 1.0
-# Seconds before repeating a failed probe; doubled each time, up to 3.2 s.
+# Seconds before a probe is repeated after its first failure; doubled each time.
 PROBE_PAUSE_S = 0.1
 
 # Consecutive failed probes after which a replica is replaced.

@@ -74,7 +74,7 @@ class Record(BaseModel):
 
 
 def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
-    """Return each model's recorded sizes: its version's, otherwise the active one's."""
+    """Return each model's recorded sizes: its own version's, else the active one's."""
     found = {}
     for name, model in app.models.items():
         sizes, specs = old.sizes.get(name, {}), old.specs.get(name, {})
@@ -115,7 +115,7 @@ def _unusable(path: Path, error: OSError) -> ServeError:
 
 
 def _flush(file: IO[str]) -> None:
-    """Flush a file to disk, so that a crash after its renaming leaves no empty file."""
+    """Flush a file to disk, so that a crash after a rename leaves no empty file."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -198,7 +198,7 @@ class StateFolder:
             return ""
 
     def is_controlled(self) -> bool:
-        """Return whether a controller runs; never takes its lock, even briefly."""
+        """Return whether a controller runs, without ever taking the lock itself."""
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
@@ -284,7 +284,7 @@ class RecordWriter:
         self._newest: Record | None = None
         self._saved: Record | None = None
         self._writing: asyncio.Task[None] | None = None
-        # ``_kept``: number of ``keep`` calls. ``_tried``: the latest of these calls
+        # ``_kept``: number of ``keep`` calls. ``_tried``: number of the latest call
         # whose record was written, or could not be written.
         self._kept = self._tried = 0
         self._tried_one = asyncio.Event()

@@ -74,7 +74,7 @@ def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
 
 
 def starts_at_once(nodes: Iterable[Node]) -> int:
-    """Return how many processes may start at once; one address is one machine."""
+    """Return how many processes may start at once; an address counts as one machine."""
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)

@@ -53,10 +53,10 @@ class Launcher(Protocol):
     async def launch(
         self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
-        """Start a process that books ``need`` at ``spot`` (None: with the controller).
+        """Start a process that books ``need`` at ``spot``.
 
-        ``log`` receives its output. Raises ``LaunchError``. After a cancel, the process
-        may still start.
+        Without ``spot``, it runs on the controller's machine. ``log`` receives its
+        output. Raises ``LaunchError``. After a cancel, the process may still start.
         """
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
@@ -65,8 +65,8 @@ class Launcher(Protocol):
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the bytes of memory that a process uses, if more than ``limit``.
 
-        None also means that the controller cannot measure them; replicas check their
-        own memory, too.
+        None also means that the controller cannot measure the memory; replicas check
+        their own memory, too.
         """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:

@@ -33,7 +33,7 @@ from multiworld.serve.engine.models.imported_sources import note_preloaded
 from multiworld.serve.machines.leash import open_leash, wear_leash
 from multiworld.serve.machines.open_files import raise_limit
 
-# Number of checks whether an ending thread is gone, and seconds between them.
+# Checks for the exit of an ending thread: maximum number, seconds between them.
 GONE_LOOKS, GONE_S = 20, 0.01
 
 
@@ -136,7 +136,7 @@ class ForkServer:
 
 
 def _redirect(path: str) -> None:
-    """Redirect stdin to /dev/null, and the output to the log ``path`` unless empty."""
+    """Redirect stdin to /dev/null, and the output to ``path`` (empty: unchanged)."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

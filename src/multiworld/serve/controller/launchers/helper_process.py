@@ -102,8 +102,8 @@ class HelperProcess(Generic[M]):
         waiting: WaitingServer | None = None,
     ) -> M:
         """Start the process; return its first message, due within ``limit_s``."""
-        # If this is cancelled, the process runs until ``close`` or the next ``start``
-        # closes its socket.
+        # If this call is cancelled, the process runs until ``close`` or the next
+        # ``start`` closes its socket.
         try:
             if waiting is None:
                 ours = await self._spawn(words, env)
@@ -174,14 +174,14 @@ class HelperProcess(Generic[M]):
                 if self._is_replaceable:
                     process.kill()
                     return
-            # Count pings, not seconds: if this process was suspended, the other one
-            # could not be heard meanwhile.
+            # Count pings, not seconds: if this process was suspended, it could not
+            # read answers meanwhile.
             self._unanswered += 1
             self._send_ping()
             await asyncio.sleep(PING_S)
 
     def _send_ping(self) -> None:
-        """Send a ping on the socket: an error of the stream would drop unread lines."""
+        """Send a ping on the socket itself: a stream error would drop unread lines."""
         if self._writer is None or self._socket is None or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() == 0:

@@ -10,7 +10,7 @@ from multiworld.serve.wire.control_messages import TenantLoad
 
 BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
 FULL = 0.95  # minimum share of KV memory in use that counts as full
-LONG = 500  # mean tokens of the waiting prompts from which they count as long
+LONG = 500  # mean tokens per waiting prompt from which prompts count as long
 READY = "ready"
 
 
@@ -18,7 +18,7 @@ def bottleneck_of(
     stages: Sequence[StageFacts],
     replicas: Mapping[str, ReplicaFacts],
     waiting: int,  # requests and streams at gateways
-    held: Iterable[TenantLoad] = (),  # what each tenant has in progress, of all models
+    held: Iterable[TenantLoad] = (),  # load of each tenant, on all models
 ) -> str:
     """Return a model's bottleneck; empty if nothing waits and no stage is busy."""
     ready = [

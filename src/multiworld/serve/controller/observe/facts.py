@@ -42,7 +42,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
-    # Share of recent prompt tokens found in prefix caches; None: no prompt came.
+    # Share of recent prompt tokens found in prefix caches; None: no prompt arrived.
     prefix_hits: float | None = None
     # The replica chains with the most streams: for each, its replicas by stage, and its
     # number of streams.
@@ -125,7 +125,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     p99: float  # 99th percentile of the seconds to an answer; 0: no answer
     first_p99: float  # 99th percentile of the seconds to the first token; 0: no token
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1
-    # Share of prompt tokens found in prefix caches; 0: no prompt came.
+    # Share of prompt tokens found in prefix caches; 0: no prompt arrived.
     prefix_hits: float = 0.0
 
 
@@ -168,7 +168,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     neighbour: str = ""
     # Free and total bytes of the file system that has the service's state and logs.
     disk: tuple[int, int] = (0, 0)
-    # Stages all of whose replicas compute more slowly than before, and how much.
+    # Stages whose replicas all compute more slowly than before, and by how much.
     slower: dict[str, str] = {}
     # Sentences about what is wrong now, the worst first; see ``troubles_of``.
     troubles: tuple[str, ...] = ()

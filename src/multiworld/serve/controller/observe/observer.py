@@ -62,7 +62,7 @@ class Observer:
         self._cpu: dict[str, tuple[float, float]] = {}
         self._cores: dict[str, float] = {}
         self._series: dict[str, deque[Point]] = {}
-        # By request: start time of each stream that was shown last.
+        # Start times of the streams that were shown last, by gateway and number.
         self._began_at: dict[str, float] = {}
 
     def seen(

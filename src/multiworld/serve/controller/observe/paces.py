@@ -12,13 +12,13 @@ WINDOW_S = 10.0  # seconds over which a pace is measured
 MIN_STEPS = 8  # minimum number of steps in a window; fewer are too noisy
 PAST = 60  # number of windows that make up a replica's own past
 # A replica is slow if its step time is above this multiple of its peers' step time,
-# unless it is as usual; see ``FAST``.
+# unless this step time is usual for the replica; see ``FAST``.
 SLOW = 1.8
 # A replica without peers is slow if its step time is above this multiple of its past.
 SLOW_ALONE = 2.5
 # A slow replica has recovered at or below this multiple of its peers' step time (or,
-# without peers, of its own past). Up to this multiple of the past, a step time is as
-# usual.
+# without peers, of its own past). Up to this multiple of its own past, a step time is
+# usual for a replica.
 FAST = 1.4
 # A step in progress is slow if it has taken more than ``LONG_S`` seconds, and more than
 # ``LONG`` times its peers' step time.
@@ -27,7 +27,7 @@ LONG = 5.0
 # CPU time per second of computing, relative to peers, below which a replica is starved.
 STARVED = 0.6
 FREE = 0.85  # used share of a machine's cores below which some of them are free
-MIN_PAST = 3  # minimum number of windows of a past that a whole stage is compared with
+MIN_PAST = 3  # minimum number of past windows for comparing a whole stage
 NO_COMPARISON = 1.0
 
 
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace of a replica within the last window."""
+    """Duration and size of a replica's steps in the last window."""
 
     stage: tuple[str, str, int]
     step_s: float  # mean seconds per step
@@ -88,9 +88,10 @@ class Paces:
 
     @property
     def slower(self) -> dict[tuple[str, str, int], str]:
-        """Stages all of whose replicas are slower than before, and how much.
+        """Stages whose replicas are all slower than before, and by how much.
 
-        A single one is in ``slow``. Steps that have many more rows are not slow.
+        A stage's only replica is in ``slow`` instead. Steps with many more rows than
+        before do not count as slower.
         """
         stages: dict[tuple[str, str, int], list[tuple[Pace, _Replica]]] = {}
         for name, pace in self.paces.items():

@@ -8,7 +8,7 @@ from multiworld.config import MIB
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 
-# Losses at a stage, or of gateways, are a trouble if at least ``MANY`` happened within
+# Losses at a stage, or of gateways, are reported if at least ``MANY`` happened within
 # ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago.
 RECENT_S, MANY, FRESH_S = 120.0, 2, 60.0
 FAILING_S = 0.05  # failed requests per second that are mentioned
@@ -17,10 +17,11 @@ LONG_S = 5.0  # seconds after which a wait for a first token or an answer is lon
 # A tenant is named if it has more than this share of the requests in flight, or more
 # than this share of the waiting prompt tokens and more than ``LONG_PROMPTS`` of them.
 MOST, LONG_PROMPTS = 0.5, 1000
-FEW = 4  # requests in flight with which no tenant is named
-FULL, FULL_BYTES = 0.02, 64 * MIB  # share, and bytes, of free space of a full disk
-SATURATED = 0.95  # used share of a machine's cores from which it has none free
-OTHERS = 0.3  # share of a saturated machine's cores that others use, if it is mentioned
+FEW = 4  # maximum requests in flight for which no tenant is named
+# A disk is full if less than this share of it, or fewer than these bytes, are free.
+FULL, FULL_BYTES = 0.02, 64 * MIB
+SATURATED = 0.95  # used share of a machine's cores from which none counts as free
+OTHERS = 0.3  # share of cores above which other programs' use is mentioned
 
 
 def troubles_of(facts: Facts) -> Iterator[str]:

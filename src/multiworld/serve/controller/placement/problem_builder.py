@@ -50,7 +50,7 @@ class PlacedReplica:
 
 
 def device_name(node: str, gpu: int | None) -> str:
-    """Return the solver's name of a machine's cores, or of one of its GPUs."""
+    """Return the solver's name for a machine's cores, or for one of its GPUs."""
     return f"{node}/{CPU}" if gpu is None else f"{node}/gpu{gpu}"
 
 
@@ -64,7 +64,7 @@ def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
 
 
 def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
-    """Return how few and how many the solver may choose; one number without demand."""
+    """Return the minimum and maximum number of replicas; equal without a demand."""
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas

@@ -15,8 +15,8 @@ from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 
-# A post, its title for people, its number of replicas, and the need of each replica. A
-# post is one stage of one version of a model.
+# A post (one stage of one version of a model), its title for people, its number of
+# replicas, and the need of each replica.
 PlaceRequest = tuple[object, str, int, Need]
 
 
@@ -34,7 +34,7 @@ class ReplicaBookings:
         return sorted(after - before), sorted(before - after)
 
     def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
-        """Book a location for a replica; return it, and the reason in words."""
+        """Book a location for a replica; return both the location and the reason."""
         spot = self._choose(self.ledger, post, need)
         here = self.ledger.count(spot.node, post)
         is_planned = here < self.plan.get((post, spot.node), 0)
@@ -54,7 +54,7 @@ class ReplicaBookings:
             raise PlacementError(text) from error
 
     def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
-        """Return bookings with all requests; PlacementError if one does not fit."""
+        """Return bookings with all requests; raise PlacementError if one lacks room."""
         trial = self.ledger.copy()
         missing = []
         for post, title, count, need in asks:

@@ -8,7 +8,7 @@ Its size comes from fluid queues. For each candidate number of replicas, a fluid
 runs beside the real one: requests flow in, the replicas drain it, and it counts the
 requests that would have waited too long. The fluid is too optimistic: it ignores
 batches, chance, and how closely requests arrive between two samples. A calibration
-corrects it: the same fluid queue runs for the replicas that were actually ready, and
+corrects this: the same fluid queue runs for the replicas that were actually ready, and
 its assumptions are tightened until it predicts as many late requests as the lack of
 replicas actually caused.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 SIGMAS = 2.0
 MIN_LATE_BURSTS = 2
 
-# Minimum share of the allowed wait that a request must have waited to be late for lack
-# of replicas. It limits how many such requests the total waiting time can explain. It
+# A request that is late for lack of replicas has waited at least this share of the
+# allowed wait, so the total waiting time limits the number of such requests. The share
 # is well below 1, because samples miss part of the waiting.
 MIN_WAIT_SHARE = 0.25
 
@@ -33,8 +33,8 @@ EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
 SIZE_GROWTH = 1.2  # ratio of successive candidates above ``EVERY_SIZE_UP_TO``
 
 # Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
-# share of a sampling interval within which its requests arrive, and the share of the
-# allowed wait that the fluid queue may use up.
+# share of a sampling interval within which all its requests arrive, and the share of
+# the allowed wait above which a request in the fluid queue counts as late.
 CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
 
 MAX_STEP_S = 1.0  # maximum step of a fluid queue; longer intervals are split

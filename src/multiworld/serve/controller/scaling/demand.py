@@ -64,8 +64,8 @@ def demand_of(
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)
-    # ``now`` is an average, so it is the rate at its period's midpoint, ``behind_s``
-    # ago. In a burst, the window is short enough to ignore that.
+    # ``now`` is an average over a period, so it is the rate at the period's midpoint,
+    # ``behind_s`` ago. In a burst, the period is short enough to ignore that.
     behind_s = 0.0 if burst else look_back_s / 2
     ahead_s = min(ahead_s, look_back_s)
     expected = now + slope * (ahead_s + behind_s)

@@ -74,7 +74,7 @@ class SampleWindow:
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
         if self._preexisting is None:
-            self._preexisting = known  # what these processes counted before is ignored
+            self._preexisting = known  # earlier counts of these are ignored
         self._gateways = _kept(self._gateways, reports.gateways, known)
         self._workers = _kept(self._workers, reports.workers, known)
         waiting = 0

@@ -28,7 +28,7 @@ class StageLimits:
         downscale_to_zero_delay_s: ``downscale_delay_s`` of the last replica; None: the
             same delay.
         look_back_period_s: Seconds over which arrivals are averaged.
-        upscaling_factor: Share of the missing replicas that is started at once.
+        upscaling_factor: Replicas to start at once, per missing replica.
         downscaling_factor: Share of the surplus replicas that is drained at once.
     """
 

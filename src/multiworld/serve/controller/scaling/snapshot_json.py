@@ -28,7 +28,7 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
-    """Return a recorded snapshot, for which a policy makes the same decision again."""
+    """Return a recorded snapshot; a built-in policy makes the same decision again."""
     memory = data.get("memory")
     fields = {**data, "memory": None}
     snapshot = _SNAPSHOT.validate_python(fields)

@@ -34,7 +34,7 @@ def remember(
         needs = needs[:-1]  # the first and last of equal needs are enough
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
     kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
-    # Keep one older need, which shows how far back the window is covered.
+    # Keep one older need, to show that the needs cover the whole window.
     older = [w for w in needs if w.at <= need.at - longest - EPSILON_S][-1:]
     return (*older, *kept, need)
 
@@ -46,7 +46,7 @@ def stabilized(
     *,
     is_urgent: bool,
 ) -> int:
-    """Return the replicas that a stage should have; the last need is the newest."""
+    """Return the replicas that a stage should have; ``needs`` are oldest first."""
     up = _lasting(needs, 0.0 if is_urgent else limits.upscale_delay_s)
     if up is not None:
         lowest = min(need.low for need in up)

@@ -4,9 +4,9 @@
    prompts and completions.
 2. Estimate the demand, now and when a new replica would be ready (``demand``), and the
    number of concurrent sequences (Little's law).
-3. Find the smallest fleet in which a round of the pipeline, which gives each sequence a
-   token, takes at most ``tpot_ms``, a prompt is computed within ``ttft_ms``, and the KV
-   blocks suffice.
+3. Find the smallest fleet that meets three conditions: a round of the pipeline (one
+   token for each sequence) takes at most ``tpot_ms``, a prompt is computed within
+   ``ttft_ms``, and the KV blocks suffice.
 4. Apply the stabilization windows.
 
 Until the durations are known, the queue length alone decides, as in Ray Serve.
@@ -305,7 +305,7 @@ def _round_with(
 def _is_first_in_time(
     counts: Sequence[int], costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> bool:
-    """Return whether first tokens are in time, as far as more replicas can help."""
+    """Return whether first tokens are in time, as far as replicas affect that."""
     if text.ttft_s is None:
         return True
     prompt = load.lengths.prompt

@@ -1,8 +1,8 @@
 """The actors of a service.
 
 A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it. Each
-rank of a replica also has a ``ReplicaHolder`` in the replica's placement group, through
-which Ray accounts for the replica's resources. The holder holds the rank's leash
+rank of a replica also has a ``ReplicaHolder`` in the replica's placement group. Through
+these holders, Ray accounts for the replica's resources. A holder holds its rank's leash
 (``machines.leash``), so the rank dies with the holder.
 """
 
@@ -21,8 +21,8 @@ from multiworld.serve.controller.launchers.forks import Forks
 from multiworld.serve.controller.launchers.protocol import Launch
 from multiworld.serve.machines.leash import Leash, hold_leash
 
-# Seconds after which a holder exits by itself once its replica has exited. Usually the
-# bridge has read the exit and killed the holder by then, unless the head is lost.
+# Seconds after which a holder exits by itself once its replica has exited. By then, the
+# bridge has usually read the exit and killed the holder, unless the head is lost.
 LINGER_S = 5.0
 
 CODE_S = 1.0  # maximum wait for the fork server to report an exit code, in seconds

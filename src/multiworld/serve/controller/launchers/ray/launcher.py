@@ -30,14 +30,14 @@ logger = logging.getLogger("multiworld.serve")
 BRIDGE = "multiworld.serve.controller.launchers.ray.bridge"
 
 START_S = 60.0  # maximum seconds for the bridge to connect
-ADOPT_S = 15.0  # the same limit as START_S, if there are replicas to adopt
+ADOPT_S = 15.0  # instead of START_S, if there are replicas to adopt
 SILENT_S = 5.0  # seconds without a response after which the head counts as lost
 RETRY_S = 5.0  # seconds between attempts to reconnect
 LOOK_S = 1.0  # seconds between checks of the head's silence and of the bridge
 REACH_S = 5.0  # maximum seconds to connect to the head's address
 LAUNCH_S = 90.0  # maximum seconds for Ray to start a replica
 
-# Share of a GPU that Ray reserves for a replica that books none of its memory.
+# Share of a GPU that Ray reserves for a replica that books no GPU memory.
 MINIMAL_GPU = 0.0001
 
 
@@ -63,7 +63,7 @@ class RayLauncher:
             self._bridge_ended,
             self._bridge_hangs,
             # With ``address: local`` the bridge has started the cluster, which would
-            # exit with it.
+            # exit with the bridge.
             is_replaceable=self._spec.address != "local",
         )
         self._nodes: dict[str, Node] = {}
@@ -126,8 +126,8 @@ class RayLauncher:
         self.settle()
         for name in list(self._ranks):
             if name in self._ending:
-                # The old bridge may have lost the order to kill it; ``settle`` repeats
-                # it.
+                # The old bridge may have lost the order to kill this replica;
+                # ``settle`` repeats the order.
                 self._exited(name, None)
             else:
                 self._adopt(name, must_be_known=False)
@@ -138,7 +138,7 @@ class RayLauncher:
         for name, future in list(self._starting.items()):
             if text and not future.done():
                 del self._starting[name]
-                # Its actors may still start, and are killed then.
+                # The replica's actors may still start; then they are killed.
                 self._ending.add(name)
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._context.on_nodes()
@@ -255,7 +255,7 @@ class RayLauncher:
         return RunningProcess(name, running.pid, running.began, spot.node)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Kill a replica on any machine; other signals reach only this machine."""
+        """Kill a replica on any machine; other signals reach only this machine's."""
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):

@@ -1,10 +1,10 @@
 """The placement problem for OR-tools' CP-SAT, which is better than HiGHS for many
 devices but needs integers.
 
-Shares of a demand are counted in units of 1/``UNITS``, factors and limits of rows in
-units of 1/``FINE``. Rounding only loosens the rows, so that the solver's bound is also
-a bound of the real problem. Then a linear program (``linear``) computes the exact rates
-of the chosen replicas.
+Shares of a demand are counted in units of 1/``UNITS``, factors and limits of
+constraints in units of 1/``FINE``. Rounding only loosens the constraints, so the
+solver's bound is also a bound of the real problem. Then a linear program (``linear``)
+computes the exact rates of the chosen replicas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def solve(
     variables = _variables(model, formulation)
     _constrain(model, formulation, variables)
     scale, slack = _maximise(model, formulation, variables)
-    # The search starts from a known solution.
     _hint(model, formulation, variables, counts, rates)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
@@ -69,13 +68,13 @@ def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
 
 
 def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) -> None:
-    """Add every row in integers, so that every feasible solution stays feasible."""
+    """Add every constraint in integers; feasible solutions stay feasible."""
     rows = formulation.rows
     for terms, low, high in zip(rows.terms, rows.low, rows.high, strict=True):
         if not terms:
             continue
-        # Every row is scaled by UNITS. Shares are already in units; the factor of an
-        # integer variable must be multiplied.
+        # Every constraint is scaled by UNITS. Shares are already in units, so multiply
+        # only the factors of integer variables.
         exact = {
             n: factor * (UNITS if n < formulation.integers else 1)
             for n, factor in terms.items()
@@ -106,7 +105,7 @@ def _maximise(
 
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
-    """Return, by model, the maximum units of its served share lost in rounding."""
+    """Return how many units rounding may take from each served share."""
     # Every share is rounded down, so a stage loses up to one unit for each slot.
     slots = Counter((m, stage) for m, stage, _ in formulation.share)
     return {

@@ -1,8 +1,8 @@
 """Placement problem as a mixed-integer linear program, for scipy's HiGHS. Pure.
 
 Variables: a model is on or off; a slot has a number of replicas and serves a share of
-its model's demand; a device is used or not. With the replicas fixed, the served shares
-are a linear program, which makes every solver's choice exact.
+its model's demand; a device is used or not. With the replicas fixed, only a linear
+program is left, which computes the exact shares for any solver's replicas.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Rows:
 
 
 class Formulation:
-    """Numbers of the variables, constraints, and the (maximised) objective."""
+    """Indices of the variables, constraints, and the objective to maximise."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -121,7 +121,7 @@ class Formulation:
         return self._running[key]
 
     def seconds(self, slot: Slot) -> float:
-        """Return the device time per second to serve the model's whole demand here."""
+        """Return the device time per second for a model's whole demand in a slot."""
         m, k, d = slot
         model = self.problem.models[m]
         return model.stages[k].seconds[self.places[d].device.kind] * model.demand
@@ -215,7 +215,7 @@ class Formulation:
         """Relative gap at which to stop searching."""
         if not self.problem.running:
             return CLOSE
-        # A gap below the value of one move is enough; a smaller one takes longer.
+        # A gap below the value of one move is enough; a smaller gap takes longer.
         weight = sum(model.weight for model in self.problem.models)
         whole = max(1.0, worth_of(self.problem) * weight)
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)

@@ -110,8 +110,8 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 def within_reach(problem: Problem) -> Problem:
     """Cap demands far beyond what all devices could serve."""
-    # The devices can serve only a tiny share of such a demand. It would be lost in
-    # rounding, and be worth less than the devices cost.
+    # The devices can serve only a tiny share of such a demand. This share would be lost
+    # in rounding, and would be worth less than the devices cost.
     places = places_of(problem)
 
     def most(stage: StageNeed) -> float:

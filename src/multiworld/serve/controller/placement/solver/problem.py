@@ -66,7 +66,7 @@ class Problem:
     models: tuple[ModelNeed, ...]
     # Model, stage and device of each running replica.
     running: Collection[tuple[str, int, str]] = ()
-    move_cost: float = 0.05  # cost per hour of a replica that does not run there yet
+    move_cost: float = 0.05  # cost per hour of a replica that is new on its device
     hop_s: float = 0.001  # time from one stage to the next
     utilisation: float = UTILISATION  # share of a device's time that may be planned
     # Cost per hour of the fullest device's load (``model.fullest``); 0: none.
