@@ -152,7 +152,7 @@ def bench(
     environments: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure this machine's data path beside the alternatives.
+    """Measure the data path on this machine, compared with alternatives.
 
     \b
     p2p          streams and round trips, 64 B to 64 MB

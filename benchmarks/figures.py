@@ -4,11 +4,11 @@ Everything comes from ``benchmarks/results``. The pages have two kinds of commen
 
 * ``<!-- SUITE: KIND -->``, a table, ``<!-- end -->``: medians by contender and size,
   as ``benchmarks.tables`` makes them. ``<!-- SUITE! KIND -->`` has the ratios alone,
-  with their 95 % interval, and ``<!-- SUITE# KIND -->`` sums by what follows the kind.
-  ``<!-- soak~ faults -->`` has the faults of the soak of worlds, and
-  ``<!-- detection~ faults -->`` the times to detect them, beside other systems.
-* ``<!-- figures: NAME, NAME -->`` before a paragraph, list or table: those ``FIGURES``
-  are in it as plain text, in this order, each in one place only. A figure that changed
+  with their 95 % interval. ``<!-- SUITE# KIND -->`` has sums over all rounds, with a
+  column for each ``KIND: COLUMN``. ``<!-- soak~ faults -->`` has the faults of the soak
+  test of worlds. ``<!-- detection~ faults -->`` has the detection times of each system.
+* ``<!-- figures: NAME, NAME -->`` before a paragraph, list or table: it contains these
+  ``FIGURES`` as plain text, in this order, each exactly once. A figure that changed
   replaces the value from the last commit, or from the commit in the command's argument.
 
 A ratio is always the median of the rounds' own ratios, never a ratio of medians. A test
@@ -153,7 +153,7 @@ def _quality_ratio() -> float:
 
 
 def _beside_choices(kind: str, size: int) -> str:
-    """Return the wait of a quiet tenant beside 64 choices, relative to alone."""
+    """Return a quiet tenant's wait beside 64 choices, relative to its wait alone."""
     beside = series("texts", kind, size, "beside 64 choices")
     return to(beside, series("texts", kind, size, "alone"))
 
@@ -169,7 +169,7 @@ def moves() -> list[float]:
 
 
 def shorter() -> list[float]:
-    """Return, for each case, the pause after a loss relative to that without a log."""
+    """Return each case's pause after a loss, relative to the pause without a log."""
     found = report("recovery")
     ratios = [found.ratio(s) for s in found.series if s.contender == "from the log"]
     return [ratio for ratio in ratios if ratio is not None]
@@ -533,7 +533,7 @@ def filled(page: str) -> str:
 def mended(
     page: str, old: dict[str, str], new: dict[str, str]
 ) -> tuple[str, list[str]]:
-    """Return the page with new values, and by line what a person has to correct.
+    """Return the page with new values, and the corrections to make by hand, by line.
 
     Raises:
         ValueError: A comment names an unknown figure.
@@ -580,7 +580,7 @@ def current() -> dict[str, str]:
 
 
 def committed(commit: str) -> dict[str, str]:
-    """Return the value of each figure by code and results of a commit."""
+    """Return the value of each figure, computed by a commit's code and results."""
     show = "import json, benchmarks.figures as f\n"
     show += "print(json.dumps({name: value() for name, value in f.FIGURES.items()}))"
     with TemporaryDirectory() as folder:

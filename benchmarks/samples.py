@@ -1,7 +1,4 @@
-"""Samples of a benchmark and their statistics.
-
-The bootstrap draws seeded random numbers.
-"""
+"""Samples of a benchmark and their statistics."""
 
 from __future__ import annotations
 

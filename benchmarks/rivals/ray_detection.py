@@ -47,7 +47,7 @@ def measure(number: int) -> tuple[float | None, float]:
 
 
 def main() -> None:
-    """Measure the number of rounds that the argument gives."""
+    """Measure; the argument is the number of rounds."""
     rounds = int(sys.argv[1])
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     rows = []

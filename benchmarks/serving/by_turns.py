@@ -1,6 +1,6 @@
 """Services that differ in one thing, measured alternately: requests and streams.
 
-All processes of a service are counted.
+Processor time is measured for all processes of a service.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A service, and where it is."""
+    """A running service: its URL, and the folder of its state."""
 
     url: str
     state: Path
@@ -114,7 +114,7 @@ def serving(
 
 
 def order(services: Mapping[str, Running], number: int) -> list[str]:
-    """Return the order of the contenders in a round: every other one is reversed."""
+    """Return the order of the contenders, which is reversed in every other round."""
     return list(services) if number % 2 else list(services)[::-1]
 
 

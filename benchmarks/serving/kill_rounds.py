@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 CUT, WRONG = "streams cut by a kill", "tokens wrong or missing"
 CONTROL = "tokens different though nothing was killed"
 PAUSE, TOKEN = "longest pause of a stream at a kill", "time for a token"
-"""Measurements; the last one is without kills."""
+"""Measurements; CONTROL and TOKEN are without kills."""
 
 CALM = "longest pause of a stream, undisturbed, in tokens"
 MOVED = "longest pause of a stream at a planned move, in tokens"

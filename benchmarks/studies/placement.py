@@ -1,7 +1,7 @@
 """Quality of placements, compared with greedy and with bounds.
 
-``python -m benchmarks.studies.placement [--limit 20]``: random models with given stages
-that share devices, drawn from a seed, with up to 64 devices and 20 models of 4 stages.
+``python -m benchmarks.studies.placement [--limit 20]`` places random models, drawn from
+a seed, on devices that they share: up to 20 models of 4 given stages on 64 devices.
 
 The tests' verifier checks every answer. Writes ``placement.json``.
 """

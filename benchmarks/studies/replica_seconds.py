@@ -14,7 +14,7 @@ LOOK_S = 0.5
 async def replica_seconds(
     running: asyncio.Future[Any], count: Callable[[], int]
 ) -> float:
-    """Return the replica-seconds until a load ends; after a cancel, it continues."""
+    """Return the replica-seconds until a load ends; a cancel does not stop the load."""
     # ``count`` returns the current number of replicas; it is called in a thread.
     total, last = 0.0, time.monotonic()
     while not running.done():

@@ -83,7 +83,7 @@ class Engine:
         folder: Folder of the model.
         python: Interpreter of vLLM's environment.
         suffix: Added to the names of its fronts.
-        length: Maximum of a sequence in tokens.
+        length: Maximum number of tokens of a sequence.
         is_eager: Whether the model must not be compiled.
         vocabulary: Token ids of prompts are below this number.
         hung_s: Seconds without a token after which it counts as hung; None: 30.
@@ -99,7 +99,7 @@ class Engine:
 
 
 def _engine_v2(scratch: Path, options: Options, stack: contextlib.ExitStack) -> Engine:
-    """Return vLLM with runner V2; until the stack ends, its servers start with it."""
+    """Return vLLM with runner V2; until the stack closes, its servers use runner V2."""
     from tests import vllm_stub
     from tests.tiny_decoder import VOCABULARY
 

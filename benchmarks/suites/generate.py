@@ -72,12 +72,12 @@ Cuts = Mapping[str, Sequence[Mapping[str, Any]]]
 CUTS: Cuts = {ONE: [{"threads": 2}], THREE: [{}, {}, {}]}
 
 PRECISIONS = ("", BFLOAT16, INT8)
-"""Endings of the contenders of each precision, which run at the same time; all of them
-together need more memory than a small machine has."""
+"""Suffixes of the contenders' names, by precision. Contenders of one precision run at
+the same time; those of all precisions need more memory than a small machine has."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Start the servers of one precision after the other, and measure them.
+    """Start and measure the servers of each precision, one precision after the other.
 
     Raises:
         RuntimeError: A server did not start, or did not answer.

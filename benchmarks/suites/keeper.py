@@ -1,6 +1,7 @@
-"""Suite "keeper": what the stream keeper costs, by turns with a service without one.
+"""Suite "keeper": cost of the stream keeper, alternating with a service without one.
 
-Requests to one empty stage, streams of SmolLM2 in int8, and connections that idle.
+The load is requests to one empty stage, streams of SmolLM2 in int8, and idle
+connections.
 """
 
 from __future__ import annotations

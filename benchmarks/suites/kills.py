@@ -2,8 +2,8 @@
 
 One stream or eight run all the time, in bfloat16, while workers are killed repeatedly.
 Our service has three stages, with two replicas in the middle; any replica that has
-streams may be killed. Of vLLM, if it is included, the computing process is killed under
-eight streams; its server then exits, and is restarted at once. Each of our streams is
+streams may be killed. If vLLM is included, its computing process is killed under eight
+streams; the server then exits, and is restarted at once. Each of our streams is
 compared with the first one of the same prompt, token by token.
 """
 
@@ -44,7 +44,7 @@ PROMPT, ANSWER = 256, 64
 """Tokens of a prompt, and of an answer."""
 
 KILLS, THEIR_KILLS = 40, 2
-"""Kills of ours in a round; and all kills of vLLM, which takes minutes to restart."""
+"""Kills of ours in a round, and all kills of vLLM, whose restart takes minutes."""
 
 BETWEEN_S = (1.5, 3.0)
 """Minimum and maximum seconds from full capacity to the next kill."""
@@ -62,7 +62,7 @@ WITHIN, ELSEWHERE = "longest pause of a stream at a kill", "pause of other strea
 replicas, as a multiple of the usual time for a token."""
 
 CALM = "no kill"
-"""Contender: the same pause in the seconds before the kill, caused by prompts."""
+"""Contender: pauses in the seconds before a kill, which prompts cause."""
 
 FIRST = "time to first token"
 """Measurement of new prompts while the service is idle."""

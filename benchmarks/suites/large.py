@@ -13,7 +13,7 @@ from multiworld.demo import smollm2
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Make the model, start the servers of one precision after the other, and measure.
+    """Make the model, and measure its servers, one precision after the other.
 
     Raises:
         RuntimeError: A server did not start, or did not answer.

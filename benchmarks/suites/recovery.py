@@ -1,9 +1,9 @@
 """Suite "recovery": pause of a stream that loses a stage, on SmolLM2.
 
 A replica of the last stage is killed during a stream, and another one, which already
-runs, takes over. Either its KV is rebuilt from the activation log of the stage before
-it, or all stages compute the sequence again, because no stage has a log. In a third
-case, the replica is drained, so that the stream is moved in advance.
+runs, takes over. Either its KV is rebuilt from the previous stage's activation log, or
+all stages compute the sequence again, because no stage has a log. In a third case, the
+replica is drained instead of killed, so that the stream is moved in advance.
 """
 
 from __future__ import annotations

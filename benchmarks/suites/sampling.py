@@ -127,7 +127,7 @@ def _measure(size: int, options: Options, on_step: OnStep) -> None:
 
 
 def _timed(call: Callable[[Tensor], object], given: Tensor) -> float:
-    """Return the milliseconds of a call on a copy of the logits: it may modify them."""
+    """Return the milliseconds of a call, which may modify its copy of the logits."""
     logits = given.clone()
     began = time.perf_counter()
     call(logits)

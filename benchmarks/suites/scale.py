@@ -1,7 +1,8 @@
 """Suite "scale": what a token, a loss and a stream cost as a service grows.
 
-Engines that compute nothing, ten streams at each, two gateways: what is left is the
-service's own work. At each size, a replica is killed, and every token is checked.
+The engines compute nothing, so only the service's own work is measured. Each engine has
+ten streams, and there are two gateways. At each size, a replica is killed, and every
+token is checked.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def resident_kib(parts: dict[int, str]) -> dict[str, float]:
 
 @dataclass
 class Streams:
-    """Streams that run until they are cancelled, and what has come of them.
+    """Streams that run until they are cancelled, and their results.
 
     Attributes:
         tokens: Tokens received so far, by all streams.

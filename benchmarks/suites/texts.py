@@ -282,8 +282,7 @@ async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
                 async for _ in answer.content:
                     pass
 
-    # The task group ends the measurement if a request is refused, because there would
-    # be no load.
+    # If a request is refused, there is no load, so the task group ends the measurement.
     async with asyncio.TaskGroup() as group:
         task = group.create_task(send())
         await asyncio.sleep(FILL_S)

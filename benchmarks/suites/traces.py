@@ -1,7 +1,7 @@
-"""Suite "traces": what OpenTelemetry costs, by turns with a service without it.
+"""Suite "traces": cost of OpenTelemetry, alternating with a service without it.
 
-Requests to one empty stage, and streams of SmolLM2 in int8. A receiver in this process
-takes the spans, and drops them.
+The load is requests to one empty stage, and streams of SmolLM2 in int8. A receiver in
+this process takes the spans, and drops them.
 """
 
 from __future__ import annotations

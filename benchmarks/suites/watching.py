@@ -23,8 +23,8 @@ SIZES = (4_096, 409_600)
 
 
 SILENCE_S = 60.0
-"""Seconds of silence that count as a loss: longer than heartbeats are switched off. The
-value does not change their cost."""
+"""Seconds of silence that count as a loss: more than a measurement without heartbeats
+takes. The value does not change the cost of heartbeats."""
 
 
 def body(rank: int, options: Options, reporter: Reporter) -> None:

@@ -28,7 +28,7 @@ class HangGuard:
         self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         # ``look`` exits the process if something hangs. Its argument is the monotonic
-        # time at which the process last resumed after a pause, because the time before
+        # time at which the process last resumed after a pause: the time before that
         # does not count.
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)

@@ -348,7 +348,7 @@ def memory_limit(args: ProcessArgs) -> int:
 
 
 async def outgrown(limit: int) -> int:
-    """Wait until this process uses over ``limit`` bytes (0: forever); return them."""
+    """Return the bytes that this process uses, once above ``limit`` (0: never)."""
     if not limit:
         await asyncio.get_running_loop().create_future()
     while True:
@@ -388,8 +388,8 @@ def cut(seconds: float) -> None:
     """Simulate a network partition: no reads, writes or heartbeats for ``seconds``."""
     # Block the event loop on purpose, and stop the heartbeat helper.
     helpers = family_of(os.getpid())[1:]
-    # Let another process resume the helper. This process is usually killed before; the
-    # helper, while stopped, would not notice that, and would never exit.
+    # Let another process resume the helper, because this process is usually killed
+    # before that: a stopped helper would not notice, and would never exit.
     waking = f"sleep {seconds}; kill -CONT {' '.join(map(str, helpers))}"
     subprocess.Popen(
         ["sh", "-c", waking],
@@ -419,7 +419,7 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
     model = build_model(args.spec)
     name = stage_name(args.spec, model, args.stage)
     runner = Executor(model.stages[args.stage], name, limits.threads)
-    # Count no memory for a forked rank, because it counts with its leader's. A rank in
+    # A forked rank needs no limit, because its memory counts as its leader's. A rank in
     # a separate actor has a limit of its own.
     limit = 0 if args.rank is None else memory_limit(args)
     guard = asyncio.get_running_loop().create_task(_exit_if_outgrown(limit))

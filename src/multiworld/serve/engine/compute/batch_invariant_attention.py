@@ -1,9 +1,9 @@
 """Batch-invariant attention: a row has the same bits in a batch of any shape.
 
-torch's CPU kernel processes the keys in pieces of 512, from the first key on. This
-module calls the kernel only with row counts, and with key counts of the last piece,
-that gave bit-identical results in a test on this machine. A mask hides the keys that a
-row must not attend to.
+torch's CPU kernel processes the keys in pieces of 512, from the first key on. A test on
+this machine finds the row counts, and the key counts of the last piece, that give
+bit-identical results. This module calls the kernel only with these. A mask hides the
+keys that a row must not attend to.
 """
 
 from __future__ import annotations

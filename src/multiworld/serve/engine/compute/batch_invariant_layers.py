@@ -32,7 +32,7 @@ from multiworld.serve.engine.models.packed_linear import PackedLinear
 # rows.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
 REFERENCE = 16  # rows of the reference calls, with which other calls are compared
-# Minimum number of outputs to compare, because few differ in bfloat16.
+# Minimum number of outputs to compare: in bfloat16, only a few outputs differ.
 OUTPUTS = 250_000
 # Maximum number of multiplications in a tested call, which takes some hundredths of a
 # second on one core.

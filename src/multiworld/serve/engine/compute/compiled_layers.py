@@ -2,8 +2,8 @@
 
 Besides its matmuls and its attention, a layer in transformers calls about 50 torch
 operators; here it calls four C functions. Each layer of a stage is computed once in a
-trial. A compiled layer replaces it if it has the parts of a Llama layer and the results
-agree.
+trial. If the layer has the parts of a Llama layer, and the compiled layer gives the
+same results within a tolerance, the compiled layer replaces it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Norm:
 
 
 class _Trial(Attention):
-    """Substitute that records its options; its result depends on all three tensors."""
+    """Attention that records its options; uses the query, the key and the value."""
 
     def __init__(self) -> None:
         self.options: dict[int, dict[str, Any]] = {}

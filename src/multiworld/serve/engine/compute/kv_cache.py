@@ -121,9 +121,9 @@ class KvCache:
         self, rows: Sequence[Rows], layer: int, like: tuple[Tensor, Tensor]
     ) -> array[int]:
         """Return the ``Rows`` of the C code: six numbers for each sequence."""
-        # The numbers are the addresses of its keys and of its values, their capacity in
-        # tokens, the position of its first row, the number of its rows, and the number
-        # of rows before it in the step.
+        # The numbers: address of the keys, address of the values, capacity of each in
+        # tokens, position of the first row, number of rows, and number of earlier
+        # sequences' rows in the step.
         found, offset = array("q"), 0
         for each in rows:
             keys, values, room = self._memory.address(each.sequence, layer, like)

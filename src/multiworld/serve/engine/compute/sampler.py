@@ -22,10 +22,11 @@ passes (one to scale, three for softmax, one to sum), and one more for ``min_p``
 the last of these words by bisection. A mask takes one more pass. Only the 64 likeliest
 words are sorted.
 
-``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
-in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to the remaining words.
+If several words are as likely as the last one that ``top_k`` or ``top_p`` keeps, all of
+them are kept. As in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to
+the remaining words.
 
-The module needs torch alone.
+This module imports only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -469,8 +470,8 @@ def _nucleus(
     small = 0.99 * (whole - goal) / len(likely)
     low, high = _bits(max(min_probability, small)), _bits(float(found[0, -1])) + 1
     below, above = _mass(likely, _float(low)), float(sums[-1])
-    # Stop if at most one word lies in between: any threshold there then keeps the same
-    # words.
+    # Stop if at most one word lies between ``low`` and ``high``: any threshold there
+    # then keeps the same words.
     while high - low > 1 and below - above > 1.5 * _float(low):
         middle = (low + high) // 2
         mass = _mass(likely, _float(middle))
@@ -485,8 +486,8 @@ def _mass(likely: Tensor, min_probability: float) -> float:
     """Return the sum of all probabilities at or above ``min_probability``."""
     if min_probability > 0:
         likely = threshold(likely, _below(min_probability), 0.0)
-    # Sum by blocks, because torch divides a sum of more than 32,768 numbers between its
-    # threads, so that the result would depend on their number.
+    # Sum by blocks: torch divides a sum of more than 32,768 numbers between its
+    # threads, and the result would depend on the number of threads.
     return float(likely.view(-1, BLOCK).sum(-1).double().sum())
 
 

@@ -55,8 +55,8 @@ from multiworld.serve.wire.protocol import Key, StreamId
 
 logger = logging.getLogger("multiworld.serve")
 
-# Maximum number of prompt rows that are scored in one call, because it copies their
-# logits.
+# Maximum number of prompt rows that are scored in one call, because the call copies
+# their logits.
 SCORED_AT_ONCE = 32
 
 # The signature of ``DecoderStage.forward``: (rows, positions, attention, wanted) to
@@ -143,7 +143,7 @@ def engine_of(
     *,
     is_last: bool,
     model: Generation,
-    # If it cannot be guaranteed, ``ModelFailedError`` is raised.
+    # If True, raises ``ModelFailedError`` unless determinism can be guaranteed.
     is_deterministic: bool,
     # Copies tensors to the device that the stage was loaded on.
     transfers: Transfers = HOST,
@@ -172,7 +172,7 @@ def engine_of(
     if not is_deterministic:
         cache = KvCache(attention=fastest)
         return StageEngine(function, is_last, model, cache, transfers)
-    # The first step sets the granule. Until then, use the one of the largest piece.
+    # Use the largest granule until the first step sets the granule.
     attention = compiled(InvariantAttention)
     make = functools.partial(KvCache, attention=attention, granule=PIECE)
     if is_module and hasattr(function, "example"):

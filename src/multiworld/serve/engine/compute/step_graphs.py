@@ -133,8 +133,8 @@ class StepGraphs:
     def _recorded(
         self, step: _PaddedStep, inputs: _Inputs, padding: _Inputs, rows: int
     ) -> Tensor:
-        """Record a step as a graph and return the step's outputs; discard the graph if
-        its outputs differ from them."""
+        """Record a step as a graph; return the outputs computed without the graph.
+        Discard the graph if its outputs differ."""
         assert self._record is not None
         replay: Call | None = None
         why = ""

@@ -144,7 +144,7 @@ class ServerChoice:
         return True
 
     async def model_at(self, server: EngineServer) -> str:
-        """Return the name of a server's model; raises EngineLostError if unsuitable."""
+        """Return the name of a server's model; EngineLostError if none is suitable."""
         try:
             given = await server.get("/v1/models")
             answer = msgspec.json.decode(given, type=_Models)
@@ -190,7 +190,7 @@ class ServerChoice:
 
     async def _unused_server(self) -> str:
         """Return a server that answers and that no replica uses; empty: none."""
-        # If the other users of this replica's server have left it, stay there.
+        # If no other replica uses this replica's server any more, keep it.
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:
@@ -208,7 +208,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except (EngineLostError, SpecError) as error:  # it cannot compute
+            except (EngineLostError, SpecError) as error:  # the server cannot compute
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

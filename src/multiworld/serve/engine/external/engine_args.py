@@ -9,8 +9,8 @@ from typing import Any
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.engine.external.whole_engine import EngineSettings, Run
 
-# Arguments that would change a server's address or the names that it serves, whatever
-# the engine.
+# Arguments of any engine that would change a server's address, or the names of the
+# models that it serves.
 ELSEWHERE = (
     "uds",
     "root_path",

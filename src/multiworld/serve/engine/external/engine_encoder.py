@@ -1,4 +1,4 @@
-"""Embeddings by an external engine: a model of one stage, which calls its server."""
+"""Embeddings by an external engine: a stage that calls the engine's server."""
 
 from __future__ import annotations
 

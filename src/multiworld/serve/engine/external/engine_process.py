@@ -27,7 +27,7 @@ from multiworld.serve.machines import leash
 from multiworld.serve.machines.usage import family_of, is_stopped
 
 END_S = 5.0  # seconds for an engine to exit before it is killed
-# Seconds for a killed engine to disappear, because it may hang in a driver.
+# Maximum seconds to wait for a killed engine to disappear: it may hang in a driver.
 KILLED_S = 1.0
 LAST_S = 1.0  # seconds to read the last output of an engine that has exited
 BURST = 2**20  # bytes of output that may go to the log at once

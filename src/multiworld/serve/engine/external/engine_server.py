@@ -41,7 +41,7 @@ MAX_ERROR = 500  # maximum characters of a server's error that are reported
 
 
 class EngineServer:
-    """An engine's server, as a replica starts, watches and calls it.
+    """An engine's server, which a replica starts, watches and calls.
 
     If ``url`` is empty, ``start`` starts the server. A request that is not a stream
     fails after ``silence_s`` seconds without any byte. Cancelling a request closes its
@@ -86,8 +86,7 @@ class EngineServer:
         """Start the server as a child, and wait until it answers health checks."""
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
         # Engines that share a GPU start one after the other: a starting vLLM would
-        # count memory that another engine allocates as if it had allocated
-        # that itself.
+        # count the memory that another engine allocates as its own.
         is_shared = settings.gpu_memory_share is not None
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
         try:

@@ -8,8 +8,9 @@ within a piece, the whole piece is requested again: the server repeats the known
 and then generates the next ones.
 
 A server applies penalties only to tokens that it generated in the same request. For the
-tokens of earlier pieces, ``logit_bias`` subtracts the same penalties. A token in both
-would get the presence penalty twice, so this penalty needs pieces of one token.
+tokens of earlier pieces, ``logit_bias`` subtracts the same penalties. A token that is
+in an earlier piece and in the current one would get the presence penalty twice, so this
+penalty needs pieces of one token.
 """
 
 from __future__ import annotations

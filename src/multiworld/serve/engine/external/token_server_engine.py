@@ -99,7 +99,7 @@ class TokenServerEngine:
         self._dialect: Dialect | None = None
         # ``_capacity``: the server's KV memory in tokens; 0: unknown.
         self._capacity, self._tokens = capacity, 0
-        # One slot more, for a probe or a prepared sequence: they do not count for
+        # One slot more, for a probe or a prepared sequence, which do not count towards
         # ``max_num_seqs``.
         self._slots = Slots(settings.max_num_seqs + 1)
 

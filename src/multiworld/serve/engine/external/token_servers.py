@@ -1,4 +1,4 @@
-"""Dialects of servers that continue a text, and choose its tokens on their side.
+"""Dialects of servers that continue a text and sample its tokens themselves.
 
 A dialect writes the body of a request for a piece, sends it, and reads the tokens of
 the answers.
@@ -107,8 +107,8 @@ class LlamaCpp(Dialect):
     """``/completion`` of llama.cpp's server: token ids in, token ids out.
 
     The server's streams leave out tokens that end within a character. So each token is
-    a separate request, which reuses the keys and values in its slot. Answers leave out
-    the log-probabilities of such tokens, which further requests then find.
+    a separate request, which reuses the keys and values in its slot. Answers also leave
+    out the log-probabilities of these tokens; further requests find them.
     """
 
     title, path = "llama.cpp", "/completion"
@@ -188,8 +188,7 @@ class LlamaCpp(Dialect):
             if self._whole is not None:
                 bias = [(self._whole, FORCED)]
             other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
-            # The previous request has left this prompt in the slot, so it can be
-            # reused.
+            # The previous request has left this prompt's keys and values in the slot.
             other["cache_prompt"] = True
             data = await server.post(self.path, {**body, **other})
             found = await asyncio.to_thread(answer_of, self._decoder, data)
@@ -202,8 +201,8 @@ class LlamaCpp(Dialect):
                     break
                 many = ALL
             elif found.tokens:
-                # Banned: they end within a character, too, and llama.cpp reports
-                # nothing for them.
+                # These tokens end within a character, too, so llama.cpp reports nothing
+                # for them.
                 banned += found.tokens
                 self._whole = None
             else:
@@ -301,8 +300,8 @@ class Completions(Dialect):
         for choice in answer_of(CHUNK, data).choices[:1]:
             check_finish(choice)
             scores = choice.logprobs or _Scores()
-            # The server may return more than is needed: it repeats the known tokens of
-            # a piece.
+            # The server may return more tokens than are needed, because it repeats the
+            # known tokens of a piece.
             ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
             for place, token in enumerate(ids):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
@@ -327,7 +326,7 @@ def strongest(
     """Return the biases that a server takes: the requested ones, then the largest.
 
     The selection depends only on the tokens, so a stream continues exactly. Of equal
-    biases, the last ones are taken: dicts start with the tokens that came first.
+    biases, those of the latest tokens are taken, which are the last ones in ``bias``.
     """
     pairs = list(bias.items())
     if len(pairs) > MAX_BIASES:

@@ -6,7 +6,7 @@ two runners, and reports its choice when it has started:
 
 - Runner V2 samples by itself, with a hash of the seed and the position. Our logits
   processor makes it count from the end of the true prompt
-  (``vllm_plugin.continuation``). A trial at the start shows that this release of vLLM
+  (``vllm_plugin.continuation``). A trial at the start checks that this release of vLLM
   continues sequences exactly.
 - Runner V1 is asked for the most likely token, and our logits processor leaves it only
   one token, which the sampler of our own engine has drawn (``vllm_plugin.sampling``).
@@ -220,8 +220,8 @@ class VllmEngine:
             if runner.is_v2 or not runner.is_async:
                 self._remove_files()
                 raise
-            # Start again without asynchronous scheduling: runner V1 cannot sample here
-            # with it. Which runner vLLM chooses was not known before.
+            # Start again without asynchronous scheduling, with which runner V1 cannot
+            # sample here. Only a start shows which runner vLLM chooses.
             self._is_async = False
             try:
                 await self._start_server()
@@ -249,7 +249,7 @@ class VllmEngine:
         await self._server.start(command, self._settings, self._environment())
 
     async def _warm_up(self) -> None:
-        """Generate with clients' parameters: a release may answer in another form."""
+        """Generate as clients do, because a release may answer in another format."""
         scores = 1 if self._max_logprobs else 0
         asked = Sampling(
             temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
@@ -264,7 +264,7 @@ class VllmEngine:
     async def _continues(self) -> bool:
         """Return whether an interrupted sequence continues exactly, with penalties."""
         # Biases make a few tokens likely, so that penalties decide between them. One
-        # trial without a difference suffices: in another, a kernel may round
+        # trial without a difference suffices: in the others, a kernel may have rounded
         # differently after the prefill, which can change a token.
         few = dict.fromkeys(range(min(TRIAL_WORDS, self._settings.vocabulary)), 100.0)
         for seed in range(TRIALS):
@@ -487,8 +487,8 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
     given = {name.replace("-", "_") for name in settings.args}
     if "gpu_memory_utilization" in given:
         return {}
-    # Set this share even if the size of the KV cache is given, because vLLM requires it
-    # to be free.
+    # Set this share even if the size of the KV cache is given, because vLLM requires
+    # the share to be free.
     if settings.device != "cpu":
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     if "kv_cache_memory_bytes" in given:
@@ -538,8 +538,8 @@ def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, An
     return {
         "enable_lora": True,
         "max_lora_rank": rank,
-        # One slot stays empty on CPUs, because vLLM computes sequences without an
-        # adapter with the last one (https://github.com/vllm-project/vllm/pull/48421).
+        # One slot stays empty on CPUs: vLLM uses the last slot for sequences without an
+        # adapter (https://github.com/vllm-project/vllm/pull/48421).
         "max_loras": len(folders) + 1 if is_cpu else min(len(folders), MAX_LORAS),
         "lora_modules": [f"{name}={folder}" for name, folder in folders.items()],
     }

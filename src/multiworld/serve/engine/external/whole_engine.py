@@ -5,8 +5,8 @@ loss of a replica costs a prefill. The gateway keeps the tokens of every stream;
 engine gets all tokens so far, and returns the next ones. An engine need not keep any
 state: an interrupted sequence starts again on another replica, with more tokens.
 
-To write an adapter, implement ``WholeEngine``, and name a function that takes
-``EngineSettings`` and returns the adapter in the spec, as
+To write an adapter, implement ``WholeEngine``, and write a function that takes
+``EngineSettings`` and returns the adapter. The spec names the function:
 ``engine: package.module:function``.
 """
 

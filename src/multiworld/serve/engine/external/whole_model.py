@@ -120,7 +120,7 @@ def settings_of(
     device: str = "cpu",
     gpus: tuple[int, ...] = (),
 ) -> EngineSettings:
-    """Return the settings of a replica's engine; ``facts`` None: it is an encoder."""
+    """Return the settings of a replica's engine; ``facts`` None: for an encoder."""
     generation, path = spec.generation or GenerationSpec(), folder_of(spec)
     assert path is not None
     return EngineSettings(

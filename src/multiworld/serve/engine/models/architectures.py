@@ -60,8 +60,8 @@ AFTER = (
     "decoder.project_out",
 )
 
-# Names of factors that models apply to the token embeddings. They apply them to
-# ``inputs_embeds``, too, so later stages set them to 1.
+# Names of factors that models apply to the token embeddings, and also to
+# ``inputs_embeds``. So later stages set these factors to 1.
 FACTORS = ("embedding_multiplier",)
 
 
@@ -162,7 +162,7 @@ def strip(
     table = _table_of(whole) if keeps_tokens and not span.is_first else None
     chain = whole.get_submodule(architecture.chain)
     assert isinstance(chain, nn.ModuleList)
-    # The other layers keep their numbers, because the names of weights contain them.
+    # This stage's layers keep their numbers, because the names of weights contain them.
     for number in range(span.count):
         if not span.begin <= number < span.end:
             chain[number] = Identity()

@@ -48,7 +48,7 @@ BLOCK = 32  # number of outputs in a block of weights
 
 
 class Library:
-    """A compiled file; ``types`` are those of its functions' arguments, as letters."""
+    """A compiled file; ``types``: argument types of each function, as letters."""
 
     def __init__(self, source: Path, **types: str) -> None:
         self._source, self._types = source, types

@@ -1,6 +1,6 @@
-"""transformers' table of weight conversions, which importing this module builds. Its
-thousand regular expressions take 0.1 to 0.2 s, so replicas inherit it from the fork
-server."""
+"""Preloading of transformers' weight conversions: importing this module builds their
+table. Its thousand regular expressions take 0.1 to 0.2 s, so replicas inherit the table
+from the fork server."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     together = _run(last, inputs_embeds=passed)
     calls = _counted(whole, architecture.after)
     in_one = _run(whole, input_ids=ids)
-    # Earlier stages run without these modules, because ``strip`` removes them there. So
-    # the whole model must run each of them at most once.
+    # Earlier stages run without the modules in ``after``, because ``strip`` removes
+    # them there. So the whole model must run each of these modules at most once.
     is_once = all(count <= 1 for count in Counter(calls).values())
     return is_once and torch.equal(hidden, passed) and torch.equal(together, in_one)
 

@@ -48,8 +48,8 @@ def build_model(spec: ModelSpec) -> Model:
         model: Model = function(folder_of(spec), spec)
         _check_limits(model, spec)
         return model
-    # The factory gets those of these arguments that it has parameters for, and
-    # ``options``.
+    # The factory gets ``options``, and each of these arguments for which it has a
+    # parameter.
     offered: dict[str, Any] = {
         "path": folder_of(spec),
         "stages": count,
@@ -162,7 +162,7 @@ def changed_since(spec: ModelSpec) -> str:
 
 
 def _files_beside(spec: ModelSpec) -> dict[str, Path]:
-    """Return files outside the folder that adapters, arguments or the factory name."""
+    """Return files outside the folder: of adapters, arguments and the factory."""
     given = [*spec.adapters.values(), *spec.engine_args.values()]
     if spec.path is None:
         given += build_model(spec).files

@@ -33,13 +33,13 @@ def _is_marked(folder: str) -> bool:
 
 
 def _answers(path: str, revision: str) -> bool:
-    """Return whether the hub has the model; otherwise the cache must suffice."""
+    """Return whether the hub answers and has the model."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().model_info(path, revision=revision, timeout=ANSWER_S)
     except Exception:
-        # The types of its errors depend on the version of the HTTP library.
+        # The types of the hub's errors depend on the version of the HTTP library.
         return False
     return True
 
@@ -68,8 +68,8 @@ def folder_of(path: str, revision: str | None) -> str:
             f"{path!r} is on the Hugging Face Hub; pip install huggingface_hub"
         ) from error
     # A revision that was fetched completely is never looked up again. A marker file
-    # records that, because another program may have put only some of its files into the
-    # cache.
+    # records the complete fetch, because another program may have put only some files
+    # of the revision into the cache.
     found = ""
     try:
         # LocalEntryNotFoundError: the revision was not fetched yet.

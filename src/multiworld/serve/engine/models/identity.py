@@ -35,7 +35,7 @@ PATTERNS = (
 )
 
 WHOLE_BYTES = 1 << 30  # maximum bytes of a file that is hashed completely
-# Number and bytes of the parts that are hashed of a larger file.
+# For larger files: number and bytes of the parts that are hashed.
 SAMPLES, SAMPLE_BYTES = 64, 1 << 18
 COPIED_BYTES = 1 << 26  # maximum bytes of a file that is copied if it cannot be cloned
 
@@ -151,8 +151,8 @@ def _differs(path: Path, mark: FileMark) -> bool:
             return True
     except OSError:
         return True
-    # The hashed samples are equal. A file that was written to in place may still differ
-    # between them, so it counts as changed if its time has.
+    # The hashed samples are equal. But a file that was written to in place may differ
+    # between the samples, so it counts as changed if its time has changed.
     is_same_file = _inode_of(now)[:2] == mark.inode[:2]
     return not mark.is_whole and is_same_file and not is_same_time
 
@@ -187,7 +187,7 @@ def _parts_of(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _keep(files: Mapping[str, Path], into: Path) -> None:
-    """Clone files; failing that, copy small ones and link large ones, or skip them."""
+    """Clone files; if that fails, copy small ones and link large ones, or skip them."""
     for name, path in files.items():
         target = into / name
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Source files of imported factories, and whether they have changed since then."""
+"""Source files of factories, and whether they have changed since their import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 
 from multiworld.errors import SpecError
 
-# By path: the hashes that source files had when they were imported.
+# Hashes of source files when they were imported, by path.
 _sources: dict[str, str] = {}
 
 # Modules in these folders are not recorded, because they are installed, not written for

@@ -1,17 +1,19 @@
 """Matrix products in int8 with exact sums, for CPUs.
 
 A weight is one byte, and each output has a scale. Each row of activations is scaled by
-its largest magnitude and written as two integers of 7 bits, ``high + low / 128``, which
-are two rows of one call. Sums of integers do not round, and each of the operations that
-follow is correctly rounded. So a row has the same bits in a call of any size, at any
+its largest magnitude. Each number is written as two integers of 7 bits, ``high + low /
+128``; the high and the low integers are two rows of one call. Sums of integers do not
+round, and each of the operations that follow is correctly rounded. So a row has the
+same bits in a call of any size, at any
 position, with any number of threads, and on any processor. With 7 bits no kernel
 saturates, as kernels for AVX2 would with 8 bits: the sum of two products is at most 2 x
 128 x 127, which fits into 16 bits.
 
 Code that is compiled on this machine computes the products. If it is not available,
 torch computes them with oneDNN or FBGEMM. FBGEMM is used if the processor has no
-instructions for products of bytes (VNNI): there its kernels take a quarter of the time
-for up to 16 rows. All of them give the same bits.
+instructions for products of bytes (VNNI): there, for up to 16 rows, its kernels take a
+quarter of the time that oneDNN's take. The compiled code, oneDNN and FBGEMM all give
+the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from multiworld.serve.engine.models.stored_integers import Stored
 
 LEVELS = 63  # largest magnitude of a high integer; low integers refine these
 SHIFT = 64  # zero point of activations, because the operator takes unsigned integers
-# From here on, float32 numbers have no fraction bits, so adding this rounds.
+# A float32 of this size has no fraction bits, so adding this rounds to an integer.
 ROUNDING = 1.5 * 2**23
 # Number of low steps in one high step; a low integer is at most 64 in magnitude.
 FINER = 128

@@ -121,7 +121,7 @@ def _build_module(module: Module) -> nn.Module:
 
 
 def _unify_fake_modes(made: nn.Module, mode: Any) -> None:
-    """Move all fake tensors to one mode; each deep copy has a separate mode."""
+    """Move all fake tensors to one mode: a deep copy has a mode of its own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
         held = itertools.chain(

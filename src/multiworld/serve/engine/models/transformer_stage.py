@@ -83,7 +83,7 @@ def load_owned(
     """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
     from transformers.utils import logging
 
-    # The bar would show only a part of the model.
+    # The progress bar would show only a part of the model.
     disable: Any = logging.disable_progress_bar
     disable()
     is_cut = span.end - span.begin < span.count

@@ -27,7 +27,7 @@ DAMAGED = (
     RecursionError,
     struct.error,
 )
-# File that lists the files of weights in several files.
+# File that lists which file has each tensor, if the weights are in several files.
 INDEX = "model.safetensors.index.json"
 
 

@@ -24,7 +24,7 @@ LOST = (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError
 Outcome = Tensors | errors.ServeError  # outputs of one request, by name; or its error
 WARM = 20  # minimum number of batches to measure before a stage counts as quick
 QUICK_S = 0.0005  # maximum average seconds of a quick stage's batch
-# Seconds of a batch after which its stage is not quick for ``WARM`` more batches.
+# Seconds. After a longer batch, its stage is not quick for ``WARM`` more batches.
 SLOW_S = 0.005
 LATEST_SHARE = 0.1  # weight of the latest batch in the average
 # Minimum seconds between two logged errors, because clients can cause any number.
@@ -89,7 +89,7 @@ class Executor:
     async def load(self, context: StageContext) -> None:
         """Load the stage, in its thread; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
-        # Also set the number for this thread, which computes in ``run_here``.
+        # Set the number of threads here, too: this thread computes in ``run_here``.
         torch.set_num_threads(self._threads)
         await self._thread.call(self._load, context)
 

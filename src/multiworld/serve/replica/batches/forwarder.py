@@ -22,8 +22,8 @@ from multiworld.serve.wire.routing_table import Replica, ReplicaState
 # work.
 REFUSED_S = 0.5
 
-# A session's home replica may have this many more pieces of work that are sent and not
-# begun than the least loaded replica. This stage reports them, too, in ``handed``.
+# Prefer a session's home replica unless it has this many more pieces of work (sent, not
+# begun) than the least loaded replica. ``WorkerReport.handed`` includes these pieces.
 SESSION_LEAD = 4
 
 # For each receiver, remember the latest REMEMBERED x credit pieces of work that it has
@@ -78,8 +78,8 @@ class Forwarder:
         for refusal in [r for r in self._refusals if r[0] == name]:
             del self._refusals[refusal]
         # Return begun work, too: the replica notifies this process and the gateways
-        # separately, and may have died before it notified the gateways. They know what
-        # was begun.
+        # separately, and may have died before it notified the gateways. A gateway
+        # ignores the work that it knows was begun.
         self._begun_at.pop(name, None)
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
@@ -110,8 +110,8 @@ class Forwarder:
         """Record that a replica refused work whose gateway it is not connected to."""
         held = self._handed.get(name, {})
         for key in keys:
-            # Only for work that was sent there, or a faulty replica could exhaust
-            # memory.
+            # Ignore work that was not sent there: otherwise, a faulty replica could
+            # exhaust memory.
             if key in held:
                 del held[key]
                 self._refusals[name, key[0]] = now + REFUSED_S
@@ -188,13 +188,13 @@ class Forwarder:
                 chosen = None
         if chosen is None:
             # Of two equally loaded replicas, prefer the one that began a batch longer
-            # ago, because it is likelier to be done: replicas do not report that.
+            # ago, because it is likelier to be done (replicas do not report the end).
             chosen = choose(
                 candidates,
                 lambda name: (load[name], self._begun_at.get(name, 0)),
                 self._chance,
             )
         if piece.via is not None:
-            # Even without credit, because other work may be waiting for this probe.
+            # Send a probe even without credit: other work may be waiting for it.
             return chosen
         return chosen if load.get(chosen or "", 0) < self._credit else None

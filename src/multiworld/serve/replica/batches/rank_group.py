@@ -46,10 +46,10 @@ SETTLED = 2  # tag of replies to the leader's reports
 class RankGroup:
     """Collectives of a replica's ranks, for the model's thread; implements ``Group``.
 
-    A rank whose part of a batch raises reports how many collectives it had begun. If
-    another rank has begun more, or begins more later, it cancels that collective, which
-    breaks the world. Otherwise the collective would match one of a later batch, and
-    answers would be wrong.
+    If a rank's part of a batch fails, the rank reports how many collectives it has
+    begun. A rank that has begun more, or begins more later, cancels its collective,
+    which breaks the world. Otherwise the collective would match one of a later batch,
+    and answers would be wrong.
     """
 
     def __init__(self, world: World) -> None:
@@ -72,7 +72,7 @@ class RankGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over all ranks, in place, and return it."""
         # Write the result here, not in the event loop's thread: ``tensor`` was made in
-        # inference mode, in which only this thread is.
+        # inference mode, and only this thread is in inference mode.
         tensor.copy_(self._wait(self._collective(self._all_reduce, tensor)))
         return tensor
 

@@ -39,7 +39,7 @@ class ScheduledSequence:
         return len(self.tokens) - self.computed
 
     def waits_for(self, full: Collection[str]) -> bool:
-        """Return whether it waits for one of the ``full`` replicas; a probe never."""
+        """Return whether it waits for one of the ``full`` replicas; probes never do."""
         return not self.is_probe and any(name in full for name in self.route)
 
 

@@ -85,7 +85,7 @@ class Scheduler:
         if sequence is None:
             return False
         # If the sequence is paused or in a step, the gateway must decide how it
-        # continues: a token of it may be in flight, or a stage may be waiting for
+        # continues: one of its tokens may be in flight, or a stage may be waiting for
         # dropped rows.
         is_elsewhere = sequence.is_paused or key in self.steps
         self.steps.leave(key)

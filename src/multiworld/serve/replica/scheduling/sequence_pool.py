@@ -52,7 +52,7 @@ class FullReplicas:
         return min((self._pauses[name][0] for name in self.names), default=math.inf)
 
     def update(self, now: float) -> None:
-        """Forget replicas that had memory for as long as their last pause lasted."""
+        """Forget a replica that had memory for the length of its last pause."""
         pauses = self._pauses.items()
         self._pauses = {name: (t, p) for name, (t, p) in pauses if now < t + p}
         self.names = {name for name, (t, _) in self._pauses.items() if now < t}

@@ -43,7 +43,7 @@ MIN_CHUNK = 32
 ROWS = 8
 # Seconds after its last sequence for which a second tenant counts as present, and
 # maximum cost of the tokens in flight during that time, in rows. A newcomer waits for
-# these at most. Such small steps take 20 % more time in all than full ones.
+# no more than these. Such small steps take 20 % more time in all than full ones.
 SHARED_S, SHARED_TOKENS = 60.0, 32
 
 
@@ -397,7 +397,7 @@ class StepPlanner:
     ) -> StepPart | None:
         """Add at most ``rows`` of a sequence that runs; None if it has no room."""
         count = min(sequence.lacking, rows)
-        # It runs no more if it was preempted for an earlier part of this step.
+        # The sequence may have been preempted for an earlier part of this step.
         is_running = sequence.number in self._pool.running
         if not is_running or not count or not self._pool.has_room(sequence, count):
             return None

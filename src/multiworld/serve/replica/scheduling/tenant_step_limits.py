@@ -18,8 +18,8 @@ STEP_ROWS = 9.0
 # Usable fraction of the cost that a tenant's weight allows other tenants in a step. The
 # rest is for steps in flight that were planned before a newcomer arrived.
 BESIDE = 0.7
-# Cost of a token of context that a sequence in a step has, in rows, and the fraction of
-# it that each row of the sequence adds. SmolLM2 on an EPYC, one thread, with 1,024
+# Cost in rows of each token of a sequence's context in a step, and the fraction of this
+# cost that each row of the sequence adds. SmolLM2 on an EPYC, one thread, with 1,024
 # tokens of context: each of 16 rows takes 6.6 ms more, and a part of 64 rows takes 80
 # to 105 ms more.
 CONTEXT_ROWS, CONTEXT_SHARE = 1 / 1024, 0.3

@@ -90,7 +90,7 @@ class ActivationLog:
         """Keep only these first rows, uncopied; return the dropped sequences."""
         self.drop(sequence)
         kept = self._kept[sequence] = _Rows(0)
-        # Each is [rows, hidden], immutable, and follows the one before.
+        # Each piece is [rows, hidden], immutable, and follows the previous one.
         for piece in pieces:
             kept.share(piece)
         self.nbytes += kept.nbytes

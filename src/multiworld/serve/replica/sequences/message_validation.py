@@ -3,8 +3,8 @@
 Every attempt has its own key, and its chain never changes. So each message has one
 authorised sender: the gateway begins and ends a sequence, the previous stage sends its
 rows, the next stage reports the tokens it has, and the last stage samples. A message
-from another sender, or with other rows than it lists, indicates a faulty peer, and the
-edge to it is closed. Messages about unknown sequences are harmless.
+from another sender, or with other rows than it lists, indicates a faulty peer, and that
+peer's edge is closed. Messages about unknown sequences are harmless.
 """
 
 from __future__ import annotations

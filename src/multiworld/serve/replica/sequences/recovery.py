@@ -518,7 +518,7 @@ def _is_fresh(state: SequenceState) -> bool:
     start = state.start
     is_first = not (state.earlier or state.prepared or state.held)
     is_watched = start.is_probe or start.is_suspect or start.is_watched
-    # With a grammar, stage 0 must wait: the last stage reports once it has compiled it.
+    # With a grammar, stage 0 must wait until the last stage has compiled the grammar.
     return is_first and not is_watched and not start.sampling.grammar
 
 

@@ -111,7 +111,7 @@ class SequenceTable:
             state.announced_at = None
 
     def unconfirmed(self, before: float) -> list[Key]:
-        """Return the sequences that only the previous stage announced, ``before``."""
+        """Return sequences that only the previous stage announced, before this time."""
         times = ((s.key, s.announced_at) for s in self)
         return [key for key, at in times if at is not None and at < before]
 

@@ -118,7 +118,7 @@ class StepQueue:
     def _next_rebuilds(
         self, rebuilds: deque[RebuildRows], budget: int
     ) -> list[RebuildRows]:
-        """Remove and return rebuilds of ``budget`` rows in all, each sequence once."""
+        """Remove and return rebuilds of at most ``budget`` rows, each sequence once."""
         found: list[RebuildRows] = []
         keys: set[Key] = set()
         while rebuilds and rebuilds[0].key not in keys:

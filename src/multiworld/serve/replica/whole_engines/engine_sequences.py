@@ -123,8 +123,8 @@ WAITING = (
 TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
     None: frozenset(WAITING),
     **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
-    # A run is taken back so that a suspect can run alone, or once this suspect has done
-    # so.
+    # A sequence waits again if its run was aborted: so that a suspect can run alone, or
+    # because it is a suspect that no longer runs alone.
     Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
     Phase.HELD: frozenset(),
     Phase.DOUBTED: frozenset({Phase.OVER}),

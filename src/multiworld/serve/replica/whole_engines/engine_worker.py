@@ -162,7 +162,7 @@ class EngineWorker:
             return
         if is_paused:
             # Tokens that arrived during the pause are still unread, so do not judge
-            # now. Subtract only the pause, because on a busy machine there are many.
+            # now. Subtract only the pause, because a busy machine has many pauses.
             self._heard_at += self._pauses.late_s
             for wait in self._waits.values():
                 wait.since += self._pauses.late_s

@@ -7,9 +7,9 @@ the true one, as V2 itself does after a preemption: its kernels count penalties 
 words from there. Second, tokens that a structure forbids are masked, by a matcher that
 has consumed the output tokens so far.
 
-The host computes the masks. The start of a step enqueues copies to the host, after the
-previous step: the last tokens of those sequences that have a structure. A thread waits
-for the copies, and computes the masks while the model computes.
+The host computes the masks. At the start of a step, copies to the host are enqueued
+after the previous step: of the last tokens of sequences with a structure. A thread
+waits for the copies, and computes the masks while the model computes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ else:
 MASKS_S = 10.0
 
 # Copies from the device: lengths and last tokens; output tokens of fresh sequences, by
-# slot; and the event after which the copies are complete (None: they are).
+# slot; and the event after which the copies are complete (None: already complete).
 Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
 
 
