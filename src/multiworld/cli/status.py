@@ -119,6 +119,7 @@ def _load(model: ModelFacts) -> str:
     parts.append(f"{model.in_flight} in flight, {model.waiting} waiting")
     for what, spread in (
         ("answers", model.answers),
+        ("queue", model.queue),
         ("first token", model.first_tokens),
         ("between tokens", model.between_tokens),
     ):

@@ -39,6 +39,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     # How long its oldest request has waited for a first token or an answer.
     oldest_s: float = 0.0
     answers: Spread | None = None
+    queue: Spread | None = None  # until the first step of a prompt
     first_tokens: Spread | None = None
     between_tokens: Spread | None = None
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1

@@ -255,6 +255,7 @@ class Observer:
                     chains=_chains(stages, gateways),
                     bottleneck=bottleneck_of(stages, replicas, waiting, held),
                     answers=self._spread("request_buckets", name),
+                    queue=self._spread("queue_buckets", name),
                     first_tokens=self._spread("first_token_buckets", name),
                     between_tokens=self._spread("output_token_buckets", name),
                 ),

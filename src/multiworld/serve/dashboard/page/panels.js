@@ -56,7 +56,7 @@ function Replica({ name, replica, most, open }) {
 /** A model's rates and latencies, in one line. */
 function inShort(model) {
   const both = (what, spread) => spread && `${what} ${seconds(spread.p50)} (p99 ${seconds(spread.p99)})`;
-  return [both("answers", model.answers), both("first token", model.first_tokens), both("between tokens", model.between_tokens),
+  return [both("answers", model.answers), both("queue", model.queue), both("first token", model.first_tokens), both("between tokens", model.between_tokens),
     model.kv_usage && `KV memory ${Math.round(100 * model.kv_usage)} %`,
     typeof model.prefix_hits === "number" && `${Math.round(100 * model.prefix_hits)} % of prompt tokens in prefix caches`]
     .filter(Boolean).join(" · ");

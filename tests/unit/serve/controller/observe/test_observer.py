@@ -61,6 +61,18 @@ def test_streams_of_all_gateways_and_their_chains_are_shown() -> None:
     assert found.models["m"].chains == ((chain, 7),)
 
 
+def test_time_in_queues_is_shown_apart_from_that_to_the_first_token() -> None:
+    looked = Looked()
+    kinds = {"queue_buckets": "0.1", "first_token_buckets": "2"}
+    for count in (0.0, 10.0):
+        counted = [(kind, ("m", end), count) for kind, end in kinds.items()]
+        looked.look({}, *counted)
+    model = looked.facts().models["m"]
+    assert model.queue is not None
+    assert model.first_tokens is not None
+    assert model.queue.p99 < 0.1 < model.first_tokens.p99 < 2.0
+
+
 def test_time_at_which_a_stream_began_stays() -> None:
     """So a page is not told of it again and again."""
     looked = Looked()
