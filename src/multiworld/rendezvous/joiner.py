@@ -235,7 +235,7 @@ class Joiner:
         """Return whether a name has several addresses; wait while it has none.
 
         Raises:
-            OSError: The name had no address until the deadline.
+            OSError: The name still had no address at the deadline.
         """
         loop = asyncio.get_running_loop()
         while True:

@@ -61,7 +61,7 @@ class StoreService:
         return len(self._sessions)
 
     def is_on_this_loop(self) -> bool:
-        """Return False for a store that was left over from an earlier event loop."""
+        """Return whether the store runs on the current event loop, not on another."""
         return self._loop is asyncio.get_running_loop()
 
     @property

@@ -32,7 +32,8 @@ RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer
 # Seconds in which a store must acknowledge a claim. If it does not, its process is
 # stopped or its host is down, and the session counts as lost.
 TAKEN_S = 2.0
-# Seconds to try one store of several. The addresses of a store share this time.
+# Limit in seconds for trying one of several stores. If its name has several IP
+# addresses, the limit covers all of them together.
 CONNECT_S = 2.0
 
 

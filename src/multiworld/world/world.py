@@ -444,7 +444,7 @@ class World(CollectiveMethods):
     async def reform(self) -> World:
         """Return the next incarnation, without the members that are lost or have left.
 
-        Every survivor calls it, and all calls return after the last one. The survivors
+        Every survivor must call it; no call returns before all have called. Survivors
         keep their order; their ranks become consecutive. The name stays and the epoch
         grows; this object stays broken. The store lets the first claims decide who
         survives, so two members that accuse each other do not both continue. If another

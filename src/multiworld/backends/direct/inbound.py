@@ -1,7 +1,8 @@
 """The receiving half of a lane, which parses bytes into messages; it does no I/O.
 
-The lane reads into ``buffers``, a large payload straight into its tensor, and calls
-``advance``. While ``is_stalled`` is true it must not read.
+The lane reads into the memory that ``buffers`` returns, and then calls ``advance``. For
+a large payload, this memory is the tensor itself. While ``is_stalled`` is true, the
+lane must not read.
 """
 
 from __future__ import annotations

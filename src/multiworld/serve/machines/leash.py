@@ -33,7 +33,7 @@ class Leash:
 
 
 def hold_leash(path: str) -> int:
-    """Hold the leash at ``Leash.held_at`` until the returned descriptor is closed."""
+    """Hold the leash with this path until the returned descriptor is closed."""
     return os.open(path, os.O_WRONLY)
 
 

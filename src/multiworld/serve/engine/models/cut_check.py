@@ -45,7 +45,7 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         is_same = _is_same(kind, copy.deepcopy(config), folder)
     except SpecError:
         raise
-    except Exception as error:  # this architecture may not run without layers
+    except Exception as error:  # perhaps it cannot run without layers
         raise SpecError(
             f"{folder}: a trial could not show that {config.model_type} can be cut "
             f"into stages ({type(error).__name__}: {error}); {REMEDY}"

@@ -254,8 +254,8 @@ def _begins(
 
 
 def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module:
-    # Do not use ``named_children``, which lists a child that occurs several times only
-    # once.
+    # Do not use ``named_children``: if the same child occurs several times, it lists
+    # this child only once.
     children = list(whole._modules)
     edges = [0, *(children.index(name) for name in names), len(children)]
     begin, end = edges[number], edges[number + 1]

@@ -152,7 +152,7 @@ class Recorder(Unrecorded, Recorded):
         self._link.then(self, write)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call ``call`` after the writes of all output recorded so far."""
+        """Run ``call`` once all output recorded so far has been written."""
         self._link.then(self, call)
 
     def settle(self) -> None:

@@ -296,8 +296,8 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # Return credit only now: until then, the sender reports the work as lost or
-        # stuck if this replica is lost or stuck.
+        # This batch was not announced, so its credit was not returned earlier: a sender
+        # that lacks the credit reports the work if this replica is lost or stuck.
         self._credit.release_soon(batch.works)
         return True
 

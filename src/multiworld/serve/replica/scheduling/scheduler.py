@@ -40,7 +40,7 @@ class Scheduler:
         self.pool.wait(sequence)
 
     def take_over(self, old: Key, sequence: ScheduledSequence) -> None:
-        """Add a paused sequence from another replica, in the blocks of ``old``."""
+        """Add a sequence, paused; it gets the blocks reserved for attempt ``old``."""
         self.pool.enter(sequence)
         sequence.is_paused = True
         self.pool.run_reserved(sequence, old)

@@ -1,5 +1,5 @@
-"""Verifier: checks a placement against the problem alone. Pure. It shares only the
-problem's definition with the solvers, so it also finds errors in their code."""
+"""Verifier: checks a placement independently of the solvers. Pure. It shares only the
+problem's definition with them, so it also finds errors in their code."""
 
 from __future__ import annotations
 
