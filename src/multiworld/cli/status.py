@@ -208,8 +208,9 @@ def status(service: Service, watch: bool, since: float | None, as_json: bool) ->
     `done` counts finished requests and completions; `lost` counts the processes of the
     stage that were lost.
 
-    Exits with 1 unless every desired process is ready. The service also answers
-    requests while an update, a replacement or a further replica starts; see /health.
+    Exits with 1 unless every desired process is ready. This does not mean that the
+    service is down: it also answers while replacements or an update get ready.
+    `/health` says whether every model can answer.
     """
     if as_json:
         answer = _status(service)
