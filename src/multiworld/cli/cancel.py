@@ -19,5 +19,5 @@ def cancel(service: Service, request: str, as_json: bool) -> None:
     header X-Request-ID, in logs, and on the dashboard.
     """
     done = service.ask("POST", "/cancel", Cancelled, json={"request": request})
-    text = f"the streams of request {request} are ended"
+    text = f"ended the streams of request {request}"
     show(plain(done), as_json=as_json, text=text)

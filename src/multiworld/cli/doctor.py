@@ -184,10 +184,10 @@ def _compiled() -> Finding:
     try:
         products = best()
     except NotImplementedError as error:
-        remedy = "text is generated faster on CPUs with a C compiler: install gcc"
+        remedy = "install gcc: with a C compiler, CPUs generate text faster"
         return Finding("compiled code", "warn", f"none: {error}", remedy)
     found = f"int8 matmuls for {products.name}" if products else "no int8 matmuls"
-    layers = "layers of decoders" if can_run() else "no layers of decoders"
+    layers = "decoder layers" if can_run() else "no decoder layers"
     return Finding("compiled code", "ok", f"{found}, {layers}")
 
 

@@ -153,7 +153,7 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
         click.echo(json.dumps(out, indent=2))
         return
     if facts.troubles:
-        click.echo("look at this:")
+        click.echo("needs attention:")
         for trouble in facts.troubles:
             click.echo(f"  {trouble}")
         click.echo("")

@@ -96,7 +96,7 @@ def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -
     if not phases:
         click.echo("the service does not report a breakdown of the time")
         return
-    table = new_table("what the time was spent on", "phase")
+    table = new_table("time of a request, by phase", "phase")
     for column in ("mean", "p50", "p99", "share"):
         table.add_column(column, justify="right")
     whole = sum(phase.mean_s for phase in phases)
@@ -236,7 +236,7 @@ def _table(found: Summary, rate: float) -> Table:
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of texts to embed or to begin chats with: one per line, used in turn.",
+    help="File of texts to embed or to start chats with: one per line, used in turn.",
 )
 @click.option(
     "--body",

@@ -210,8 +210,8 @@ def serve(
     MODEL is a Hugging Face folder, OWNER/NAME on the hub, or smollm2. The options from
     --served-model-name to --print-spec apply to a MODEL only.
 
-    If the controller of a running service was lost, this adopts its processes, which
-    have kept answering requests.
+    If the controller of a running service was lost, this takes over its processes,
+    which have kept answering requests.
     """
     leave_process_one()
     console = Console(stderr=as_json)

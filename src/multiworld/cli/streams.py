@@ -59,6 +59,7 @@ def streams(service: Service, tenant: str | None, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        click.echo("no stream is live")
+        whose = "" if tenant is None else f" of tenant {tenant}"
+        click.echo(f"there are no live streams{whose}")
         return
     print_table(_table(found, facts.at))

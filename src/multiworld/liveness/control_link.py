@@ -69,7 +69,8 @@ class SocketLink(FramedConnection[ControlMessage]):
         if is_broken:
             reason = "it violated the protocol on its control link"
         elif self._said_bye:
-            reason, evidence = "it closed its manager", "it said so on its control link"
+            reason = "it closed its manager"
+            evidence = "it announced this on its control link"
         elif evidence != ENDED:
             reason = "its process ended or reset the connection"
         self._owner.link_ended(self, reason, evidence)

@@ -402,7 +402,7 @@ class LinkTable:
             return None
         peer = self._peers.get(_inbound_key(hello))
         if peer is None or not peer.seal:
-            why = "no control link goes with this heartbeat connection"
+            why = "no control link matches this heartbeat connection"
             raise HandshakeError("refused", why, answer=refusal(why))
         return Security(secret=peer.seal)
 
@@ -417,7 +417,7 @@ class LinkTable:
                 key = _inbound_key(hello)
                 # The peer may have lost the old link and dialed again before this side
                 # noticed the loss.
-                self.give_up(key, "it replaced its control link", "it dialled again")
+                self.give_up(key, "it replaced its control link", "it dialed again")
                 link = SocketLink(key, sock, self)
                 self._add(link, self._seal_of(hello.seal), has_heartbeats=False)
             case HeartbeatHello():

@@ -160,7 +160,7 @@ class Registry:
         self._sessions.wait(claim.session, claim.request, claim.world)
         seen = claim.epoch if isinstance(claim, ReformClaim) else claim.seen
         if not self._is_credible(claim.world, seen):
-            why = f"epoch {seen} is beyond what any store gives out"
+            why = f"epoch {seen} exceeds the maximum"
             return [reply(claim, TermsDiffer(why))]
         if isinstance(claim, ReformClaim):
             return self._reform(claim)

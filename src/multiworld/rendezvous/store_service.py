@@ -251,5 +251,5 @@ def _problem(claim: store_messages.Claim | store_messages.SurvivorClaim) -> str:
         return "a lost rank is out of range"
     number, count = claim.place
     if not 0 <= number < count:
-        return "the place is out of range"
+        return "the store's position in the list is out of range"
     return ""

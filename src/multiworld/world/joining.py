@@ -479,7 +479,7 @@ def _noted(local: LocalMember, notice: Notice) -> None:
             # the next incarnation, after a reform.
             asks_again = size == local.incarnation.size and rank in local.missing
             if is_joining and asks_again:
-                why = "it asks again: it has not heard that it was admitted"
+                why = "it claimed its rank again: it did not receive its admission"
                 local.report(WasLost(rank, why, "the store reports it"))
 
 

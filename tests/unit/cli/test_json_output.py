@@ -184,7 +184,7 @@ def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> 
             },
             [
                 *PROCESSES.values(),
-                "look at this:\n  m, stage 1 keeps failing: exit code 3\n",
+                "needs attention:\n  m, stage 1 keeps failing: exit code 3\n",
                 "m/0/1 is slow: it waits",
                 "m: stage double computes 97% of the time",
                 "scale: m: from 1 to 2",

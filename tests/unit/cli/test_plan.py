@@ -97,7 +97,7 @@ def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> N
     (wide,) = (model for model in shown["models"] if model["model"] == "wide")
     assert code == 1
     assert f"2 of {replicas} replicas" in wide["short"]
-    assert "1 of 2 GPUs have room" in wide["short"]
+    assert "only 1 of the 2 GPUs needed has room" in wide["short"]
 
 
 @pytest.mark.parametrize(

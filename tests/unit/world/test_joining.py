@@ -331,7 +331,7 @@ async def test_join_does_not_wait_for_a_member_that_asks_again(
     found = await asyncio.gather(joining, arena.join("w", 1, 2), return_exceptions=True)
     assert isinstance(found[0], MemberLostError), found
     assert found[0].rank == 1
-    assert "asks again" in str(found[0])
+    assert "claimed its rank again" in str(found[0])
 
 
 async def test_reform_does_not_expel_who_has_the_rank_that_a_newcomer_wants(

@@ -167,7 +167,7 @@ class C10dBackend(DirectBackend):
         if tag > MAX_BACKEND_TAG or (self._name == "nccl" and tag):
             limit = 0 if self._name == "nccl" else MAX_BACKEND_TAG
             raise UnsupportedOperationError(
-                f"{self._name} carries tags up to {limit}, not {tag}"
+                f"tag {tag} exceeds the maximum of {self._name}, {limit}"
             )
 
     def handle(

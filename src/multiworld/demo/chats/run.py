@@ -75,7 +75,7 @@ async def _play(
         try:
             async with under_load(chats, *beside):
                 await story.break_every_stage(pause_s)
-                screen.tell("the last chats end …")
+                screen.tell("waiting for the last chats …")
         finally:
             screen.finish()
     finally:
@@ -96,7 +96,7 @@ def _report(
     tokens = sum(len(chat.tokens) for chat in chats)
     complete = sum(bool(chat.finish) for chat in chats)
     console.print(
-        f"streams: {len(chats)} begun, {complete} complete, "
+        f"streams: {len(chats)} started, {complete} complete, "
         f"{len(chats) - complete} cut · {tokens} tokens, {verdict.wrong} that the "
         f"undisturbed model would not choose · {verdict.equal} streams equal an "
         "undisturbed run to the last token"

@@ -75,8 +75,8 @@ class Service:
             return decode(content, kind)
         except AnswerFormError as error:
             raise ServeError(
-                f"the controller answered {method} {path} in a form that this release "
-                f"does not know ({error}); use the same release for both"
+                f"the controller answered {method} {path} in a format that this "
+                f"release does not know ({error}); use the same release for both"
             ) from error
 
     def _exchange(

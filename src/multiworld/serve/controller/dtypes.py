@@ -54,8 +54,11 @@ def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
             models[name] = widened(spec, facts)
             why[name] = "float32"
         if is_wide and slow is not None:
-            why[name] += f" ({slow.name} computes bfloat16, as in the folder, "
-            why[name] += f"{slow.bfloat16:.1f} times slower; dtype: overrides it)"
+            why[name] += (
+                f" ({slow.name} computes bfloat16, the folder's dtype, "
+                f"{slow.bfloat16:.1f} times slower than float32; `dtype:` overrides "
+                "this choice)"
+            )
     return Resolved(app.model_copy(update={"models": models}), why)
 
 

@@ -184,7 +184,9 @@ def end_words(
         return words
     if is_ours:
         return "the controller killed it"
-    lack = ", and the kernel killed a process for lack of memory meanwhile"
+    lack = (
+        ", and the kernel has killed a process for lack of memory since the last check"
+    )
     return words + lack * ran_out_of_memory()
 
 
@@ -194,7 +196,7 @@ def local_words(pid: int, began: int) -> str:
         return ""
     if is_stopped(pid):
         return "; its process is stopped"
-    return "; its process runs on this machine: its connections may be cut"
+    return "; its process runs on this machine: a network partition may separate it"
 
 
 def _changed_at(path: Path) -> float:

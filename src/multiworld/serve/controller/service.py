@@ -134,7 +134,7 @@ async def _run(
 ) -> int:
     startup = Startup(process_began(), on_phase=on_progress)
     if fetched_at is not None:
-        startup.end("to find the model, and fetch it if need be", fetched_at)
+        startup.end("to find the model, and fetch it if needed", fetched_at)
     startup.end("to import torch")
     old, ended = folder.load(), None
     if old is not None and not _may_live(old):
@@ -273,7 +273,9 @@ async def _control(
 
     def end() -> None:
         if not ended.is_set():
-            on_progress("ending: requests and streams that run are answered first")
+            on_progress(
+                "shutting down: requests and streams in progress are completed first"
+            )
         ended.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -154,7 +154,10 @@ class Watch:
                 )
                 self._tell({**plain(found), "is_old": False})
             except ServeError as error:
-                text = f"the service does not answer; all below is old: {error}"
+                text = (
+                    "the service does not respond; everything below is out of date: "
+                    f"{error}"
+                )
                 self._tell({**self.facts, "troubles": [text], "is_old": True})
             took_s = clock() - began_at
             await asyncio.sleep(max(LOOK_S - took_s, LOOK_S / 2))
@@ -196,7 +199,7 @@ def make_dashboard(service: Service, key: str = "") -> Guard:
 
     async def facts(request: Request) -> Response:
         if watch.is_full:
-            text = f"{READERS} pages are open, the maximum; close one"
+            text = f"the maximum of {READERS} open pages is reached; close one"
             return JSONResponse({"error": text}, 503)
         events, headers = watch.events(), {"Vary": "Accept-Encoding"}
         if "gzip" in request.headers.get("accept-encoding", ""):

@@ -57,7 +57,11 @@ class ModelBuilds:
                 spec = ModelSpec.model_validate_json(text)
                 building = asyncio.ensure_future(in_thread(partial(build_model, spec)))
                 if not (await asyncio.wait({building}, timeout=TURN_S))[0]:
-                    logger.warning("building model %s is taking long", name)
+                    logger.warning(
+                        "model %s is still being built; other models no longer wait "
+                        "for it",
+                        name,
+                    )
             self._built(name, spec, await building)
         except MultiWorldError as error:
             logger.error("model %s: %s", name, error)

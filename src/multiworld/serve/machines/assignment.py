@@ -28,7 +28,7 @@ def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
     if not able:
         lacks = "; ".join(f"{name}: {lack}" for name, lack in short.items())
         raise PlacementError(
-            f"it needs {in_words(need)}, and no machine has that: "
+            f"a replica needs {in_words(need)}, and no machine has this free: "
             f"{lacks or 'there are no machines'}",
             short=short,
         )

@@ -101,9 +101,9 @@ class Bookings:
     def shortage(self, node: str, need: Need, gpus: tuple[int, ...] = ()) -> str:
         """Return what a machine lacks for a replica (on ``gpus``); empty if it fits."""
         if node not in self.nodes:
-            return "the machine is gone"
+            return "the machine has left the service"
         if not need.allows(node):
-            return "the spec's `nodes:` does not name it"
+            return "the spec's `nodes:` does not name this machine"
         if self.nodes[node].cpus <= 0:
             return "it has no cores for replicas"
         free = self.free(node)
@@ -156,4 +156,7 @@ def _of_gpus(free: Free, need: Need, gpus: tuple[int, ...]) -> list[str]:
     available = max(left[gpu] for gpu in wanted or left)
     if need.gpus == 1 and need.gpu_memory_bytes > available:
         return [f"{mib(need.gpu_memory_bytes - available)} of GPU memory short"]
-    return [f"{len(able)} of {need.gpus} GPUs have room"]
+    if need.gpus == 1:
+        return ["no GPU that it may use has room"]
+    have = "has" if len(able) == 1 else "have"
+    return [f"only {len(able)} of the {need.gpus} GPUs needed {have} room"]

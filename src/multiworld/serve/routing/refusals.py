@@ -17,17 +17,17 @@ def unknown_model(
     model: str, known: Iterable[str] | None = None
 ) -> errors.UnknownModelError:
     """Return the error; ``known`` are the models that the tenant may use."""
-    text = f"no model {model!r} is served here"
+    text = f"unknown model {model!r}"
     if known is not None:
-        text += f"; there are: {', '.join(known) or 'none'}"
+        text += f"; available models: {', '.join(known) or 'none'}"
     return errors.UnknownModelError(text)
 
 
 def overloaded(model: str, own: int) -> errors.OverloadedError:
     """Return the error of a shed request; ``own`` requests of its tenant wait."""
     return errors.OverloadedError(
-        f"queue of model {model!r} is full: {own} of your requests wait, which is "
-        "max_queued_requests or your fair share of it; retry later",
+        f"queue of model {model!r} is full: {own} of your requests are waiting, "
+        "which reaches max_queued_requests or your fair share of it; retry later",
         retry_after_s=RETRY_AFTER_S,
     )
 

@@ -50,8 +50,8 @@ def _of_folder(path: Path) -> SpecError:
             f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
         )
     return SpecError(
-        f"the folder {path} has no config.json, so it is no model, and it does not "
-        "have exactly one YAML file; give a spec, or the folder of a model"
+        f"the folder {path} has no config.json, so it is not a model, and it does "
+        "not have exactly one YAML file; give a spec, or the folder of a model"
     )
 
 
@@ -74,7 +74,10 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is not None and _size(root, {}) > MAX_NODES:
-            why = f"line 1: its aliases expand to over {MAX_NODES} values; use fewer"
+            why = (
+                f"line 1: the spec's aliases expand to more than {MAX_NODES} values; "
+                "use fewer"
+            )
             raise _spec_error(where, [why])
         data = yaml.load(text, Loader=_Loader)
     except SpecError:

@@ -324,16 +324,16 @@ def _unlike_json(value: object, at: str) -> str | None:
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
-            return f"the key {odd!r}{at} is not text; quote it"
+            return f"the key {odd!r}{at} is not a string; quote it"
         parts = [(f"{at} in {key!r}", part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
         parts = [(f"{at} in item {n}", part) for n, part in enumerate(value)]
     elif isinstance(value, float) and not math.isfinite(value):
-        return f"{value!r}{at} is not a JSON value; write it as text"
+        return f"{value!r}{at} is not a JSON value; write it as a string"
     elif value is None or isinstance(value, str | bool | int | float):
         return None
     else:
-        return f"{value!r}{at} is not a JSON value; write it as text"
+        return f"{value!r}{at} is not a JSON value; write it as a string"
     found = (_unlike_json(part, where) for where, part in parts)
     return next((text for text in found if text is not None), None)
 

@@ -86,7 +86,10 @@ class Tokenizer:
                 self.chat([{"role": "user", "content": "."}], 2**31)
                 assert self.template.variables is not None
             except Exception:  # the template may refuse this message
-                logger.info("a chat template refuses a message", exc_info=True)
+                logger.info(
+                    "the chat template rejected the test message of the model's load",
+                    exc_info=True,
+                )
         import_grammars()
 
     @functools.cached_property

@@ -111,7 +111,9 @@ class ControlAgent:
             try:
                 order = ORDERS.decode(await world.recv_object(src=0))
             except MessageError as error:  # sent by a newer release; skip it
-                logger.error("ignored an unknown order: %s", error)
+                logger.error(
+                    "ignored an order that this release does not know: %s", error
+                )
                 continue
             try:
                 await self._obey(order)

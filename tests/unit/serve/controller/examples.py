@@ -42,6 +42,8 @@ WORKER_REPORT: dict[str, Any] = {
     "memory_bytes": 1000,
     "gpu_memory_bytes": 0,
     "kv_usage": 0.0,
+    "kv_blocks": 0,
+    "kv_block_tokens": 0,
     "phase": "",
     "machine_busy": 0.5,
 }

@@ -28,7 +28,7 @@ def test_answer_is_of_the_expected_type() -> None:
 @pytest.mark.parametrize("content", [{"app": "shop"}, [], "ready", None])
 def test_answer_of_an_unknown_form_names_the_route(content: object) -> None:
     service = CannedService({"/status": content})
-    with pytest.raises(ServeError, match=r"answered GET /status in a form .*same"):
+    with pytest.raises(ServeError, match=r"answered GET /status in a format .*same"):
         service.ask("GET", "/status", StatusAnswer)
 
 

@@ -48,8 +48,8 @@ class StandIn:
             -9,
             False,
             True,
-            "it ended with SIGKILL, and the kernel killed a process for lack of memory "
-            "meanwhile",
+            "it ended with SIGKILL, and the kernel has killed a process for lack of "
+            "memory since the last check",
         ),
     ],
 )

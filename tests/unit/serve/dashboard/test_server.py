@@ -286,7 +286,8 @@ async def test_service_that_does_not_answer_is_said_to_be_in_trouble(
         controller.error = "no controller answers"
     assert found[1][1] == {
         "troubles": [
-            "the service does not answer; all below is old: no controller answers"
+            "the service does not respond; everything below is out of date: "
+            "no controller answers"
         ],
         "is_old": True,
     }

@@ -98,7 +98,7 @@ def test_pinned_replica_goes_nowhere_else() -> None:
     ledger = Bookings(nodes(3))
     assert assign(ledger, "m", Need(nodes=frozenset({"n2"})), {}) == Location("n2")
     assert assign(ledger, "m", Need(nodes=frozenset({"*2"})), {}) == Location("n2")
-    with pytest.raises(PlacementError, match="`nodes:` does not name it"):
+    with pytest.raises(PlacementError, match="`nodes:` does not name this machine"):
         assign(ledger, "m", Need(nodes=frozenset({"elsewhere"})), {})
 
 
@@ -176,9 +176,9 @@ def test_replica_of_several_gpus_takes_them_whole() -> None:
     spot = assign(ledger, "pair", pair, {})
     assert spot == Location("g", (1, 2)), "GPU 0 is used"
     ledger.book("p", "pair", spot, pair)
-    with pytest.raises(PlacementError, match="1 of 2 GPUs have room"):
+    with pytest.raises(PlacementError, match="only 1 of the 2 GPUs needed has room"):
         assign(ledger, "pair", pair, {})
-    with pytest.raises(PlacementError, match="0 of 1 GPUs have room"):
+    with pytest.raises(PlacementError, match="no GPU that it may use has room"):
         ledger.book("t", "small", Location("g", (1,)), small)
     spots = [assign(ledger, "small", small, {})]
     ledger.book("t", "small", spots[0], small)
@@ -192,7 +192,8 @@ def test_several_gpus_need_the_declared_memory_on_each() -> None:
     ledger = Bookings([Node("g", 4, 100 * MIB, GPUS)])
     ledger.book("a", "a", Location("g", (0,)), Need(gpus=1, gpu_memory_bytes=70 * MIB))
     pair = Need(gpus=2, gpu_memory_bytes=20 * MIB)
-    with pytest.raises(PlacementError, match=r"2 GPUs with 20 MiB each.*1 of 2 GPUs"):
+    why = r"2 GPUs with 20 MiB each.*1 of the 2 GPUs"
+    with pytest.raises(PlacementError, match=why):
         assign(ledger, "pair", pair, {})
     less = Need(gpus=2, gpu_memory_bytes=5 * MIB)
     assert assign(ledger, "pair", less, {}) == Location("g", (0, 1))

@@ -101,8 +101,8 @@ def test_good_spec_is_read() -> None:
             4,
             "the key 1 in 'a' in item 0",
         ),
-        ("  m:\n", "  m:\n    options: {a: -.inf}\n", 4, "write it as text"),
-        ("  m:\n", "  m:\n    options: {a: 2024-01-01}\n", 4, "write it as text"),
+        ("  m:\n", "  m:\n    options: {a: -.inf}\n", 4, "write it as a string"),
+        ("  m:\n", "  m:\n    options: {a: 2024-01-01}\n", 4, "write it as a string"),
         *(
             (
                 "    stages:\n      - name: one",
@@ -178,7 +178,7 @@ def test_aliases_that_unfold_without_end_are_refused() -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec("\n".join(lines))
     assert caught.value.problems == (
-        "line 1: its aliases expand to over 100000 values; use fewer",
+        "line 1: the spec's aliases expand to more than 100000 values; use fewer",
     )
 
 

@@ -250,8 +250,8 @@ class StateFolder:
             raise _unusable(self._record, error) from error
         except ValueError as error:
             raise ServeError(
-                f"{self._record} cannot be read ({error}); end the processes it names "
-                "and remove the file"
+                f"{self._record} cannot be read ({error}); kill the processes that "
+                "it names, and remove the file"
             ) from error
 
     def save(self, record: Record) -> None:

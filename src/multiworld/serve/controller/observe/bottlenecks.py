@@ -49,10 +49,10 @@ def bottleneck_of(
         slow = [n for n in stages[most].replicas if n in replicas and replicas[n].slow]
         text = f"stage {stages[most].name} computes {busy[most]:.0%} of the time"
         text += f", with {waiting} waiting" if waiting else ", with nothing waiting yet"
-        more = f"; {', '.join(slow)} is slow" if slow else ""
+        more = f"; slow: {', '.join(slow)}" if slow else ""
         return f"{text}: scale it, or give its replicas more cores{more}"
     if waiting:
-        return f"{waiting} waiting, and no stage computes all the time: {_cause(held)}"
+        return f"{waiting} waiting, and no stage is saturated: {_cause(held)}"
     return ""
 
 
@@ -64,6 +64,6 @@ def _cause(held: Iterable[TenantLoad]) -> str:
     if waiting and sum(each.prompt_tokens for each in held) > LONG * waiting:
         causes.append("long prompts hold them back")
     if any(each.waiting and each.structured for each in held):
-        causes.append("grammars that are compiled hold them back")
+        causes.append("the compilation of grammars holds them back")
     limits = "max_num_seqs, max_ongoing_requests"
     return " and ".join(causes) or f"a limit holds them back ({limits})"

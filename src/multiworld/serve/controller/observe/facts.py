@@ -122,7 +122,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     at: float  # epoch seconds
     requests_s: float
     tokens_s: float
-    in_flight: int
+    in_flight: int  # attempts in progress at replicas of stage 0
     p99: float  # 99th percentile of the seconds to an answer; 0: no answer
     first_p99: float  # 99th percentile of the seconds to the first token; 0: no token
     kv_usage: float = 0.0  # of the fullest replica, from 0 to 1

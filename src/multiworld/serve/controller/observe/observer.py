@@ -101,6 +101,7 @@ class Observer:
             del self._series[name]
         answered = self._window.rates("requests")
         tokens = self._window.rates("stage_tokens")
+        in_flight = self._in_flight()
         for name, kv_usage in fullest.items():
             answers_s = self._spread("request_buckets", name)
             first_s = self._spread("first_token_buckets", name)
@@ -108,13 +109,23 @@ class Observer:
                 time.time(),
                 sum(rate for of, rate in answered.items() if of[0] == name),
                 sum(rate for of, rate in tokens.items() if of[0] == name),
-                sum(g.in_flight for g in self._reports.gateways.values()),
+                in_flight[name],
                 answers_s.p99 if answers_s else 0.0,
                 first_s.p99 if first_s else 0.0,
                 kv_usage,
                 self._prefix_hits(name) or 0.0,
             )
             self._series.setdefault(name, deque(maxlen=POINTS)).append(point)
+
+    def _in_flight(self) -> Counter[str]:
+        """Return the attempts at replicas of stage 0, by model, draining ones too."""
+        found: Counter[str] = Counter()
+        for gateway in self._reports.gateways.values():
+            for replica, attempts in gateway.load.items():
+                model, _, stage = replica.rpartition("/")[0].rpartition("/")
+                if stage == "0":
+                    found[model] += attempts
+        return found
 
     def _use(self, now: float) -> None:
         used = {name: each.cpu_s for name, each in self._reports.workers.items()}

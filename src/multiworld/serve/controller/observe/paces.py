@@ -193,8 +193,8 @@ def _slower_words(found: Sequence[tuple[Pace, _Replica]]) -> str:
     rows = median(pace.rows for pace, _ in found)
     past_rows = median(median(each.past_rows) for _, each in found)
     return (
-        f"a step takes {1000 * step_s:.3g} ms, before {1000 * past_s:.3g}, with "
-        f"{rows:.3g} rows, before {past_rows:.3g}"
+        f"a step takes {1000 * step_s:.3g} ms (before: {1000 * past_s:.3g} ms), with "
+        f"{rows:.3g} rows (before: {past_rows:.3g})"
     )
 
 
@@ -212,9 +212,9 @@ def _words(
         beside = f", its peers {usual:.2f} s" if peers else ""
         cause = "something else runs on its cores, or it is throttled"
         if pace.has_free_cores:
-            cause = "cores are free, so it is throttled, or stopped again and again"
+            cause = "cores are free, so it is throttled, or stopped repeatedly"
         return (
             f"{text}; it is starved: it gets {pace.cpu:.2f} s of processor time for a "
             f"second of computing{beside}: {cause}"
         )
-    return f"{text}; it gets enough processor time: its computation is slower"
+    return f"{text}; it gets enough processor time: the computation itself is slower"

@@ -36,7 +36,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
         yield f"{name} cannot be placed: {why}"
     for name, replica in facts.replicas.items():
         if replica.is_silent:
-            yield f"{name} is silent: it hangs, or its network is cut"
+            yield f"{name} is silent: it hangs, or a network partition separates it"
     if not facts.is_ready:
         yield from _of_lacks(facts)
     yield from _of_tenants(facts)
@@ -153,7 +153,7 @@ def _of_machines(facts: Facts) -> Iterator[str]:
             is_known = bool(facts.neighbour) and is_here
             who = f", most of it by {facts.neighbour}" if is_known else ""
             yield (
-                f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} are "
-                f"used, {ours:.1f} by this service's replicas and gateways, and "
-                f"{others:.1f} by others{who}"
+                f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} "
+                f"cores are used, {ours:.1f} by this service's replicas and gateways, "
+                f"and {others:.1f} by other processes{who}"
             )

@@ -68,8 +68,8 @@ class ReplicaBookings:
             except PlacementError as error:
                 placed = sum(b.post == post for b in trial.bookings.values())
                 raise PlacementError(
-                    f"{title}: {placed} of {count} replicas can be placed; for one "
-                    f"more {error}",
+                    f"{title}: {placed} of {count} replicas can be placed; one more "
+                    f"cannot: {error}",
                     short=error.short,
                 ) from None
             trial.book(f"\0{number}", post, spot, need)

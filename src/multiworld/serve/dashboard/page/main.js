@@ -27,7 +27,7 @@ function Page() {
     });
   }, []);
 
-  if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Looking at the service …"}</p>`;
+  if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Loading …"}</p>`;
   const act = (text, operation, body, then, field) => setAsked({ text, operation, body, then, field });
   const process = facts.replicas[opened] || facts.gateways[opened];
   const isOld = isCut || facts.is_old;

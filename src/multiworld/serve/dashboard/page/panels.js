@@ -34,9 +34,9 @@ export function Numbers({ facts }) {
 
 export function Alerts({ facts, isCut }) {
   const found = [...(facts.troubles || [])];
-  if (isCut) found.unshift(`the page has lost its server; all below is old; it connects again by itself`);
+  if (isCut) found.unshift(`the page has lost its server; everything below is out of date; it connects again by itself`);
   if (!found.length) return null;
-  return html`<section class="alert" role="status"><h2 class="bad">Look at this</h2>
+  return html`<section class="alert" role="status"><h2 class="bad">Needs attention</h2>
     <ul>${found.map((each) => html`<li>${each}</li>`)}</ul></section>`;
 }
 

@@ -62,7 +62,7 @@ def can_run() -> bool:
     found = digest()
     if found != DIGEST:
         logger.warning(
-            "compiled layers give wrong results here (%s); using torch's", found
+            "compiled layers give wrong results here (%s); using torch instead", found
         )
     return found == DIGEST
 

@@ -198,7 +198,9 @@ class _PaddedStep:
         own, upload = self._inputs, self._cache.transfers.upload
         own.numbers.copy_(upload(inputs.numbers))
         if (own.hidden is None) != (inputs.hidden is None):
-            raise ValueError("rows are token ids in some steps and states in others")
+            raise ValueError(
+                "rows are token ids in some steps and hidden states in others"
+            )
         if own.hidden is not None and inputs.hidden is not None:
             if own.hidden.dtype is not inputs.hidden.dtype:
                 raise ValueError("the dtype of hidden states differs between steps")

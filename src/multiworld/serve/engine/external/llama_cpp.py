@@ -112,7 +112,7 @@ def weights_of(settings: EngineSettings) -> str:
     found = sorted(Path(settings.path).expanduser().glob("*.gguf"))
     if len(found) != 1:
         raise SpecError(
-            f"llama.cpp needs a GGUF file, and {settings.path} has {len(found)} of "
-            "them; give its path as engine_args: model"
+            f"llama.cpp needs one GGUF file, but {settings.path} has {len(found)}; "
+            "give the path of one as engine_args: model"
         )
     return str(found[0])

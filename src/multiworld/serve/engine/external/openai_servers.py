@@ -131,7 +131,7 @@ class OpenAiEngine(TokenServerEngine):
             return False
         except (ServeError, TimeoutError) as error:  # a busy server may answer later
             raise EngineLostError(
-                f"{server.url} did not say whether it returns token ids: {error}"
+                f"cannot tell whether {server.url} returns token ids: {error}"
             ) from error
         return len(choices) == 1 and len(choices[0].token_ids or ()) == 1
 

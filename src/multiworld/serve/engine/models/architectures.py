@@ -142,9 +142,9 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Architecture:
 
 def _without_chain(whole: nn.Module, folder: Path) -> SpecError:
     return SpecError(
-        f"{folder}: {type(whole).__name__} has no chain of layers that is known "
-        f"({', '.join(CHAINS)}; tested are {TESTED}); write a factory that returns its "
-        "stages"
+        f"{folder}: {type(whole).__name__} has no known chain of layers "
+        f"(known: {', '.join(CHAINS)}; tested: {TESTED}); write a factory that returns "
+        "its stages"
     )
 
 

@@ -107,8 +107,8 @@ def _check_attention(
             hook.remove()
     if calls != [*chain]:
         raise SpecError(
-            f"{folder}: its {len(chain)} layers ran {len(calls)} times, so they are "
-            f"not one chain; {REMEDY}"
+            f"{folder}: its {len(chain)} layers ran {len(calls)} times, so they do "
+            f"not form one chain; {REMEDY}"
         )
     if len(seen.layers) != span.end - span.begin:
         raise _without_interface(folder, len({*seen.layers}), span)

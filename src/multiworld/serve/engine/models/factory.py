@@ -61,16 +61,16 @@ def build_model(spec: ModelSpec) -> Model:
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
     if offered.get("quantization") and "quantization" not in taken:
         raise SpecError(
-            f"factory {factory!r} has no parameter quantization; quantize the weights "
-            "there, or remove `quantization:` from the spec"
+            f"factory {factory!r} has no parameter 'quantization'; quantize the "
+            "weights in the factory, or remove `quantization:` from the spec"
         )
     made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):
         return cut_module(made, count, spec.cut)
     if spec.cut is not None and "cut" not in taken:
         raise SpecError(
-            f"factory {factory!r} makes its stages itself, so `cut:` has no effect; "
-            "give the factory a parameter cut, or remove `cut:` from the spec"
+            f"factory {factory!r} returns stages and has no parameter 'cut', so `cut:` "
+            "has no effect; add the parameter, or remove `cut:` from the spec"
         )
     model = _as_model(made, factory)
     if (model.generation is None) != (spec.generation is None):
@@ -209,7 +209,9 @@ def import_factory(factory: str) -> Callable[..., Any]:
             "package.module:function, importable from where the service is started"
         ) from error
     if not callable(found):
-        raise SpecError(f"factory {factory!r} is not a function; name one")
+        raise SpecError(
+            f"factory {factory!r} is not a function; give the name of a function"
+        )
     return found
 
 

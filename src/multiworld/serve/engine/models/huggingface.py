@@ -146,7 +146,8 @@ def _notes(config: dict[str, Any], folder: Path) -> list[str]:
     path = folder / "config_sentence_transformers.json"
     if name := read_if_there(path).get("default_prompt_name"):
         notes.append(
-            f"its default prompt ({name}) is not put before a text; let clients send it"
+            f"the model's default prompt ({name}) is not prepended to inputs; clients "
+            "must send it"
         )
     return notes
 
@@ -204,9 +205,9 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
         if name in config:
             return int(config[name])
     raise SpecError(
-        f"{folder}/config.json has none of {', '.join(names)}, so the model is of a "
-        "kind that cannot be cut here; use an engine, or write a factory that returns "
-        "its stages"
+        f"{folder}/config.json has none of {', '.join(names)}, so this kind of model "
+        "cannot be cut into stages here; use an engine, or write a factory that "
+        "returns its stages"
     )
 
 

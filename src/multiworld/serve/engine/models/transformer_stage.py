@@ -111,7 +111,8 @@ def load_owned(
     missing = [name for name in info["missing_keys"] if not name.startswith(known)]
     if missing:
         raise SpecError(
-            f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
+            f"{folder} lacks the weights of {sorted(missing)[:3]} …; save the model "
+            "again"
         )
     base = whole.base_model
     _drop_other_layers(base, span, architecture_of(base, folder).chain)

@@ -62,8 +62,8 @@ class StageInterface:
                 most = "" if math.isinf(each.high) else f" and at most {each.high:g}"
                 raise InvalidRequestError(
                     f"dimension {each.dimension} of {each.name!r} is {size}, but this "
-                    f"model takes at least {each.low}{most}, because it was cut "
-                    "with an example of such a size"
+                    f"model takes at least {each.low}{most}, because it was traced "
+                    "with an example in this range"
                 )
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:

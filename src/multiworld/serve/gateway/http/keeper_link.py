@@ -288,7 +288,9 @@ class KeeperLink:
                     await self._lost.wait()
             # Count heartbeats instead of seconds: this process may have been paused.
             if self._unanswered * self._beat_s > self._silence_s + KEEPER_S:
-                logger.error("the stream keeper hangs; streams continue without it")
+                logger.error(
+                    "the stream keeper does not respond; streams continue without it"
+                )
                 channel.lose()
 
     def _framed(self, entries: list[Entry], descriptors: deque[int]) -> None:

@@ -86,10 +86,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "stream_events": (
         "Events of streams, by kind. tokens: delivered tokens; replayed: attempts "
-        "repeated after a failure; moved: streams that went to another chain while "
-        "theirs still ran; given_up: moves that could not be prepared; cut: streams "
-        "that ended with an error after their first token; other_kind: streams that "
-        "continued on another hardware fingerprint.",
+        "repeated after a failure; moved: streams that moved to another chain while "
+        "their old one still ran; given_up: moves that could not be prepared; cut: "
+        "streams that ended with an error after their first token; other_kind: streams "
+        "that continued on another hardware fingerprint.",
         ("kind",),
     ),
     "completions": ("Completions that have ended.", ("model",)),
@@ -320,7 +320,7 @@ def _paces(fleet: messages.FleetReport, table: RoutingTable) -> Iterator[Metric]
     steps = _gauge("replica_step_seconds", text, *OF_REPLICA)
     text = (
         "1 while a replica is slower than its peers and than before; multiworld "
-        "explain says by how much, and whether it lacks processor time."
+        "explain shows by how much, and whether the replica lacks CPU time."
     )
     slow = _gauge("replica_slow", text, *OF_REPLICA)
     for name, seconds in fleet.steps_s.items():

@@ -41,7 +41,10 @@ class Certificate:
                 self._context = self._loaded()
             # ``ssl.SSLError`` is an OSError; it occurs while only one file is replaced.
             except OSError as error:
-                logger.warning("the new certificate is not used: %s", error)
+                logger.warning(
+                    "cannot load the new certificate, so the old one stays in use: %s",
+                    error,
+                )
         return self._context
 
     def _newest(self) -> tuple[tuple[int, int], ...]:

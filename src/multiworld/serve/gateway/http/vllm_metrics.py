@@ -84,7 +84,7 @@ def vllm_families(
         ]
         for model in models
     }
-    running = _gauge("num_requests_running", "Requests that are computed.")
+    running = _gauge("num_requests_running", "Requests that are being computed.")
     waiting = _gauge(
         "num_requests_waiting", "Requests that wait, at gateways and replicas."
     )

@@ -295,7 +295,8 @@ def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
 
 def _check_choices(prompts: int, n: int) -> None:
     if prompts * n > MAX_CHOICES:
-        raise wrong_field("n", f"times the prompts must be at most {MAX_CHOICES}")
+        rule = f"times the number of prompts must be at most {MAX_CHOICES}"
+        raise wrong_field("n", rule)
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:

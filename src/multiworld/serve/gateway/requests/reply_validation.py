@@ -50,8 +50,8 @@ def check(
         ):
             if stage != replica.stage + 1:
                 raise MessageError(
-                    f"{peer} reports on stage {stage}; only stage {replica.stage + 1} "
-                    "comes after it"
+                    f"{peer} sent a report on stage {stage}, but may report only on "
+                    f"stage {replica.stage + 1}"
                 )
             _checked(attempts, replica, sent)
         case inference_messages.WorkFailed(attempt):

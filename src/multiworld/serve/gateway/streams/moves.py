@@ -194,7 +194,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Abandon a move, to retry it later."""
-        self._log(stream, "is not moved yet; the move is retried later")
+        self._log(stream, "cannot be moved now; the move is retried later")
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

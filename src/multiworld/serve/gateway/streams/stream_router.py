@@ -133,8 +133,8 @@ class StreamRouter:
         limit = self.route(model).max_queued_requests + 1
         if count > limit:
             raise errors.InvalidRequestError(
-                f"{count} completions in one request, but max_queued_requests of model "
-                f"{model!r} allows {limit}; ask for fewer",
+                f"request has {count} completions, but max_queued_requests of model "
+                f"{model!r} allows {limit}; request fewer",
                 param="n",
             )
         if waiting.is_full(share, limit, count):
@@ -411,7 +411,7 @@ class StreamRouter:
             is_elsewhere = self._chains.avoid(both, self._now)
             is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
-        self._retry(stream, f"{replica} returned it", is_elsewhere=is_elsewhere)
+        self._retry(stream, f"{replica} returned the stream", is_elsewhere=is_elsewhere)
         stream.returned = returned
 
     def _prepared(self, replica: str, key: Key) -> None:

@@ -114,7 +114,12 @@ class RankGroup:
                 batch, begun = await self._world.recv_object(src=peer, tag=FAILED)
                 self._limits[batch] = begun
                 if self._is_out_of_step() and self._running is not None:
-                    logger.error("rank %d is out of step with rank %d", self.rank, peer)
+                    logger.error(
+                        "rank %d began more collectives than rank %d, whose part of "
+                        "the batch failed; breaking their world",
+                        self.rank,
+                        peer,
+                    )
                     self._break(self._running)
                 if self.rank != LEADER:
                     await self._wait_ended(batch)

@@ -29,7 +29,9 @@ class Scheduler:
         """Add a sequence with at least one token to compute."""
         count = len(sequence.tokens)
         if sequence.lacking <= 0:
-            raise ValueError(f"all {count} tokens of {sequence.key} are computed")
+            raise ValueError(
+                f"all {count} tokens of {sequence.key} are computed already"
+            )
         needed = self.pool.blocks_of(count + 1)
         if needed > self.limits.blocks:
             raise TooManyTokensError(

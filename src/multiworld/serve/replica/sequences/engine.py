@@ -196,7 +196,9 @@ class Engine:
         before = torch.get_num_threads()
         if count != before:
             torch.set_num_threads(count)
-            why = "other processes take the cores" if count < before else "trying again"
+            why = "trying all threads again"
+            if count < before:
+                why = "other processes take the cores"
             logger.info(
                 "this stage computes with %d of %d threads: %s",
                 count,

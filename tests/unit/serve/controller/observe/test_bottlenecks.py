@@ -44,10 +44,10 @@ def replicas(**changes: dict[str, object]) -> dict[str, ReplicaFacts]:
         (
             {"r2": {"busy": 0.9}, "r3": {"busy": 1.0, "slow": "why"}},
             7,
-            "m/1/3 is slow",
+            "slow: m/1/3",
         ),
         ({"r1": {"busy": 0.9}, "r2": {"busy": 0.1}}, 0, "nothing waiting yet"),
-        ({"r1": {"queued": 3}}, 0, "3 waiting, and no stage computes all the time"),
+        ({"r1": {"queued": 3}}, 0, "3 waiting, and no stage is saturated"),
     ],
 )
 def test_bottleneck_is_named(
@@ -68,12 +68,12 @@ def test_stage_at_zero_lacks_nothing() -> None:
     [
         (TenantLoad(60, 18, 0, 18), "a limit holds them back (max_num_seqs"),
         (TenantLoad(12, 12, 0, 21_000), "long prompts hold them back"),
-        (TenantLoad(8, 4, 8, 4), "grammars that are compiled hold them back"),
-        (TenantLoad(8, 4, 8, 7_200), "long prompts hold them back and grammars"),
+        (TenantLoad(8, 4, 8, 4), "the compilation of grammars holds them back"),
+        (TenantLoad(8, 4, 8, 7_200), "long prompts hold them back and the compilation"),
     ],
 )
 def test_cause_of_a_wait_without_a_busy_stage_is_named(
     held: TenantLoad, words: str
 ) -> None:
     found = bottleneck_of(STAGES, replicas(), 18, [held])
-    assert f"18 waiting, and no stage computes all the time: {words}" in found
+    assert f"18 waiting, and no stage is saturated: {words}" in found

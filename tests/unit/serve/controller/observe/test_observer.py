@@ -99,3 +99,13 @@ def test_memory_caches_and_budgets_are_shown() -> None:
     assert looked.facts().tenants["acme"].budgets == {"tokens_per_day": (5, 10)}
     (*_, point) = looked.observer.series.models["m"]
     assert (point.kv_usage, point.prefix_hits) == pytest.approx((0.75, 0.25))
+
+
+def test_requests_in_flight_are_counted_by_model() -> None:
+    """A model's series agrees with its facts: other models do not count."""
+    looked = Looked()
+    load = {"m/0/1": 2, "m/1/2": 9, "owner/other/0/1": 5}
+    report = GatewayReport(in_flight=16, load=load)
+    looked.look({"gateway/1": report, "gateway/2": report})
+    (point,) = looked.observer.series.models["m"]
+    assert point.in_flight == looked.facts().models["m"].in_flight == 4

@@ -84,7 +84,7 @@ def test_replica_that_becomes_slow_is_named_within_a_window() -> None:
     [
         (0.99, "something else runs on its cores"),
         (-1.0, "something else runs on its cores, or it is throttled"),
-        (0.5, "cores are free, so it is throttled, or stopped again and again"),
+        (0.5, "cores are free, so it is throttled, or stopped repeatedly"),
     ],
 )
 def test_starved_replica_is_said_to_be(busy: float, cause: str) -> None:
@@ -142,7 +142,9 @@ def test_stage_is_slower_if_its_steps_take_longer_with_as_many_rows(
     stage.run(WINDOW_S + TICK_S)
     found = stage.paces.slower
     assert bool(found) == is_slower
-    assert all("a step takes 50 ms, before 10, with" in why for why in found.values())
+    assert all(
+        "a step takes 50 ms (before: 10 ms), with" in why for why in found.values()
+    )
 
 
 def test_replica_that_was_always_slower_is_named_beside_its_peers() -> None:

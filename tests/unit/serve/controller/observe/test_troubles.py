@@ -126,12 +126,12 @@ STRUCTURED = {
         ({"nodes": {"here": NODE}, "busy": {"here": 0.9}}, ""),
         (
             {"nodes": {"here": NODE}, "busy": {"here": 0.99}},
-            "no free core: 99% of 2 are used, 0.0 by this service's replicas and "
-            "gateways, and 2.0 by others",
+            "no free core: 99% of 2 cores are used, 0.0 by this service's replicas "
+            "and gateways, and 2.0 by other processes",
         ),
         (
             {"nodes": {"here": NODE}, "busy": {"here": 0.99}, "neighbour": "cc (7)"},
-            "2.0 by others, most of it by cc (7)",
+            "2.0 by other processes, most of it by cc (7)",
         ),
         (
             {

@@ -355,7 +355,7 @@ def test_factory_that_cannot_quantize_is_refused() -> None:
             "stages": [{}],
         }
     )
-    with pytest.raises(SpecError, match="has no parameter quantization"):
+    with pytest.raises(SpecError, match="has no parameter 'quantization'"):
         build_model(spec)
 
 

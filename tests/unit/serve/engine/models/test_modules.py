@@ -294,7 +294,7 @@ def test_size_that_would_take_another_branch_is_refused(
         found = parts[1](parts[0]({"x": x}))["y"]
         torch.testing.assert_close(found, whole(x))
     for size in wrong:
-        with pytest.raises(InvalidRequestError, match="it was cut with an example"):
+        with pytest.raises(InvalidRequestError, match="it was traced with an example"):
             parts[0]({"x": torch.randn(2, size, 4)})
 
 

@@ -194,7 +194,7 @@ def test_missing_weights_are_reported(tmp_path: Path) -> None:
     ("kind", "options", "reason"),
     [
         ("t5", {"d_model": 32, "num_layers": 2}, "an encoder and a decoder"),
-        ("albert", {"num_hidden_layers": 2}, "no chain of layers that is known"),
+        ("albert", {"num_hidden_layers": 2}, "no known chain of layers"),
     ],
 )
 def test_model_without_a_chain_of_layers_is_reported(

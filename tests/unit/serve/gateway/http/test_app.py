@@ -294,7 +294,7 @@ async def test_method_not_allowed_lists_those_that_are() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v2/models/none/infer", "no model 'none' is served here; there are: m, t"),
+        ("/v2/models/none/infer", "unknown model 'none'; available models: m, t"),
         ("/v2/models/m/versions/9/infer", "active version of this model is '1'"),
     ],
 )
@@ -437,7 +437,7 @@ async def test_tenant_sees_and_uses_its_models_only() -> None:
     for path in ("/v2/models/t", "/v2/models/t/ready", "/v1/models/t"):
         answer = await get(fake, path, "acme")
         assert answer.status_code == 404
-        assert "there are: m" in answer.text
+        assert "available models: m" in answer.text
     assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
     assert fake.dispatcher.calls[0]["tenant"] == "acme"
 

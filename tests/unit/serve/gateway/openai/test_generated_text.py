@@ -418,7 +418,7 @@ async def test_unknown_model_is_reported_before_invalid_fields(
     asked = {"model": "nope", "messages": [], "temperature": -1}
     status, answer = await played.post(CHAT, asked, "acme")
     assert status == 404
-    assert "no model 'nope'" in answer["error"]["message"]
+    assert "unknown model 'nope'" in answer["error"]["message"]
     body = {"text_input": "x", "model": "foo"}
     status, answer = await played.post("/v2/models/g/generate", body, "acme")
     assert status == 400

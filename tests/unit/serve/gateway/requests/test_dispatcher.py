@@ -271,7 +271,7 @@ async def test_answers_that_nobody_waits_for_are_dropped() -> None:
 
 async def test_unknown_model_and_disagreeing_rows_are_refused_uncounted() -> None:
     async with gate(table(["a"])) as g:
-        with pytest.raises(UnknownModelError, match=r"'none' is served here.*: m$"):
+        with pytest.raises(UnknownModelError, match=r"unknown model 'none'.*: m$"):
             await g.dispatcher.infer("none", x(1.0))
         bad = {"x": torch.ones(2), "y": torch.ones(3)}
         with pytest.raises(InvalidRequestError, match="same number of rows"):

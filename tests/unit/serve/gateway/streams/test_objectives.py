@@ -91,7 +91,7 @@ async def test_request_of_many_completions_needs_room_for_all() -> None:
     for name in net.alive():
         net.kill(name)
     net.table.routes["m"] = replace(net.table.routes["m"], max_queued_requests=3)
-    with pytest.raises(InvalidRequestError, match="5 completions in one request"):
+    with pytest.raises(InvalidRequestError, match="request has 5 completions"):
         net.streams.check_room("m", DEFAULT_SHARE, 5)
     net.streams.check_room("m", DEFAULT_SHARE, 4)
     client = Client(net, [1], 5)

@@ -241,7 +241,7 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             yield f"stage {k} may only be on {names}; no machine has such a name"
         elif not able:
             what = f"a device of kind {kinds}" if kinds else "a GPU"
-            yield f"stage {k} needs {what}; there is none"
+            yield f"stage {k} needs {what}, and no machine that it may use has one"
         elif stage.memory_bytes > largest:
             yield (
                 f"stage {k} takes {mib(stage.memory_bytes)}; the largest device it "
