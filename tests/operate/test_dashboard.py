@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import openai
 import pytest
-import uvicorn
 
 from multiworld.serve.controller.answers import TenantShown
 from multiworld.serve.controller.client import Service
-from multiworld.serve.dashboard.server import make_dashboard
+from multiworld.serve.dashboard.server import PageServer, make_dashboard
 from tests.operate.browser import CHROMIUM, Tab, opened
 from tests.operate.large_service import LargeService
 from tests.serve.harness import ROOT, WAIT_S, Served, served
@@ -262,11 +261,12 @@ async def test_page_fits(page: str, width: int) -> None:
 async def test_large_service_is_shown_and_followed(bytes_s: int) -> None:
     """200 replicas, 500 streams, and every number changes each second."""
     app = make_dashboard(cast("Service", LargeService()))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    serving = asyncio.ensure_future(server.serve())
+    server = PageServer(app, "127.0.0.1", 0)
+    sock = server.bind()
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = sock.getsockname()[1]
     try:
         async with opened(f"http://127.0.0.1:{port}/", bytes_s) as tab:
             await tab.until("document.querySelectorAll('.replica').length === 200")

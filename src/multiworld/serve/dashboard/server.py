@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import socket
 import zlib
 from collections.abc import (
     AsyncGenerator,
@@ -19,11 +20,13 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 import orjson
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import (
@@ -35,6 +38,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from multiworld.errors import ServeError
 from multiworld.serve.controller import answers
@@ -52,6 +56,7 @@ LOG_BYTES = 64 * 1024  # maximum bytes shown from the end of a log
 BODY_BYTES = 1024 * 1024  # maximum bytes of a request's body
 # A chat may last long; its model's deadline limits it.
 CHAT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+SEND_BYTES = 16 * 1024  # small: data that waits in the kernel is soon outdated
 COOKIE = "multiworld_key"
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -383,3 +388,39 @@ class Guard:
 
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._key.encode())
+
+
+class _Protocol(H11Protocol):
+    """Buffers little for a slow connection, so newer facts replace waiting ones."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+
+
+class PageServer(uvicorn.Server):
+    """HTTP server of a page; ends open pages' streams before it waits for requests."""
+
+    def __init__(self, page: Guard, host: str, port: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                page,
+                host=host,
+                port=port,
+                http=_Protocol,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._page = page
+
+    def bind(self) -> socket.socket:
+        """Return the socket for ``run``."""
+        sock = self.config.bind_socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        return sock
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._page.end()
+        super().handle_exit(sig, frame)

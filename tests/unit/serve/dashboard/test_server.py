@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import re
+import socket
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -309,6 +312,44 @@ async def test_slow_reader_skips_to_the_latest_facts(
             await asyncio.sleep(0.001)
         assert told(await anext(events)) == ("patch", {"tokens": 99})
     await cast("Any", events).aclose()
+
+
+async def test_page_that_reads_slowly_finds_few_old_facts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each poll has 20 KB of changes; the page reads none during 150 polls."""
+    monkeypatch.setattr(server, "LOOK_S", 0.002)
+
+    class Changing(Controller):
+        def ask(self, method: str, path: str, kind: type, **more: Any) -> Any:
+            self.facts = facts(app=os.urandom(10_000).hex(), tokens=len(self.asked))
+            return super().ask(method, path, kind, **more)
+
+    controller = Changing()
+    page = make_dashboard(cast("Service", controller))
+    running = server.PageServer(page, "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    with running.bind() as sock, socket.socket() as client:
+        serving = asyncio.ensure_future(running.serve(sockets=[sock]))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        async with asyncio.timeout(HANG_S):
+            while not running.started:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await loop.sock_connect(client, sock.getsockname())
+            request = b"GET /facts HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+            await loop.sock_sendall(client, request)
+            while len(controller.asked) < 150:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            latest, found = len(controller.asked), b""
+            while latest > max(
+                map(int, re.findall(rb'"tokens":(\d+)', found)), default=0
+            ):
+                found += await loop.sock_recv(client, 65536)
+        running.should_exit = running.force_exit = True
+        page.end()
+        await serving
+    assert len(found) < 400_000, "150 polls are 3 MB"
 
 
 async def test_nobody_looks_when_nobody_reads() -> None:
