@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Container
 
 import psutil
@@ -47,19 +46,22 @@ class Neighbours:
                 used_s = self._used[key] - before.get(key, self._used[key])
                 if used_s > 0:
                     cores[process.name(), process.pid] = used_s / took_s
-        sums: Counter[str] = Counter()
-        pids: dict[str, list[int]] = {}
+        programs: dict[str, list[tuple[float, int]]] = {}
         for (name, pid), used in cores.items():
             if not _is_of(pid, own, parents):
-                sums[name] += used  # type: ignore[assignment]
-                pids.setdefault(name, []).append(pid)
-        self._most = ""
-        for name, used in sums.most_common(1):
-            if used >= LITTLE:
-                shown = ", ".join(map(str, pids[name][:SHOWN]))
-                more = " and more" * (len(pids[name]) > SHOWN)
-                self._most = f"{name} (process {shown}{more}) with {used:.1f}"
+                programs.setdefault(name, []).append((used, pid))
+        self._most = max(map(_words, programs.items()), default=(0.0, ""))[1]
         return self._most
+
+
+def _words(program: tuple[str, list[tuple[float, int]]]) -> tuple[float, str]:
+    """Return a program's cores, and its busiest processes in words."""
+    name, found = program
+    used = sum(each for each, _ in found)
+    shown = [f"{pid}: {each:.1f}" for each, pid in sorted(found, reverse=True)[:SHOWN]]
+    more = " and more" * (len(found) > SHOWN)
+    words = f"{name} with {used:.1f} (process {', '.join(shown)}{more})"
+    return used, words if used >= LITTLE else ""
 
 
 def _is_of(pid: int, own: Container[int], parents: dict[int, int]) -> bool:

@@ -37,7 +37,7 @@ def test_busy_process_is_named_unless_it_is_one_of_ours(
         assert ours.most({os.getpid()}) == ""
         if found := others.most({1}):
             break
-    assert f"(process {busy.pid}) with " in found
+    assert f"(process {busy.pid}: " in found
 
 
 def test_look_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,8 @@ class Paces:
         if peers:
             is_like_before = past_s and beside_past <= FAST
             is_slow = beside_peers > limit and (bool(replica.why) or not is_like_before)
+            # If a machine has no free core, its other replicas are slower, too.
+            is_slow |= beside_past > limit and _is_starved(pace, peers)
         else:
             is_slow = beside_past > (FAST if replica.why else SLOW_ALONE)
         if not is_slow:
@@ -187,6 +189,14 @@ def _times(pace: Pace, peers: list[Pace]) -> float:
     return min(by_step, by_row)
 
 
+def _usual_cpu(peers: list[Pace]) -> float:
+    return median(p.cpu for p in peers) if peers else 1.0
+
+
+def _is_starved(pace: Pace, peers: list[Pace]) -> bool:
+    return pace.cpu < STARVED * _usual_cpu(peers)
+
+
 def _slower_words(found: Sequence[tuple[Pace, _Replica]]) -> str:
     step_s = median(pace.step_s for pace, _ in found)
     past_s = median(median(each.past) for _, each in found)
@@ -207,8 +217,8 @@ def _words(
     if beside_past:
         parts.append(f"{beside_past:.1f} times its own past time")
     text = ", ".join(parts)
-    usual = median(p.cpu for p in peers) if peers else 1.0
-    if pace.cpu < STARVED * usual:
+    if _is_starved(pace, peers):
+        usual = _usual_cpu(peers)
         beside = f", its peers {usual:.2f} s" if peers else ""
         cause = "something else runs on its cores, or it is throttled"
         if pace.has_free_cores:

@@ -9,8 +9,9 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 
 # Losses at a stage, or of gateways, are reported if at least ``MANY`` happened within
-# ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago.
-RECENT_S, MANY, FRESH_S = 120.0, 2, 60.0
+# ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago (after
+# ``NOW_S``: in the past tense).
+RECENT_S, MANY, FRESH_S, NOW_S = 120.0, 2, 60.0, 30.0
 FAILING_S = 0.05  # failed requests per second that are mentioned
 LOSSES = ("lost", "outgrown")
 LONG_S = 5.0  # seconds after which a wait for a first token or an answer is long
@@ -31,7 +32,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
     yield from _of_disk(facts)
     for name, why in facts.failing.items():
         yield f"{name} keeps failing: {why}"
-    yield from _of_losses(facts)
+    yield from _of_losses(facts, is_past=False)
     for name, why in facts.unplaced.items():
         yield f"{name} cannot be placed: {why}"
     for name, replica in facts.replicas.items():
@@ -52,6 +53,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
         who = f"tenant {name} is" if name else "requests without a valid key are"
         for why, each in tenant.refused_s.items():
             yield f"{who} refused {each:.1f} times a second: {why}"
+    yield from _of_losses(facts, is_past=True)
 
 
 def _of_disk(facts: Facts) -> Iterator[str]:
@@ -63,17 +65,18 @@ def _of_disk(facts: Facts) -> Iterator[str]:
         )
 
 
-def _of_losses(facts: Facts) -> Iterator[str]:
+def _of_losses(facts: Facts, *, is_past: bool) -> Iterator[str]:
     groups: dict[str, list[HistoryEntry]] = {}
     for event in facts.events:
         if event.kind in LOSSES and facts.at - event.at <= RECENT_S:
             groups.setdefault(_group_of(event.name, facts), []).append(event)
     for group, found in groups.items():
         ago_s = max(0.0, facts.at - found[-1].at)
-        if len(found) >= MANY and ago_s < FRESH_S:
+        if len(found) >= MANY and ago_s < FRESH_S and (ago_s > NOW_S) is is_past:
             yield (
-                f"{group} are lost again and again: {len(found)} in two minutes, the "
-                f"last {ago_s:.0f} s ago: {found[-1].text}"
+                f"{group} {'were' if is_past else 'are'} lost again and again: "
+                f"{len(found)} in two minutes, the last {ago_s:.0f} s ago: "
+                f"{found[-1].text}"
             )
 
 
@@ -135,7 +138,7 @@ def _of_tenants(facts: Facts) -> Iterator[str]:
                 )
             limit = "max-parallel-requests" if has_most else "tpm-limit"
             yield (
-                f"tenant {name} has {'; '.join(parts)}: `multiworld tenants change "
+                f"tenant {name} has {'; '.join(parts)}: `multiworld tenants set "
                 f"{name} --{limit} N` limits it"
             )
 
@@ -151,7 +154,7 @@ def _of_machines(facts: Facts) -> Iterator[str]:
         if others > OTHERS * node.cpus:
             is_here = len(facts.nodes) == 1  # the controller sees its own machine only
             is_known = bool(facts.neighbour) and is_here
-            who = f", most of it by {facts.neighbour}" if is_known else ""
+            who = f", the most by {facts.neighbour}" if is_known else ""
             yield (
                 f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} "
                 f"cores are used, {ours:.1f} by this service's replicas and gateways, "

@@ -222,7 +222,7 @@ export function Tenants({ facts }) {
 export function Machines({ facts }) {
   const [free, total] = facts.disk;
   return html`<section><h2>Machines ${total > 0 && html`<span class="quiet">disk of the state and logs: ${bytes(free) === "–" ? "nothing" : bytes(free)} of ${bytes(total)} free</span>`}</h2><table>
-    <thead><tr><th>machine</th><th class="number">cores in use</th><th class="number" title="not booked by replicas">free CPUs</th>
+    <thead><tr><th>machine</th><th class="number">cores in use</th><th class="number" title="not booked by replicas">CPUs not booked</th>
       <th class="number" title="not booked by replicas">free memory</th><th class="number">replicas</th></tr></thead>
     <tbody>${Object.entries(facts.nodes).map(([name, node]) => html`<tr key=${name}><td>${name}</td>
       <td class="number">${facts.busy[name] === undefined ? "–" : `${(facts.busy[name] * node.cpus).toFixed(1)} of ${node.cpus}`}</td>

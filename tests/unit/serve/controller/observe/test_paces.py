@@ -98,6 +98,20 @@ def test_starved_replica_is_said_to_be(busy: float, cause: str) -> None:
     assert cause in why
 
 
+def test_replica_that_is_starved_most_is_named_when_all_are_slower() -> None:
+    """Its machine has no free core, so its peers are slower, too."""
+    stage = Stage(Replica(), Replica())
+    stage.run(60.0)
+    for replica in stage.replicas.values():
+        replica.step_s, replica.cpu = 0.02, 0.6
+    starved = stage.replicas["m/0/0"]
+    starved.step_s, starved.cpu = 0.03, 0.3
+    (found,) = stage.run(WINDOW_S + TICK_S).items()
+    name, why = found
+    assert name == "m/0/0"
+    assert "gets 0.30 s of processor time" in why
+
+
 def test_replica_that_recovers_is_no_longer_slow() -> None:
     stage = Stage(Replica(), Replica())
     stage.run(30.0)

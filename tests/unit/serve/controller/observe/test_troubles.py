@@ -95,6 +95,7 @@ STRUCTURED = {
             "gateway/3: it ended with SIGKILL",
         ),
         ({"events": losses("m/0/3", 300, 200, 130, 8)}, ""),
+        ({"events": losses("m/0/3", 45, 31)}, "stage front, were lost again and again"),
         (
             {"events": losses("m/0/3", 30, 8)},
             "replicas of m, stage front, are lost again and again: 2 in two minutes",
@@ -111,7 +112,7 @@ STRUCTURED = {
         (
             {"tenants": BUSY_TENANTS},
             "tenant bolt has 11 of 13 requests in flight; 11 wait for a first token or "
-            "an answer, with 19,800 prompt tokens: `multiworld tenants change bolt "
+            "an answer, with 19,800 prompt tokens: `multiworld tenants set bolt "
             "--max-parallel-requests N` limits it",
         ),
         (
@@ -131,7 +132,7 @@ STRUCTURED = {
         ),
         (
             {"nodes": {"here": NODE}, "busy": {"here": 0.99}, "neighbour": "cc (7)"},
-            "2.0 by other processes, most of it by cc (7)",
+            "2.0 by other processes, the most by cc (7)",
         ),
         (
             {
