@@ -79,7 +79,7 @@ PHASES = {
 
 def _shown(seen: Seen) -> Group:
     found = seen.status
-    parts: list[RenderableType] = [_processes(found)]
+    parts: list[RenderableType] = [_processes(seen)]
     troubles = seen.facts.troubles
     for name, model in seen.facts.models.items():
         parts.append(f"{escape(name)}: {escape(_load(model))}")
@@ -116,7 +116,7 @@ def _load(model: ModelFacts) -> str:
         parts.append(f"{model.tokens_s:.0f} tokens/s")
     if model.failures_s:
         parts.append(f"{model.failures_s:.1f} fail/s")
-    parts.append(f"{model.in_flight} in flight, {model.waiting} waiting")
+    parts.append(f"{model.in_flight} in flight, {model.waiting} waiting at gateways")
     for what, spread in (
         ("answers", model.answers),
         ("queue", model.queue),
@@ -134,7 +134,8 @@ def _time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
 
 
-def _processes(found: StatusAnswer) -> Table:
+def _processes(seen: Seen) -> Table:
+    found = seen.status
     state = "[green]ready[/]" if found.is_ready else "[red]not ready[/]"
     title = f"{found.app} is {state} at {escape(found.url)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -142,7 +143,7 @@ def _processes(found: StatusAnswer) -> Table:
     # Nothing is truncated, because other commands take these names.
     for heading in ("process", "stage", "phase", "since", "pid", "version"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("queued", "busy", "done", "lost"):
+    for heading in ("queued", "busy", "done", "lost", "step", "cores"):
         table.add_column(heading, justify="right", no_wrap=True)
     for process in found.processes:
         color = PHASES.get(process.phase, "red")
@@ -155,8 +156,19 @@ def _processes(found: StatusAnswer) -> Table:
             process.version or "-",
             *_work(process, found),
             str(process.restarts),
+            *_pace(seen.facts, process.name),
         )
     return table
+
+
+def _pace(facts: Facts, name: str) -> tuple[str, str]:
+    """Return the time of a step, and the used cores."""
+    replica = facts.replicas.get(name)
+    if replica is None:
+        gateway = facts.gateways.get(name)
+        return "-", "-" if gateway is None else f"{gateway.cores:.2f}"
+    step = "-" if replica.step_s is None else f"{1000 * replica.step_s:.3g} ms"
+    return step, f"{replica.cores:.2f}"
 
 
 def _phase(process: ProcessShown, found: StatusAnswer) -> str:
@@ -171,7 +183,7 @@ def _print(found: Seen) -> None:
     """Print a status as wide as the terminal, or wider rather than cut a heading."""
     console = Console()
     unbound = console.options.update(max_width=1_000)
-    min_width = console.measure(_processes(found.status), options=unbound).maximum
+    min_width = console.measure(_processes(found), options=unbound).maximum
     # Do not fold in a file or a pipe: other programs read it line by line.
     width = max(console.width, min_width) if console.is_terminal else UNFOLDED
     Console(width=width).print(_shown(found))
@@ -206,7 +218,8 @@ def status(service: Service, watch: bool, since: float | None, as_json: bool) ->
     """Show the processes of a service and its last events.
 
     `done` counts finished requests and completions; `lost` counts the processes of the
-    stage that were lost.
+    stage that were lost; `step` is the mean time of a step in the last ten seconds, and
+    `cores` the processor time per second.
 
     Exits with 1 unless every desired process is ready. This does not mean that the
     service is down: it also answers while replacements or an update get ready.

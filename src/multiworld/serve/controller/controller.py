@@ -50,7 +50,7 @@ from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
 from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.controller.observe.observer import Observer
 from multiworld.serve.controller.observe.operation_trace import OperationTrace
-from multiworld.serve.controller.observe.troubles import SATURATED
+from multiworld.serve.controller.observe.troubles import SATURATED, TroubleLog
 from multiworld.serve.controller.operations import Operations
 from multiworld.serve.controller.placement.manager import PlacementManager
 from multiworld.serve.controller.placement.replica_placement import Specs
@@ -198,6 +198,7 @@ class Controller:
         self.observer = Observer(self.history, self.journal, clock)
         self._watched_until = 0.0
         self._neighbours, self._neighbour = Neighbours(clock), ""
+        self._trouble_log = TroubleLog()
         self._metrics = FleetMetrics(
             self._look,
             self.fleet.processes,
@@ -334,6 +335,8 @@ class Controller:
             self._neighbour = await asyncio.to_thread(self._neighbours.most, own)
         else:
             self._neighbour = ""
+        for text in self._trouble_log.seen(self._facts(), self._clock()):
+            self.history.say("trouble", text)
 
     async def _look(self, limit_s: float) -> messages.Reports:
         is_watched = self._clock() < self._watched_until
@@ -344,6 +347,9 @@ class Controller:
     def facts(self) -> Facts:
         """Return all facts of the service, for display to operators."""
         self._watched_until = self._clock() + WATCHED_S
+        return self._facts()
+
+    def _facts(self) -> Facts:
         nodes = status.nodes_of(self.bookings.ledger)
         return self.observer.facts(
             self.status(),

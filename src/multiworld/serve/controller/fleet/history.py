@@ -29,6 +29,7 @@ OPERATIONS = (
     "quarantined",
     "adopted",
     "slow",
+    "trouble",
 )
 
 # Kinds of events logged as warnings.
@@ -40,6 +41,7 @@ BAD = (
     "outgrown",
     "launcher",
     "slow",
+    "trouble",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from multiworld.config import MIB
 from multiworld.serve.controller.fleet.entries import HistoryEntry
@@ -22,6 +23,7 @@ FEW = 4  # maximum requests in flight for which no tenant is named
 # A disk is full if less than this share of it, or fewer than these bytes, are free.
 FULL, FULL_BYTES = 0.02, 64 * MIB
 SATURATED = 0.95  # used share of a machine's cores from which none counts as free
+BEGINS_S, ENDS_S = 5.0, 15.0  # seconds until the begin and the end are events
 OTHERS = 0.3  # share of cores above which other programs' use is mentioned
 
 
@@ -29,7 +31,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
     """Yield what is wrong, the worst first."""
     if facts.trouble:
         yield facts.trouble
-    yield from _of_disk(facts)
+    yield from _of_disk(facts).values()
     for name, why in facts.failing.items():
         yield f"{name} keeps failing: {why}"
     yield from _of_losses(facts, is_past=False)
@@ -40,7 +42,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
             yield f"{name} is silent: it hangs, or a network partition separates it"
     if not facts.is_ready:
         yield from _of_lacks(facts)
-    yield from _of_tenants(facts)
+    yield from _of_tenants(facts).values()
     for name, model in facts.models.items():
         yield from _of_load(name, model)
     for name, replica in facts.replicas.items():
@@ -48,7 +50,7 @@ def troubles_of(facts: Facts) -> Iterator[str]:
             yield f"{name} is slow: {replica.slow}"
     for name, why in facts.slower.items():
         yield f"all replicas of {name} are slower than before: {why}"
-    yield from _of_machines(facts)
+    yield from _of_machines(facts).values()
     for name, tenant in facts.tenants.items():
         who = f"tenant {name} is" if name else "requests without a valid key are"
         for why, each in tenant.refused_s.items():
@@ -56,13 +58,15 @@ def troubles_of(facts: Facts) -> Iterator[str]:
     yield from _of_losses(facts, is_past=True)
 
 
-def _of_disk(facts: Facts) -> Iterator[str]:
+def _of_disk(facts: Facts) -> dict[str, str]:
     free, total = facts.disk
-    if total and (free < FULL * total or free < min(FULL_BYTES, total // 4)):
-        yield (
-            f"the disk of the service's state and logs is full: {free // MIB} of "
-            f"{total // MIB} MiB are free; records, usage and logs may be lost"
-        )
+    if not total or (free >= FULL * total and free >= min(FULL_BYTES, total // 4)):
+        return {}
+    text = (
+        f"the disk of the service's state and logs is full: {free // MIB} of "
+        f"{total // MIB} MiB are free; records, usage and logs may be lost"
+    )
+    return {"the disk is full": text}
 
 
 def _of_losses(facts: Facts, *, is_past: bool) -> Iterator[str]:
@@ -116,15 +120,16 @@ def _of_load(name: str, model: ModelFacts) -> Iterator[str]:
             yield f"{name}: {rate:.1f} requests a second fail with status {status}"
 
 
-def _of_tenants(facts: Facts) -> Iterator[str]:
-    """Name the tenants with most of the load, if requests wait."""
+def _of_tenants(facts: Facts) -> dict[str, str]:
+    """Describe the tenants with most of the load, if requests wait; by title."""
     if len(facts.tenants) < 2:
-        return
+        return {}
     waiting = sum(each.waiting for each in facts.tenants.values())
     in_flight = sum(each.in_flight for each in facts.tenants.values())
     tokens = sum(each.prompt_tokens for each in facts.tenants.values())
     if not waiting or in_flight <= FEW:
-        return
+        return {}
+    found = {}
     for name, tenant in facts.tenants.items():
         has_most = tenant.in_flight > MOST * in_flight
         if has_most or tenant.prompt_tokens > max(MOST * tokens, LONG_PROMPTS):
@@ -137,13 +142,16 @@ def _of_tenants(facts: Facts) -> Iterator[str]:
                     f"{tenant.prompt_tokens:,} prompt tokens"
                 )
             limit = "max-parallel-requests" if has_most else "tpm-limit"
-            yield (
+            found[f"tenant {name} has most of the load"] = (
                 f"tenant {name} has {'; '.join(parts)}: `multiworld tenants set "
                 f"{name} --{limit} N` limits it"
             )
+    return found
 
 
-def _of_machines(facts: Facts) -> Iterator[str]:
+def _of_machines(facts: Facts) -> dict[str, str]:
+    """Describe machines whose cores other programs use; by title."""
+    found = {}
     for name, busy in facts.busy.items():
         node = facts.nodes.get(name)
         if node is None or busy < SATURATED:
@@ -155,8 +163,39 @@ def _of_machines(facts: Facts) -> Iterator[str]:
             is_here = len(facts.nodes) == 1  # the controller sees its own machine only
             is_known = bool(facts.neighbour) and is_here
             who = f", the most by {facts.neighbour}" if is_known else ""
-            yield (
+            found[f"machine {name} has no free core"] = (
                 f"machine {name} has no free core: {busy:.0%} of {node.cpus:g} "
                 f"cores are used, {ours:.1f} by this service's replicas and gateways, "
                 f"and {others:.1f} by other processes{who}"
             )
+    return found
+
+
+@dataclass(slots=True)
+class _Known:
+    began_at: float
+    last_at: float = 0.0
+    is_told: bool = False
+
+
+class TroubleLog:
+    """Events of troubles that nothing else reports: their begin and their end. Pure."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def seen(self, facts: Facts, now: float) -> Iterator[str]:
+        """Yield events, in words; ``now``: monotonic time."""
+        found = _of_disk(facts) | _of_tenants(facts) | _of_machines(facts)
+        for title, text in found.items():
+            known = self._known.setdefault(title, _Known(now))
+            known.last_at = now
+            if not known.is_told and now - known.began_at >= BEGINS_S:
+                known.is_told = True
+                yield text
+        for title, known in list(self._known.items()):
+            if now - known.last_at >= ENDS_S:
+                del self._known[title]
+                if known.is_told:
+                    took_s = known.last_at - known.began_at
+                    yield f"over, after {took_s:.0f} s: {title}"

@@ -22,7 +22,7 @@ export function Numbers({ facts }) {
     ${one("requests/s", rate(sum("requests_s")))}
     ${one("tokens/s", rate(sum("tokens_s")))}
     ${one("in flight", sum("in_flight"))}
-    ${one("waiting", sum("waiting"), sum("waiting") ? "warn" : "")}
+    ${one("waiting at gateways", sum("waiting"), sum("waiting") ? "warn" : "", "without a replica yet")}
     ${one("errors/s", rate(sum("failures_s")), sum("failures_s") ? "bad" : "")}
     ${one("saved", facts.replayed + facts.handed_over, "good",
       `${facts.replayed} streams and requests went on after the loss of a replica, ` +

@@ -17,7 +17,7 @@ from multiworld.serve.controller.observe.facts import (
     StageFacts,
     TenantFacts,
 )
-from multiworld.serve.controller.observe.troubles import troubles_of
+from multiworld.serve.controller.observe.troubles import TroubleLog, troubles_of
 
 NOW = 1000.0
 
@@ -169,3 +169,22 @@ def test_worst_comes_first() -> None:
     )
     found = list(troubles_of(changed))
     assert [text.split()[0] for text in found] == ["the", "m:", "m/0/1"]
+
+
+def test_trouble_that_lasts_has_an_event_at_its_begin_and_at_its_end() -> None:
+    """One that comes back within seconds is the same; a short one has none."""
+    log = TroubleLog()
+    bad, good = facts(disk=(0, 24 * MIB), tenants=BUSY_TENANTS), facts()
+    said: dict[int, list[str]] = {}
+    for now in range(0, 100, 2):
+        is_bad = now < 20 or 24 <= now < 50 or now == 80
+        if found := list(log.seen(bad if is_bad else good, float(now))):
+            said[now] = found
+    assert list(said) == [6, 64]
+    disk, tenant = said[6]
+    assert "is full: 0 of 24 MiB" in disk
+    assert "tenant bolt has 11 of 13" in tenant
+    assert said[64] == [
+        "over, after 48 s: the disk is full",
+        "over, after 48 s: tenant bolt has most of the load",
+    ]
