@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from multiworld.errors import ConfigError
-from multiworld.rendezvous.admission import RESERVE
-from multiworld.rendezvous.store_messages import MAX_EPOCH
 
-FORMAT = 1  # files of the first releases name no format
+FORMAT = 1  # named in the first line
 
 
 class EpochFile:
@@ -80,7 +78,7 @@ def _read(path: Path) -> dict[str, int]:
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if "format" in entry:
+            if number == 1:
                 _check_format(entry["format"], path)
                 continue
             world, epoch = str(entry["world"]), int(entry["epoch"])
@@ -90,10 +88,7 @@ def _read(path: Path) -> dict[str, int]:
                 break
             rule = f"it is not a file that a store wrote (line {number}: {error})"
             raise ConfigError("state", str(path), rule) from error
-        # Earlier releases stored any epoch that a member claimed to have seen, so limit
-        # it.
-        credible = min(epoch, MAX_EPOCH - RESERVE)
-        epochs[world] = max(credible, epochs.get(world, 0))
+        epochs[world] = max(epoch, epochs.get(world, 0))
     return epochs
 
 
