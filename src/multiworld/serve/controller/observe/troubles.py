@@ -175,7 +175,7 @@ def _of_machines(facts: Facts) -> dict[str, str]:
 class _Known:
     began_at: float
     last_at: float = 0.0
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class TroubleLog:
@@ -190,12 +190,12 @@ class TroubleLog:
         for title, text in found.items():
             known = self._known.setdefault(title, _Known(now))
             known.last_at = now
-            if not known.is_told and now - known.began_at >= BEGINS_S:
-                known.is_told = True
+            if not known.is_reported and now - known.began_at >= BEGINS_S:
+                known.is_reported = True
                 yield text
         for title, known in list(self._known.items()):
             if now - known.last_at >= ENDS_S:
                 del self._known[title]
-                if known.is_told:
+                if known.is_reported:
                     took_s = known.last_at - known.began_at
                     yield f"over, after {took_s:.0f} s: {title}"
