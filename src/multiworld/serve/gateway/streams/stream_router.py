@@ -364,7 +364,7 @@ class StreamRouter:
             if stream.limits.between_tokens_s is not None:
                 self._timers.watch(stream)
             if stream.made == 1 and not stream.via:
-                self._count_first(stream, self._now)
+                self._count_first(stream)
         self.counts["tokens"] += 1
         self._actions.append(act.Deliver(stream.number, item))
         if item.finish:
@@ -372,12 +372,10 @@ class StreamRouter:
                 self.timed.finished(stream.model, item.finish)
             self._end(stream)
 
-    def _count_first(self, stream: Stream, now: float) -> None:
+    def _count_first(self, stream: Stream) -> None:
         # ``ComputeBegun`` comes from another replica, and may arrive after the token.
-        computing_at = now if stream.computing_at is None else stream.computing_at
-        self.timed.first(
-            stream.model, computing_at - stream.began_at, now - computing_at
-        )
+        begun_at = self._now if stream.computing_at is None else stream.computing_at
+        self.timed.first(stream.model, begun_at - stream.began_at, self._now - begun_at)
 
     def _failed(
         self, replica: str, key: Key, error: protocol.RemoteError | None, lacks: str
