@@ -21,7 +21,7 @@ from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_START_S
 from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts
-from multiworld.serve.keeper.process import COUNTS, READY, SUPERVISOR
+from multiworld.serve.keeper.process import BACKLOG, COUNTS, READY, SUPERVISOR
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 
 rare_log = RareLog(logging.getLogger("multiworld.serve"))
@@ -156,6 +156,8 @@ class KeeperSupervisor:
 
     async def _start(self) -> None:
         """Start a keeper, and wait until it listens."""
+        for each in self._listeners:
+            each.listen(BACKLOG)  # clients may connect, and wait for the keeper
         listeners = [each.fileno() for each in self._listeners]
         command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
         command += ["--socket", str(self._path), "--alive", str(self._alive)]

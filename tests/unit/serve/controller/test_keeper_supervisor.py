@@ -58,6 +58,29 @@ async def test_keeper_of_another_protocol_is_replaced(tmp_path: Path) -> None:
     assert not _is_running(supervisor.pid)
 
 
+async def test_client_is_not_refused_while_the_keeper_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateways may be ready before the keeper has started."""
+    folder = StateFolder(tmp_path)
+    folder.make()
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 5\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    model = {"factory": "a:b", "stages": [{"name": "all"}]}
+    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
+    with socket.socket() as listener, socket.socket() as client:
+        listener.bind(("127.0.0.1", 0))
+        supervisor = KeeperSupervisor(folder, listener, History(), lambda: app)
+        supervising = asyncio.ensure_future(supervisor.run())
+        await asyncio.sleep(0)
+        client.connect(listener.getsockname())
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+
+
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
