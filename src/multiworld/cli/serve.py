@@ -125,18 +125,21 @@ def _load(
             click.echo(text, nl=False)
             return None, folder
         return parse_spec(text, target), folder
+    path = Path(target).expanduser()
+    if not path.exists():
+        raise SpecError(
+            f"{target} is neither a file nor a model; give a spec (a YAML file), the "
+            "folder of a model, OWNER/NAME of one on the Hugging Face Hub, or smollm2"
+        )
+    # A folder without a spec is refused before the options are.
+    spec = load_spec(Path(target)) if path.is_dir() else None
     if given or revision or is_shown:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
             f"{names or 'this option'} needs a model (a folder, OWNER/NAME or "
             f"smollm2), and {target} is not one; in a spec, set the fields instead"
         )
-    if not Path(target).expanduser().exists():
-        raise SpecError(
-            f"{target} is neither a file nor a model; give a spec (a YAML file), the "
-            "folder of a model, OWNER/NAME of one on the Hugging Face Hub, or smollm2"
-        )
-    return load_spec(Path(target)), None
+    return spec or load_spec(Path(target)), None
 
 
 def store_key(folder: Path, api_key: str) -> None:

@@ -162,6 +162,8 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
     [
         (["app.yaml", "--port", "1"], "--port needs a model"),
         (["app.yaml", "--print-spec"], "this option needs a model"),
+        (["none.yaml", "--port", "1"], "is neither a file nor a model"),
+        (["empty", "--port", "1"], "has no config.json"),
         (["none.yaml"], "is neither a file nor a model"),
         (["empty"], "has no config.json"),
     ],
