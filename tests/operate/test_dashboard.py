@@ -158,7 +158,9 @@ async def test_tenant_gets_a_key_is_suspended_and_loses_the_key(
         return next(each for each in found if each.name == "acme")
 
     async def press(label: str, words: str = "") -> None:
-        await tab.value(f"document.querySelector('[aria-label=\"{label}\"]').click()")
+        button = f"document.querySelector('[aria-label=\"{label}\"]')"
+        await tab.until(f"Boolean({button})")
+        await tab.value(f"{button}.click()")
         await tab.until("Boolean(document.querySelector('dialog'))")
         if words:
             await fill("reason", words)
