@@ -199,6 +199,8 @@ class Controller:
         self._watched_until = 0.0
         self._neighbours, self._neighbour = Neighbours(clock), ""
         self._trouble_log = TroubleLog()
+        self._disk = 0, 0  # free and total bytes; zeros: unknown
+        self._measuring = asyncio.Lock()  # a disk that hangs holds one thread only
         self._metrics = FleetMetrics(
             self._look,
             self.fleet.processes,
@@ -335,6 +337,9 @@ class Controller:
             self._neighbour = await asyncio.to_thread(self._neighbours.most, own)
         else:
             self._neighbour = ""
+        if not self._measuring.locked():
+            async with self._measuring:
+                self._disk = await asyncio.to_thread(disk_of, self._folder.path)
         for text in self._trouble_log.seen(self._facts(), self._clock()):
             self.history.say("trouble", text)
 
@@ -356,7 +361,7 @@ class Controller:
             nodes,
             self.history.handed_over,
             self.tenanting.budgets(),
-            disk_of(self._folder.path),
+            self._disk,
             self._neighbour,
         )
 

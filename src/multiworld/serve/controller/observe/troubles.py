@@ -10,8 +10,8 @@ from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.observe.facts import Facts, ModelFacts
 
 # Losses at a stage, or of gateways, are reported if at least ``MANY`` happened within
-# ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago (after
-# ``NOW_S``: in the past tense).
+# ``RECENT_S`` seconds, the last one less than ``FRESH_S`` ago. After ``NOW_S``, they
+# are reported last, in the past tense.
 RECENT_S, MANY, FRESH_S, NOW_S = 120.0, 2, 60.0, 30.0
 FAILING_S = 0.05  # failed requests per second that are mentioned
 LOSSES = ("lost", "outgrown")
@@ -23,8 +23,8 @@ FEW = 4  # maximum requests in flight for which no tenant is named
 # A disk is full if less than this share of it, or fewer than these bytes, are free.
 FULL, FULL_BYTES = 0.02, 64 * MIB
 SATURATED = 0.95  # used share of a machine's cores from which none counts as free
-BEGINS_S, ENDS_S = 5.0, 15.0  # seconds until the begin and the end are events
 OTHERS = 0.3  # share of cores above which other programs' use is mentioned
+BEGINS_S, ENDS_S = 5.0, 15.0  # seconds until a begin, and an end, is an event
 
 
 def troubles_of(facts: Facts) -> Iterator[str]:
@@ -173,6 +173,8 @@ def _of_machines(facts: Facts) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Known:
+    """A trouble that was seen lately; monotonic times."""
+
     began_at: float
     last_at: float = 0.0
     is_reported: bool = False
