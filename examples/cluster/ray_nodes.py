@@ -18,6 +18,7 @@ HEALTH = {
     "health_check_failure_threshold": 3,
     # Nodes must outlive a lost head; see docs/serve/ray.md.
     "gcs_rpc_server_reconnect_timeout_s": 3600,
+    "worker_niceness": 0,
 }
 
 

@@ -24,7 +24,9 @@ logger = logging.getLogger("multiworld.serve")
 
 FORK_SERVER = "multiworld.serve.controller.launchers.fork_server"
 
-WARM_S = 120.0  # maximum seconds for the fork server to import its modules
+# Maximum seconds for the fork server to import its modules. Another attempt would start
+# from the beginning, so this suffices on a machine whose cores are busy.
+WARM_S = 600.0
 
 # Seconds before another attempt to start a fork server: the first pause, which doubles
 # each time, and the maximum.

@@ -59,6 +59,8 @@ ID_LABEL = "ray.io/node-id"
 LOCAL = {
     # Replicas must survive the loss of the head; see docs/serve/ray.md.
     "gcs_rpc_server_reconnect_timeout_s": 10**6,
+    # Ray's default, 15, leaves replicas 3 % of a core that another program uses.
+    "worker_niceness": 0,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
@@ -413,7 +415,10 @@ def _name(node: dict[str, Any]) -> str:
 
 def _message(error: Exception) -> str:
     if isinstance(error, ray.exceptions.GetTimeoutError):
-        return "timed out (other jobs may use the cluster's resources)"
+        return (
+            "timed out (other jobs may use the cluster's resources, or the machine is "
+            "too busy to import the model's code)"
+        )
     return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
 
 
