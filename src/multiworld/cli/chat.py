@@ -46,7 +46,7 @@ async def pieces(
     """Yield an answer piece by piece; raise ClickException if it is an error."""
     async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
         if answer.status != 200:
-            raise click.ClickException(_error_in(await answer.read()))
+            raise _refusal(answer.status, await answer.read())
         async for line in answer.content:
             text = line.strip()
             if not text.startswith(DATA) or text == b"data: [DONE]":
@@ -61,8 +61,13 @@ async def pieces(
 async def _json_of(answer: aiohttp.ClientResponse) -> Any:
     content = await answer.read()
     if answer.status != 200:
-        raise click.ClickException(_error_in(content))
+        raise _refusal(answer.status, content)
     return orjson.loads(content)
+
+
+def _refusal(status: int, content: bytes) -> click.ClickException:
+    hint = "; give it with --key" if status == 401 else ""
+    return click.ClickException(_error_in(content) + hint)
 
 
 def _error_in(content: bytes) -> str:
@@ -132,7 +137,12 @@ def _read() -> str | None:
     help=f"Address of the service; by default that of this user's only service, or "
     f"{USUAL}.",
 )
-@click.option("--key", envvar="MULTIWORLD_KEY", default="", help="Key of a tenant.")
+@click.option(
+    "--key",
+    envvar=["MULTIWORLD_KEY", "MULTIWORLD_API_KEY"],
+    default="",
+    help="Key of a tenant; safer in MULTIWORLD_KEY or MULTIWORLD_API_KEY.",
+)
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),

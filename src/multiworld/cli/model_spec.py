@@ -62,17 +62,23 @@ def found(
         return str(smollm2.fetch(tell)), None
     if path.exists():
         return str(path.resolve()), None
-    return text, revision or _latest(text)
+    return text, revision or _latest(text, tell)
 
 
-def _latest(name: str) -> str:
-    """Return a model's latest commit on the hub; replicas need a fixed one."""
+def _latest(name: str, tell: Callable[[str], None]) -> str:
+    """Return a model's latest commit on the hub; replicas need a fixed one.
+
+    If the hub does not answer, it is the latest that was fetched before.
+    """
     try:
         from huggingface_hub import HfApi
 
         sha = HfApi().model_info(name, timeout=10).sha
     except Exception as error:  # several libraries raise their own errors here
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        if commit := hub.fetched_commit(name):
+            tell(f"{reason}; serving commit {commit[:12]}, which was fetched before")
+            return commit
         raise SpecError(
             f"{name} is neither a file nor a folder, and looking it up on the Hugging "
             f"Face Hub failed: {reason}; give a folder, or --revision COMMIT of a "
@@ -93,6 +99,25 @@ def replicas_that_fit(weight_bytes: int, machine: Node) -> tuple[int, str]:
         f"one replica only: each needs about {need / gib:.1f} GiB, and the machine has "
         f"{machine.memory_bytes / gib:.1f} GiB; when it dies, streams wait for another"
     )
+
+
+def warnings_of(options: ModelOptions, weight_bytes: int, machine: Node) -> list[str]:
+    """Return why the replicas that were asked for may be too many for the machine."""
+    if options.replicas is None or machine.gpus:
+        return []
+    count, found, gib = options.replicas, [], 2**30
+    need = count * (weight_bytes + options.stages * (KV_BYTES + BASE_BYTES))
+    if need > SHARE * machine.memory_bytes:
+        found.append(
+            f"{count} replicas need about {need / gib:.1f} GiB, and the machine has "
+            f"{machine.memory_bytes / gib:.1f} GiB; they may be killed for want of it"
+        )
+    processes = count * options.stages
+    if processes > machine.cpus:
+        found.append(
+            f"{processes} processes compute on {machine.cpus:g} cores, so each is slow"
+        )
+    return found
 
 
 def text_of(
@@ -153,7 +178,9 @@ def text_of(
         f"  port: {options.port}",
     ]
     if options.has_key:
-        lines.append("  authentication: keys  # of tenants: `multiworld tenants`")
+        lines.append(
+            "  authentication: keys  # of tenants (`multiworld tenants`), and --api-key"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -23,10 +25,15 @@ from multiworld.cli.model_spec import ModelOptions
 from multiworld.cli.options import JSON, STATE
 from multiworld.errors import ConfigError, SpecError
 from multiworld.log_format import FORMAT, FORMATS, LEVEL, LEVELS, configure
-from multiworld.serve.controller.fleet.record import StateFolder, state_root
+from multiworld.serve.controller.fleet.record import (
+    StateFolder,
+    already_served,
+    state_root,
+)
+from multiworld.serve.controller.port import cannot_listen, check_free
 from multiworld.serve.controller.process_one import leave_process_one
 from multiworld.serve.spec.loader import load_spec, parse_spec
-from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.spec.schema import NAME, PATTERNS, AppSpec, ModelSpec
 from multiworld.serve.tracing.tracer import check as check_traces
 
 if TYPE_CHECKING:
@@ -37,11 +44,24 @@ if TYPE_CHECKING:
 OWNER = "owner"  # tenant with the key of ``--api-key``
 
 
+def _checked_name(
+    context: click.Context, option: click.Parameter, name: str | None
+) -> str | None:
+    if name is not None and not re.fullmatch(NAME, name):
+        raise click.BadParameter(f"{name!r}; {PATTERNS[NAME]}")
+    return name
+
+
 def _of_model(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a model that is served without a spec."""
     for option in reversed(
         [
-            click.option("--served-model-name", "name", help="Name for clients."),
+            click.option(
+                "--served-model-name",
+                "name",
+                callback=_checked_name,
+                help="Name for clients.",
+            ),
             click.option("--host", help="Address to listen on; 127.0.0.1 by default."),
             click.option(
                 "--port", type=click.IntRange(0, 65535), help="Port; 8000 by default."
@@ -50,14 +70,17 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
                 "--api-key",
                 envvar="MULTIWORLD_API_KEY",
                 help="Key that every request needs, of 16 characters or more; safer in "
-                "MULTIWORLD_API_KEY, which other users cannot see.",
+                "MULTIWORLD_API_KEY, which other users cannot see. Also for a SPEC "
+                "with `authentication: keys`.",
             ),
             click.option(
-                "--max-model-len", type=int, help="Maximum tokens of a sequence."
+                "--max-model-len",
+                type=click.IntRange(2, 10_000_000),  # as in the spec
+                help="Maximum tokens of a sequence.",
             ),
             click.option(
                 "--max-num-seqs",
-                type=int,
+                type=click.IntRange(1, 4096),
                 help="Maximum running sequences of a replica.",
             ),
             click.option(
@@ -106,7 +129,10 @@ def _spec_of_model(
         options = replace(options, name=model)
     folder = Path(hub.folder_of(path, commit))
     size = model_spec.weight_bytes_of(folder, options.dtype)
-    return model_spec.text_of(path, commit, options, size, this_node()), folder
+    machine = this_node()
+    for why in model_spec.warnings_of(options, size, machine):
+        tell(f"warning: {why}")
+    return model_spec.text_of(path, commit, options, size, machine), folder
 
 
 def _load(
@@ -133,13 +159,43 @@ def _load(
         )
     # A folder without a spec is refused before the options are.
     spec = load_spec(Path(target)) if path.is_dir() else None
+    api_key = given.pop("api_key", None)
     if given or revision or is_shown:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(
             f"{names or 'this option'} needs a model (a folder, OWNER/NAME or "
             f"smollm2), and {target} is not one; in a spec, set the fields instead"
         )
-    return spec or load_spec(Path(target)), None
+    spec = spec or load_spec(Path(target))
+    if api_key is not None and spec.gateway.authentication != "keys":
+        raise click.UsageError(
+            f"--api-key needs `authentication: keys` in the section gateway of {target}"
+        )
+    return spec, None
+
+
+def _check_start(app: AppSpec, folder: StateFolder) -> None:
+    """Raise what would prevent a start; importing torch first takes seconds."""
+    if folder.is_controlled():
+        raise already_served(folder.path)
+    if app.gateway.port and not folder.has_record():  # nobody can hold it for us
+        try:
+            check_free(app.gateway.host, app.gateway.port)
+        except OSError as error:
+            raise cannot_listen(app.gateway.host, app.gateway.port, error) from error
+
+
+def _curl(models: dict[str, ModelSpec], url: str, *, has_key: bool) -> str:
+    """Return a command that asks the first model that generates text; "" if none."""
+    from multiworld.serve.engine.models import hub
+
+    for name, model in models.items():
+        if model.generation is None or model.path is None:
+            continue
+        folder = Path(hub.folder_of(model.path, model.revision))
+        is_chat = model_spec.has_chat_template(folder)
+        return model_spec.curl_of(url, name, is_chat=is_chat, has_key=has_key)
+    return ""
 
 
 def store_key(folder: Path, api_key: str) -> None:
@@ -241,6 +297,7 @@ def serve(
         return
     fetched_at = None if fetched is None else time.monotonic()
     folder = StateFolder(state or state_root() / app.app)
+    _check_start(app, folder)
     if not as_json:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
@@ -257,12 +314,10 @@ def serve(
         console.print(f"[green]{app.app} is ready[/] at {escape(controller.url)}")
         console.print(f"  after {startup}", soft_wrap=True)
         # Show the desired state, not the file: an earlier update may have changed it.
-        for name, model in controller.fleet.desired.models.items():
-            counts = zip(
-                controller.specs[name][model.version].stages,
-                model.replicas,
-                strict=True,
-            )
+        desired = controller.fleet.desired.models
+        specs = {n: controller.specs[n][m.version] for n, m in desired.items()}
+        for name, model in desired.items():
+            counts = zip(specs[name].stages, model.replicas, strict=True)
             stages = " → ".join(
                 f"{stage.name or n} x{count}" for n, (stage, count) in enumerate(counts)
             )
@@ -276,16 +331,16 @@ def serve(
             soft_wrap=True,
             markup=False,
         )
-        if fetched is not None:
-            (name,) = app.models
-            is_chat = model_spec.has_chat_template(fetched)
-            has_key = api_key is not None
-            line = model_spec.curl_of(
-                controller.url, name, is_chat=is_chat, has_key=has_key
-            )
-            console.print(f"  try: {line}", soft_wrap=True, markup=False)
+        has_key = app.gateway.authentication == "keys"
+        if line := _curl(specs, controller.url, has_key=has_key):
+            with_key = ", with the key in MULTIWORLD_API_KEY" if has_key else ""
+            console.print(f"  try{with_key}: {line}", soft_wrap=True, markup=False)
+        where = "" if state is None else f" --state {shlex.quote(str(state))}"
         console.print(
-            "  Ctrl-C ends the service; `multiworld status` shows its processes"
+            f"  Ctrl-C ends the service; `multiworld status{where}` shows its "
+            "processes",
+            soft_wrap=True,
+            markup=False,
         )
 
     def progress(text: str) -> None:

@@ -20,11 +20,15 @@ class Service(BaseHTTPRequestHandler):
     said: ClassVar[list[Any]] = []
     asked: ClassVar[list[Any]] = []
     models: ClassVar[list[Any]] = []
+    needed: ClassVar[str | None] = None
 
     def log_message(self, *args: object) -> None:
         pass
 
     def do_GET(self) -> None:
+        if self.headers["authorization"] != self.needed:
+            self._answer(401, b'{"error": {"message": "a key is needed"}}')
+            return
         self._answer(200, json.dumps({"data": self.models}).encode())
 
     def do_POST(self) -> None:
@@ -53,7 +57,7 @@ def part_of(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Service.said, Service.asked = ["Hel", "lo"], []
+    Service.said, Service.asked, Service.needed = ["Hel", "lo"], [], None
     Service.models = [{"id": "encoder"}, {"id": "m", "max_model_len": 64}]
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     thread = threading.Thread(target=server.serve_forever)
@@ -78,6 +82,15 @@ def test_error_of_the_service_is_shown(url: str) -> None:
     found = CliRunner().invoke(cli, ["chat", "m", "--url", f"{url}/v1"], input="Hi\n")
     assert found.exit_code == 1
     assert "no such model" in found.output
+
+
+def test_key_is_asked_for_by_its_option(url: str) -> None:
+    Service.needed = "Bearer k"
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input="Hi\n")
+    assert "a key is needed; give it with --key" in found.output
+    env = {"MULTIWORLD_API_KEY": "k"}
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input="Hi\n", env=env)
+    assert found.stdout == "Hello\n", found.output
 
 
 def test_error_within_a_stream_is_shown(url: str) -> None:

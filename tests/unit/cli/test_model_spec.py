@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from click.testing import CliRunner
 
@@ -13,13 +18,17 @@ from multiworld.cli.model_spec import (
     KV_BYTES,
     ModelOptions,
     curl_of,
+    found,
     has_chat_template,
     is_model,
     name_of,
     replicas_that_fit,
     text_of,
+    warnings_of,
 )
 from multiworld.cli.serve import store_key
+from multiworld.errors import SpecError
+from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.machines.amounts import Gpu, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
@@ -120,6 +129,68 @@ def test_key_of_the_environment_is_the_clients_for_a_spec(tmp_path: Path) -> Non
     assert "--port needs a model" in " ".join(found.output.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "machine", "words"),
+    [
+        (ModelOptions(replicas=2), LARGE, []),
+        (ModelOptions(), machine_of(GIB, 1.0), []),
+        (ModelOptions(replicas=8, stages=2), LARGE, ["16 processes"]),
+        (ModelOptions(replicas=40), LARGE, ["40 replicas need about", "40 processes"]),
+        (ModelOptions(replicas=40), machine_of(gpus=1), []),
+    ],
+)
+def test_more_replicas_than_the_machine_bears_are_warned_of(
+    options: ModelOptions, machine: Node, words: list[str]
+) -> None:
+    found = warnings_of(options, GIB, machine)
+    assert len(found) == len(words)
+    for text, word in zip(found, words, strict=True):
+        assert text.startswith(word)
+
+
+def test_used_port_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path / "Tiny")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ["serve", str(folder), "--port", port, "--state", str(tmp_path / "s")]
+        found = CliRunner().invoke(cli, words)
+    assert "Address already in use" in " ".join(found.output.split())
+    assert "starting" not in found.output
+    assert not (tmp_path / "s").exists()
+
+
+def test_running_service_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "s")
+    state.make()
+    held = state.lock()
+    folder = save_decoder(tmp_path / "Tiny")
+    words = ["serve", str(folder), "--port", "0", "--state", str(tmp_path / "s")]
+    # Another process, because this one's lock would also be seen as free from here.
+    command = [sys.executable, "-m", "multiworld", *words]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    os.close(held)
+    assert "a controller already runs" in found.stderr
+    assert "starting" not in found.stdout
+
+
+def test_hub_that_does_not_answer_is_replaced_by_what_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "c" * 40
+    said: list[str] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SpecError, match="neither a file nor a folder"):
+        found("some/model", None, said.append)
+    kept = tmp_path / "models--some--model"
+    save_decoder(kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    assert found("some/model", None, said.append) == ("some/model", commit)
+    assert "serving commit cccccccccccc" in said[-1]
+
+
 def test_engine_gets_no_threads() -> None:
     app = spec_of(ModelOptions(engine="vllm"))
     (model,) = app.models.values()
@@ -166,10 +237,20 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
         (["empty", "--port", "1"], "has no config.json"),
         (["none.yaml"], "is neither a file nor a model"),
         (["empty"], "has no config.json"),
+        (["Tiny", "--max-model-len", "100000000"], "--max-model-len"),
+        (["Tiny", "--max-num-seqs", "0"], "--max-num-seqs"),
+        (["Tiny", "--served-model-name", "a b"], "--served-model-name"),
+        (
+            ["open.yaml", "--api-key", "sk-0123456789-abc"],
+            "needs `authentication: keys`",
+        ),
     ],
 )
 def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None:
+    save_decoder(tmp_path / "Tiny")
     (tmp_path / "app.yaml").write_text("models: {}")
+    open_spec = text_of("/m", None, ModelOptions(), GIB, LARGE)
+    (tmp_path / "open.yaml").write_text(open_spec)
     (tmp_path / "empty").mkdir()
     found = CliRunner().invoke(cli, ["serve", str(tmp_path / words[0]), *words[1:]])
     assert found.exit_code != 0

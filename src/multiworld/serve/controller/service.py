@@ -36,6 +36,7 @@ from multiworld.serve.controller.launchers.base import (
 )
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.controller.launchers.registry import maker_of
+from multiworld.serve.controller.port import cannot_listen, check_free
 from multiworld.serve.controller.startup import Startup, process_began
 from multiworld.serve.controller.store_process import (
     check_secret,
@@ -213,7 +214,7 @@ def _host_of(record: Record | None) -> str:
     if record is None or not (_may_live(record) or _living_store(record)):
         return ""
     try:
-        _check_free(record.app.host, 0)
+        check_free(record.app.host, 0)
     except OSError:
         return ""  # this machine no longer has that address
     return record.app.host
@@ -455,25 +456,14 @@ def _reserve(app: AppSpec, old: Record | None, held: int) -> socket.socket:
         )
         if port and not is_ours:
             try:
-                _check_free(app.gateway.host, port)
+                check_free(app.gateway.host, port)
             except OSError:
                 if app.gateway.port:
                     raise
                 port = 0  # another service has taken the earlier port, so use any
         return listen(app.gateway, port)
     except OSError as error:
-        raise ServeError(
-            f"cannot listen at {app.gateway.host}:{port}: {error.strerror}; give "
-            "another gateway.host or gateway.port (--host, --port)"
-        ) from error
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raise OSError if the port is in use, even by a socket with SO_REUSEPORT."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        raise cannot_listen(app.gateway.host, port, error) from error
 
 
 def _admin(

@@ -97,6 +97,13 @@ class AlreadyServedError(ServeError):
     """The service already has a controller."""
 
 
+def already_served(folder: Path) -> AlreadyServedError:
+    return AlreadyServedError(
+        f"a controller already runs in {folder}; end it with `multiworld shutdown`, or "
+        "give this service another name (app:)"
+    )
+
+
 def state_root() -> Path:
     """Return the folder that holds the state of all services of this user."""
     given = os.environ.get("MULTIWORLD_STATE")
@@ -180,10 +187,7 @@ class StateFolder:
             fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
             os.close(lock)
-            raise AlreadyServedError(
-                f"a controller already runs in {self.path}; end it with `multiworld "
-                "shutdown`, or give this service another name (app:)"
-            ) from None
+            raise already_served(self.path) from None
         with contextlib.suppress(OSError):
             # The disk may be full. That is harmless: the id is only for messages.
             os.truncate(lock, 0)
@@ -206,6 +210,10 @@ class StateFolder:
             return False
         kind: int = struct.unpack_from("h", found)[0]
         return kind != fcntl.F_UNLCK
+
+    def has_record(self) -> bool:
+        """Return whether a controller has recorded processes here."""
+        return self._record.exists()
 
     def hold(self) -> int:
         """Take the shared lock of the service's processes; return its descriptor."""

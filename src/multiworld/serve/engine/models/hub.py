@@ -49,6 +49,16 @@ def is_hub_name(path: str) -> bool:
     return NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
+def fetched_commit(name: str) -> str:
+    """Return the commit of a model's main branch in the cache; "" if there is none."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True)).name
+    except Exception:  # not fetched, no such library, or no valid name
+        return ""
+
+
 def folder_of(path: str, revision: str | None) -> str:
     """Return the folder of a model, fetched into the cache of ``huggingface_hub``."""
     if not is_hub_name(path):
