@@ -43,7 +43,7 @@ from multiworld.serve.controller.fleet.record import (
     sizes_before,
 )
 from multiworld.serve.controller.fleet.start_order import starts_at_once
-from multiworld.serve.controller.fleet.state import Process, ProcessPhase
+from multiworld.serve.controller.fleet.state import STARTING, Process, ProcessPhase
 from multiworld.serve.controller.fleet_metrics import FleetMetrics
 from multiworld.serve.controller.identities import Identities, find_changes
 from multiworld.serve.controller.launchers.base import Launcher, RunningProcess
@@ -329,7 +329,12 @@ class Controller:
             for p in self.fleet.processes.values()
             if p.phase is ProcessPhase.READY
         }
-        self.observer.seen(reports, self._metrics.sums(), posts)
+        loading = [
+            p.name
+            for p in self.fleet.processes.values()
+            if p.model and p.phase in STARTING
+        ]
+        self.observer.seen(reports, self._metrics.sums(), posts, loading)
         busy = (report.machine_busy for report in reports.workers.values())
         if max(busy, default=0.0) >= SATURATED:
             own = {os.getpid(), *(p.pid for p in self.processes.running.values())}

@@ -70,6 +70,7 @@ class Observer:
         reports: Reports,
         counted: tuple[Counted, ...],  # sums since the service started
         posts: Mapping[str, tuple[str, str, int]],  # model, version and stage
+        loading: Sequence[str] = (),  # replicas that are not ready yet
     ) -> None:
         now = self._clock()
         self._reports = reports
@@ -82,7 +83,7 @@ class Observer:
             for name, report in reports.workers.items()
             if name in posts
         }
-        self.paces.seen(work, now)
+        self.paces.seen(work, now, loading)
         self._tell(before)
         self._draw(posts)
 

@@ -69,6 +69,7 @@ class Paces:
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Replica] = {}
+        self._loading: dict[str, float] = {}  # when each process was loading last
         self.paces: dict[str, Pace] = {}
 
     @property
@@ -105,8 +106,14 @@ class Paces:
             and any(pace.rows <= SLOW * median(each.past_rows) for pace, each in found)
         }
 
-    def seen(self, found: Mapping[str, Work], now: float) -> None:
-        """Compare all replicas by their work so far."""
+    def seen(
+        self, found: Mapping[str, Work], now: float, loading: Sequence[str] = ()
+    ) -> None:
+        """Compare all replicas by their work so far; ``loading`` is a likely cause."""
+        self._loading |= dict.fromkeys(loading, now)
+        for name, at in list(self._loading.items()):
+            if at < now - WINDOW_S:
+                del self._loading[name]
         for name in self._replicas.keys() - found.keys():
             del self._replicas[name]
         for name, work in found.items():
@@ -154,7 +161,7 @@ class Paces:
                 replica.past_rows.append(pace.rows)
                 replica.past_at = now
             return ""
-        return _words(pace, peers, beside_peers, beside_past)
+        return _words(pace, peers, beside_peers, beside_past, [*self._loading])
 
 
 def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
@@ -209,7 +216,11 @@ def _slower_words(found: Sequence[tuple[Pace, _Replica]]) -> str:
 
 
 def _words(
-    pace: Pace, peers: list[Pace], beside_peers: float, beside_past: float
+    pace: Pace,
+    peers: list[Pace],
+    beside_peers: float,
+    beside_past: float,
+    loading: Sequence[str],
 ) -> str:
     parts = [f"a step takes {1000 * pace.step_s:.3g} ms"]
     if peers:
@@ -221,6 +232,10 @@ def _words(
         usual = _usual_cpu(peers)
         beside = f", its peers {usual:.2f} s" if peers else ""
         cause = "something else runs on its cores, or it is throttled"
+        if loading:
+            cause = (
+                f"{', '.join(loading)} took its cores to load, or something else did"
+            )
         if pace.has_free_cores:
             cause = "cores are free, so it is throttled, or stopped repeatedly"
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -56,11 +57,11 @@ class Stage:
         self.replicas = {f"m/0/{n}": each for n, each in enumerate(replicas)}
         self.now = 0.0
 
-    def run(self, seconds: float) -> dict[str, str]:
+    def run(self, seconds: float, loading: Sequence[str] = ()) -> dict[str, str]:
         for _ in range(int(seconds / TICK_S)):
             self.now += TICK_S
             found = {name: each.work(TICK_S) for name, each in self.replicas.items()}
-            self.paces.seen(found, self.now)
+            self.paces.seen(found, self.now, loading)
         return self.paces.slow
 
 
@@ -96,6 +97,15 @@ def test_starved_replica_is_said_to_be(busy: float, cause: str) -> None:
     why = stage.run(WINDOW_S + TICK_S)["m/0/0"]
     assert "starved" in why
     assert cause in why
+
+
+def test_process_that_loads_is_named_as_a_likely_cause() -> None:
+    stage = Stage(Replica())
+    stage.run(30.0)
+    stage.replicas["m/0/0"].step_s, stage.replicas["m/0/0"].cpu = 0.03, 0.33
+    why = stage.run(WINDOW_S + TICK_S, loading=["m/0/1"])["m/0/0"]
+    assert "m/0/1 took its cores to load" in why
+    assert "m/0/1" not in stage.run(WINDOW_S + 2 * TICK_S)["m/0/0"]
 
 
 def test_replica_that_is_starved_most_is_named_when_all_are_slower() -> None:
