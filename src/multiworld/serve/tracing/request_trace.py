@@ -22,6 +22,17 @@ FAILED = 500
 class RequestTrace:
     """The span of a request, and its children; ``client``: the span its client sent."""
 
+    # Most requests are not sampled, so their traces should cost little.
+    __slots__ = (
+        "_children",
+        "_client",
+        "_events",
+        "attributes",
+        "began_at",
+        "is_recovered",
+        "own",
+    )
+
     def __init__(self, own: Parent, client: Parent | None, began_at: float) -> None:
         self.own, self._client, self.began_at = own, client, began_at
         self.attributes: dict[str, Value] = {}
@@ -29,6 +40,11 @@ class RequestTrace:
         # Name, start, end, attributes and error of each child; most are never exported.
         self._children: list[tuple[str, float, float, Attributes, str]] = []
         self._events: list[tuple[str, float, Attributes]] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is known already that the spans are exported."""
+        return self.own.is_sampled or self.is_recovered
 
     def add(
         self,
@@ -49,7 +65,7 @@ class RequestTrace:
 
     def is_kept(self, status: int) -> bool:
         """Return whether the spans are exported if the request ends with ``status``."""
-        return self.own.is_sampled or self.is_recovered or status >= FAILED
+        return self.is_wanted or status >= FAILED
 
     def ended(self, name: str, now: float, status: int) -> list[Span]:
         """Return all spans to export after the end of the request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,11 @@ OTLP = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
 """Modules with an ``OTLPSpanExporter``, by protocol."""
+
+RATIO = re.compile(r"(?:ParentBased\{root:)?TraceIdRatioBased\{([\d.e+-]+)\}")
+"""Description of a sampler that takes a share of all new traces."""
+
+IDS = 16  # last hexadecimal digits of a trace's id, by which ratio samplers decide
 
 FLUSH_S = 1.0  # maximum seconds to export the last spans of a process
 
@@ -74,6 +80,20 @@ def _otlp_module(environment: Mapping[str, str]) -> str:
     return OTLP[protocol]
 
 
+def _bound_of(sampler: Any) -> int | None:
+    """Return the bound below which a ratio sampler takes a new trace's id.
+
+    None: it is another sampler. The descriptions of samplers are specified:
+    https://opentelemetry.io/docs/specs/otel/trace/sdk/#getdescription
+    """
+    found = RATIO.match(sampler.get_description())
+    if found is None:
+        return None
+    sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
+    bound: int = sampling.TraceIdRatioBased.get_bound_for_rate(float(found[1]))
+    return bound
+
+
 class Tracer:
     """Tracer of one process, made by ``tracer_of``."""
 
@@ -85,6 +105,7 @@ class Tracer:
         clock: Callable[[], float] = time.monotonic,  # measures all times of spans
     ) -> None:
         self._sampler, self._processor, self._resource = sampler, processor, resource
+        self._bound = _bound_of(sampler)
         self._clock = clock
         self._api = importlib.import_module("opentelemetry.trace")
         self._sdk = importlib.import_module(SDK)
@@ -97,6 +118,9 @@ class Tracer:
         The trace is that of ``parent`` (the client's span) or, without one, ``trace``.
         """
         context = None
+        if parent is None and self._bound is not None:
+            # The same decision, in a tenth of the time.
+            return Parent(trace, span, int(trace[-IDS:], 16) < self._bound)
         if parent is not None:
             known = self._context(parent.trace, parent.span, parent.is_sampled, True)
             trace = parent.trace

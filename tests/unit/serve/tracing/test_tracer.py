@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 
 import pytest
 
@@ -75,6 +76,26 @@ def test_sampler_decides_and_a_client_wins() -> None:
     assert not never.root(None, trace, span, "x").is_sampled
     client = Parent("c" * 32, "d" * 16, is_sampled=True)
     assert never.root(client, trace, span, "x") == Parent(client.trace, span, True)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-5, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("is_parent_based", [True, False])
+def test_share_of_new_traces_is_the_one_that_the_sampler_takes(
+    rate: float, is_parent_based: bool
+) -> None:
+    sampling = importlib.import_module("opentelemetry.sdk.trace.sampling")
+    resources = importlib.import_module("opentelemetry.sdk.resources")
+    sampler = sampling.TraceIdRatioBased(rate)
+    if is_parent_based:
+        sampler = sampling.ParentBased(sampler)
+    ours = Tracer(sampler, Memory(), resources.Resource({}))
+    drawn = random.Random(rate)
+    bound = sampling.TraceIdRatioBased.get_bound_for_rate(rate)
+    near = [n for n in (bound - 1, bound) if 0 <= n < 1 << 64]
+    for number in [*near, *(drawn.getrandbits(128) for _ in range(500))]:
+        decision = sampler.should_sample(None, number, "x").decision
+        found = ours.root(None, f"{number:032x}", "b" * 16, "x")
+        assert found.is_sampled is decision.is_sampled()
 
 
 def test_exported_span_is_what_was_recorded() -> None:

@@ -22,7 +22,7 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.routing import refusals
 from multiworld.serve.routing.attainment import Attainment
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
+from multiworld.serve.tracing.request_trace import CURRENT, RequestTrace, WorkTrace
 from multiworld.serve.wire import inference_messages
 from multiworld.serve.wire.collation import rows_of
 from multiworld.serve.wire.control_messages import GatewayReport, TenantLoad
@@ -49,7 +49,20 @@ class _Call:
     sent_at: float | None = None
     spent: Spent = NOTHING_SPENT
     origin: Origin = NOWHERE
+    replica: str = ""  # of the first attempt
+    request: RequestTrace | None = None  # None: nothing is traced
     trace: WorkTrace | None = None
+
+    def begin_trace(self) -> WorkTrace | None:
+        """Begin to keep spans, with the first attempt; None if nothing is traced.
+
+        Most requests are neither sampled nor disturbed, so they keep none.
+        """
+        if self.trace is None and self.request is not None:
+            self.trace = WorkTrace(self.request, self.began_at, "compute")
+            if self.sent_at is not None:
+                self.trace.attempt(1, (self.replica,), self.sent_at)
+        return self.trace
 
 
 class Dispatcher:
@@ -114,8 +127,9 @@ class Dispatcher:
             self._look_for_silence()
         call = _Call(tensors, deadline_at, job, answered, now, origin=origin)
         self._calls[number] = call
-        if (trace := CURRENT.get()) is not None:
-            call.trace = WorkTrace(trace, now, "compute")
+        call.request = CURRENT.get()
+        if call.request is not None and call.request.is_wanted:
+            call.begin_trace()
         if timing is not None:
             timing.asked(now)
         if via is None:
@@ -127,8 +141,8 @@ class Dispatcher:
             answer = await answered
         except BaseException as error:
             self._count(job, now, route, error)
-            if call.trace is not None:
-                call.trace.ended(self._clock(), type(error).__name__)
+            if (trace := call.begin_trace()) is not None:
+                trace.ended(self._clock(), type(error).__name__)
             if not isinstance(error, ServeError):
                 self._handle(events.Withdrawn(number))
             raise
@@ -270,15 +284,16 @@ class Dispatcher:
             match action:
                 case actions.Dispatch(replica, (number, nth), is_isolated):
                     call = self._calls[number]
-                    if call.sent_at is None:
-                        call.sent_at = now
                     via = call.job.via
                     if nth > 1:
                         call.origin = call.origin.recovered()
-                    if call.trace is not None and call.trace.is_computed:
-                        call.trace.hedge(nth, replica, now)
-                    elif call.trace is not None:
-                        call.trace.attempt(nth, (replica,), now)
+                    trace = call.begin_trace() if nth > 1 else call.trace
+                    if call.sent_at is None:
+                        call.sent_at, call.replica = now, replica
+                    if trace is not None and trace.is_computed:
+                        trace.hedge(nth, replica, now)
+                    elif trace is not None:
+                        trace.attempt(nth, (replica,), now)
                     item = WorkItem(
                         (self.name, number, nth),
                         call.deadline_at - now,
@@ -305,8 +320,8 @@ class Dispatcher:
                     what = f"is replayed (was at {replica}): {why}"
                     about = {"request": call.origin.request}
                     logger.info("%s %s", _name(call.origin), what, extra=about)
-                    if call.trace is not None:
-                        call.trace.lost(what, now)
+                    if (trace := call.begin_trace()) is not None:
+                        trace.lost(what, now)
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
