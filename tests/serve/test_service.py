@@ -23,6 +23,7 @@ from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.controller.service import run_service
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.loader import load_spec
+from tests.ports import free_port
 from tests.serve.harness import (
     WAIT_S,
     Served,
@@ -334,6 +335,13 @@ def test_restarted_controller_continues_with_the_same_spec(
         service.spec["models"]["m"]["stages"][0]["max_batch_size"] = 3
         with pytest.raises(AssertionError, match="give it a new version"):
             service.start()
+        service.spec = spec_with(orphan_s=20.0)
+        port = free_port()
+        service.spec["gateway"] = {**service.spec.get("gateway", {}), "port": port}
+        with pytest.raises(AssertionError, match=r"gateway\.port cannot be changed"):
+            service.start()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5.0).close()
         service.spec = spec_with(orphan_s=20.0)
         secret.write_text("another secret, that nobody here holds")
         with pytest.raises(AssertionError, match="hold another secret"):

@@ -70,5 +70,6 @@ PROBE_GRACE_S = 5.0  # seconds after a probe's limit until the probe is repeated
 # consecutive checks without an answer after which the store is replaced.
 STORE_ANSWER_S, STORE_CHECK_S, STORE_HUNG_AFTER_CHECKS = 1.5, 1.0, 3
 
-KEEPER_START_S = 10.0  # seconds for a stream keeper to start
+KEEPER_START_S = 120.0  # seconds for a stream keeper to start, even on busy cores
+KEEPER_FOUND_S = 10.0  # seconds for an earlier controller's keeper to answer
 KEEPER_BEAT_S = 0.25  # seconds between heartbeats to the stream keeper

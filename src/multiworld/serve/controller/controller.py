@@ -245,7 +245,10 @@ class Controller:
         self._current.follow(resolved.app, resolved.why)
         specs = self._versions.specs
         used = {(name, version) for name in specs for version in specs[name]}
-        self._current.app = await self._identities.identify(self.app, used)
+        app = self.app
+        found = await self._identities.identify(app, used)
+        if self.app is app:  # no update came meanwhile
+            self._current.app = found
         if old is not None:
             for name, path in (await find_changes(self.app)).items():
                 self.history.say("changed", f"{name}: {refusal(path)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Set
 from pathlib import Path
@@ -19,9 +20,15 @@ class Identities:
 
     def __init__(self, specs: Specs, copies: Path) -> None:
         self._specs, self._copies = specs, copies
+        # ``forget_copies`` would remove the copies that another call is making.
+        self._lock = asyncio.Lock()
 
     async def identify(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
         """Add identities, except to ``used``; raise SpecError on unreadable files."""
+        async with self._lock:
+            return await self._identified(app, used)
+
+    async def _identified(self, app: AppSpec, used: Set[tuple[str, str]]) -> AppSpec:
         known = {
             name: spec
             for name, version in used

@@ -17,7 +17,7 @@ from pathlib import Path
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
-from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_START_S
+from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_FOUND_S, KEEPER_START_S
 from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.frames import PROTOCOL, Entry, Kind, entry, frame
 from multiworld.serve.keeper.keeper import Counts
@@ -177,10 +177,16 @@ class KeeperSupervisor:
                 start_new_session=True,
             )
         assert process.stdout is not None
-        async with asyncio.timeout(KEEPER_START_S):
-            line = await process.stdout.readline()
-        if line.strip() != READY:
-            raise OSError(f"it exited before it was ready; see {self._log}")
+        try:
+            async with asyncio.timeout(KEEPER_START_S):
+                line = await process.stdout.readline()
+            if line.strip() != READY:
+                raise OSError(f"it exited before it was ready; see {self._log}")
+        except BaseException:
+            # It would take connections beside the next keeper, without gateways.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
 
     def ending(self) -> None:
         """Make the keeper hold connections for the next service, if the spec says so.
@@ -220,7 +226,7 @@ def port_of_keeper(path: Path) -> int:
     A keeper that hangs, or speaks another protocol, is killed.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(KEEPER_START_S)
+        sock.settimeout(KEEPER_FOUND_S)
         try:
             sock.connect(str(path))
             sock.sendall(frame([entry(Kind.HELLO, 0, PROTOCOL, SUPERVISOR)]))

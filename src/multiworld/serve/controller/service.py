@@ -160,6 +160,7 @@ async def _run(
         await check_secret(kept, security)
     reserved = _reserve(app, old or ended, port_of_keeper(folder.keeper))
     store = await start_store(folder, env, kept, app.host)
+    holder: list[Controller] = []
     try:
         with reserved:
             startup.end("to start the store")
@@ -175,9 +176,10 @@ async def _run(
                 store,
                 Before(old, ended),
                 on_progress,
+                holder,
             )
     except Exception:
-        await _leave_store(folder, store)
+        await _leave_store(folder, holder[0].store if holder else store)
         raise
     return 0
 
@@ -267,6 +269,7 @@ async def _control(
     store: StoreRecord,
     before: Before,
     on_progress: OnProgress,
+    holder: list[Controller],  # gets the controller
 ) -> None:
     old, port = before.old, reserved.getsockname()[1]
     ended = asyncio.Event()
@@ -284,7 +287,6 @@ async def _control(
             loop.add_signal_handler(number, end)
     config = world_config(app.silence_s)
     async with WorldManager(config=config, security=security) as manager:
-        holder: list[Controller] = []
         launcher = await _launcher(
             app, folder, preload, env, holder, is_new=old is None
         )
@@ -296,14 +298,11 @@ async def _control(
         controller.history.on_event = say
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
-        minding = loop.create_task(_mind_store(controller, folder, env, security))
+        minders: list[asyncio.Task[None]] = []
         keeper = KeeperSupervisor(
             folder, reserved, controller.history, lambda: controller.app
         )
-        keeping: asyncio.Task[None] | None = None
-        if app.gateway.is_kept:
-            keeping = loop.create_task(keeper.run())
-        elif app.gateway.keeper:
+        if app.gateway.keeper and not app.gateway.is_kept:
             logger.warning(
                 "gateways with gateway.tls_certificate have no stream keeper: streams "
                 "are lost with their gateway; terminate TLS at a proxy in front instead"
@@ -312,6 +311,12 @@ async def _control(
             await _serves(admin, serving)
             if await _is_prepared(controller, old, ended):
                 controller.start(old)
+                # Only now, because ``start`` may refuse the spec: then the record must
+                # not change, and an earlier keeper must not get another listener.
+                minding = _mind_store(controller, folder, env, security)
+                minders.append(loop.create_task(minding))
+                if app.gateway.is_kept:
+                    minders.append(loop.create_task(keeper.run()))
                 await _until_ended(controller, ended, on_up)
                 old = None
             keeper.ending()
@@ -319,7 +324,6 @@ async def _control(
             await keeper.end()
         finally:
             admin.end()
-            minders = [minding] if keeping is None else [minding, keeping]
             for task in minders:
                 task.cancel()
             await asyncio.gather(serving, *minders, return_exceptions=True)

@@ -428,7 +428,27 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-async def run(args: argparse.Namespace, own: socket.socket) -> None:
+def _bind(own: socket.socket, path: Path) -> int:
+    """Listen at ``path``, in place of an earlier keeper; return the path's inode."""
+    first = path.with_name(f"k{os.getpid()}")  # not longer than that of the keeper
+    first.unlink(missing_ok=True)
+    own.bind(str(first))
+    first.chmod(0o600)
+    own.listen(BACKLOG)
+    inode = first.stat().st_ino
+    first.rename(path)
+    return inode
+
+
+def _is_replaced(path: Path, inode: int) -> bool:
+    """Return whether another keeper listens at ``path``."""
+    try:
+        return path.stat().st_ino != inode
+    except OSError:  # the folder is gone, or unreadable for now
+        return False
+
+
+async def run(args: argparse.Namespace, own: socket.socket, inode: int) -> None:
     """Run a keeper until a signal or its own end; gateways connect at ``own``."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -460,6 +480,9 @@ async def run(args: argparse.Namespace, own: socket.socket) -> None:
             async with asyncio.timeout(TICK_S):
                 await ended.wait()
         process.tick()
+        if _is_replaced(Path(args.socket), inode):
+            # Gateways go to the other keeper, so this one must take no connections.
+            break
         if args.alive and loop.time() - looked_at > LOCK_S:
             looked_at = loop.time()
             is_used = process.is_awaiting or _is_locked(Path(args.alive))
@@ -478,14 +501,10 @@ def main() -> None:
     parser.add_argument("--alive", default="")
     args = parser.parse_args()
     raise_limit()
-    path = Path(args.socket)
-    path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
-        own.bind(str(path))
-        path.chmod(0o600)
-        own.listen(BACKLOG)
+        inode = _bind(own, Path(args.socket))
         own.setblocking(False)
-        asyncio.run(run(args, own))
+        asyncio.run(run(args, own, inode))
 
 
 if __name__ == "__main__":

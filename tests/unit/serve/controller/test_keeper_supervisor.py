@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from multiworld.serve.controller import keeper_supervisor
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.controller.keeper_supervisor import KeeperSupervisor
@@ -81,9 +82,66 @@ async def test_client_is_not_refused_while_the_keeper_starts(
             await supervising
 
 
+async def test_keeper_that_does_not_start_is_killed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, both would accept clients once they have started."""
+    folder = StateFolder(tmp_path)
+    folder.make()
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 50\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    monkeypatch.setattr(keeper_supervisor, "KEEPER_START_S", 0.3)
+    model = {"factory": "a:b", "stages": [{"name": "all"}]}
+    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor = KeeperSupervisor(folder, listener, History(), lambda: app)
+        supervising = asyncio.ensure_future(supervisor.run())
+        pids: list[int] = []
+        async with asyncio.timeout(30):
+            while len(pids) < 2:
+                await asyncio.sleep(0.05)
+                with contextlib.suppress(FileNotFoundError):
+                    pids = [int(n) for n in (tmp_path / "pids").read_text().split()]
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+    async with asyncio.timeout(30):
+        while any(map(_is_running, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(60)
+async def test_keeper_whose_place_another_takes_exits(tmp_path: Path) -> None:
+    """A controller that was killed may have left a keeper that was still starting."""
+    path = tmp_path / "keep.sock"
+    command = [sys.executable, "-m", "multiworld.serve.keeper.process"]
+    command += ["--socket", str(path), "--silence", "2", "--memory", "8"]
+    command += ["--active", "1"]
+    running = []
+    try:
+        for _ in range(2):
+            made = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: ASYNC220
+            running.append(made)
+            assert made.stdout is not None
+            assert await asyncio.to_thread(made.stdout.readline)
+        assert await asyncio.to_thread(running[0].wait, 20) == 0
+        await asyncio.sleep(1.0)
+        assert running[1].poll() is None
+        assert os.listdir(tmp_path) == ["keep.sock"]  # noqa: PTH208
+    finally:
+        for made in running:
+            made.kill()
+            made.wait()
+            assert made.stdout is not None
+            made.stdout.close()
+
+
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -316,6 +316,9 @@ class Reconciler:
             text = f"{what} cannot be placed: {why}"
             yield LogEvent("unplaced", text)
         for other in self._processes_of(key):
+            is_outdated = other.options != self.desired.gateway_options
+            if other.is_gateway and is_outdated:
+                continue  # it serves until its replacement is ready
             if other.is_drain_requested:
                 # Its replacement cannot be placed, so cancel the drain.
                 other.is_drain_requested = False

@@ -19,6 +19,7 @@ from multiworld.serve.controller.fleet.events import (
     Joined,
     Loaded,
     ProcessGone,
+    Unplaced,
 )
 from multiworld.serve.controller.fleet.state import ProcessPhase
 from multiworld.serve.spec.schema import AppSpec
@@ -91,6 +92,21 @@ def test_gateway_that_cannot_start_leaves_the_old_one_in_place() -> None:
     (new,) = gateways(service, ProcessPhase.READY)
     assert {new} != old
     assert service.fleet.processes[new].options == "good"
+
+
+def test_gateway_that_cannot_be_launched_once_is_launched_again() -> None:
+    """The fork server may hang for a moment."""
+    service = Slow()
+    old = gateways(service, ProcessPhase.READY)
+    service.is_slow = True
+    service.options("new")
+    service.handle(Unplaced(service.launched[0], "the fork server hangs"))
+    service.is_slow = False
+    service.tick(60.0)
+    (new,) = gateways(service, ProcessPhase.READY)
+    assert {new} != old
+    assert service.fleet.processes[new].options == "new"
+    assert status.is_ready(service.fleet)
 
 
 def test_same_options_replace_nothing() -> None:
