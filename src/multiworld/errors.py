@@ -37,6 +37,7 @@
     │ ├ RequestCancelledError      409   an operator cancelled the request
     │ ├ RequestPoisonedError       500   the request killed two replicas
     │ ├ NoReplicaError             503   .retry_after_s
+    │ ├ KeeperLostError            503   .retry_after_s
     │ ├ DeadlineExceededError      504
     │ ├ LaunchError                      a process could not be started
     │ └ PlacementError             409   the machines lack the resources  .short
@@ -61,6 +62,7 @@ __all__ = [
     "InvalidRequestError",
     "JoinMismatchError",
     "JoinTimeoutError",
+    "KeeperLostError",
     "LaunchError",
     "MemberLeftError",
     "MemberLostError",
@@ -466,6 +468,12 @@ class QuarantinedError(_RetryLaterError):
 
 class NoReplicaError(_RetryLaterError):
     """A stage had no replica until the request's deadline."""
+
+    status = 503
+
+
+class KeeperLostError(_RetryLaterError):
+    """The stream keeper is being replaced, so it cannot tell where a stream is kept."""
 
     status = 503
 

@@ -78,7 +78,9 @@ class Events:
             async for chunk in self.connection.chunks():
                 for event in filter(None, chunk.decode().split("\n\n")):
                     number, _, data = event.partition("\n")
-                    self.found[int(number.removeprefix("id: "))] = data
+                    at = int(number.removeprefix("id: "))
+                    assert at not in self.found, "an event came twice"
+                    self.found[at] = data
                     count -= 1
                 if count <= 0:
                     break
@@ -171,6 +173,9 @@ async def test_reader_of_a_kept_stream_notices_no_loss(
 ) -> None:
     first = (await (await begun(service)).take(3)).leave()
     readers = [await again(service, first.name, 3) for _ in range(4)]
+    for count, reader in enumerate(readers):
+        if count:
+            await reader.take(count)
     for pid in (await asyncio.to_thread(gateways, service)).values():
         kill(pid)
     for reader in readers:

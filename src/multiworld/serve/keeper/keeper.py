@@ -230,6 +230,11 @@ class Keeper:
         self.size += made.size + record.size - before
         self._name(made)
         self._own(gateway, made)
+        # Streams without clients must not displace the records of others: they have
+        # half of the memory.
+        kept = sum(self.records[number].size for number in self.streams.values())
+        if kept > self._max_bytes // 2:
+            self._give_up_record(made)
 
     def gone(self, number: int) -> None:
         """Remove a waiting connection whose client has left."""

@@ -129,7 +129,7 @@ async def test_keeper_whose_place_another_takes_exits(tmp_path: Path) -> None:
         assert await asyncio.to_thread(running[0].wait, 20) == 0
         await asyncio.sleep(1.0)
         assert running[1].poll() is None
-        assert os.listdir(tmp_path) == ["keep.sock"]  # noqa: PTH208
+        assert os.listdir(tmp_path) == ["keep.sock"]
     finally:
         for made in running:
             made.kill()

@@ -385,6 +385,28 @@ def test_stream_beyond_the_memory_is_not_protected_and_not_refused() -> None:
     assert keeper.lost(1, {7: Counters(0, 200)}, 0.0) == [Refuse(7)]
 
 
+def test_streams_without_clients_leave_half_of_the_memory_to_others() -> None:
+    keeper = ready(1, Keeper(SILENCE_S, 1000))
+    for number in range(20):
+        keeper.accepted(number, NOTHING, 0.0)
+        entries = (
+            Entry(Kind.INPUT, number, 0, b"x" * 100),
+            Entry(Kind.REQUEST, number, 0, b"drawn"),
+            Entry(Kind.KEPT, number, 0, b"stream %d" % number),
+            Entry(Kind.SPLIT, number, 100 + number),
+            Entry(Kind.OUTPUT, number, 0, b"1"),
+            Entry(Kind.IDLE, number),
+            Entry(Kind.CLOSED, number),
+        )
+        said(keeper, 1, *entries)
+        assert keeper.size <= 600
+    keeper.accepted(99, NOTHING, 0.0)
+    said(keeper, 1, Entry(Kind.INPUT, 99, 0, b"x" * 300))
+    assert keeper.records[99].is_protected
+    kept = [n for n in range(100, 120) if keeper.records[n].is_protected]
+    assert kept == [100, 101, 102, 103]
+
+
 def test_connection_is_protected_again_after_a_large_request() -> None:
     keeper = Keeper(SILENCE_S, 100)
     ready(2, ready(1, keeper))

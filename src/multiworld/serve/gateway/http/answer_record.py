@@ -46,10 +46,14 @@ class AnswerRecord:
         *,
         is_resumed: bool = False,  # whether another gateway had the request before
         # Called once the answer has an event log, which clients may read again.
-        on_log: Callable[[AnswerRecord], object] = lambda answer: None,
+        # It returns the bytes of the answer's own record.
+        on_log: Callable[[AnswerRecord], int] = lambda answer: 0,
+        # Returns whether another gateway continues the answer.
+        is_abandoned: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say, self._clock = say, clock
+        self.is_abandoned = is_abandoned
         self.is_resumed, self._began_at = is_resumed, record.began_ns / 1e9
         # Whether another gateway has already sent bytes of the answer.
         self.has_begun = record.has_begun
@@ -111,16 +115,22 @@ class AnswerRecord:
         """Record that the answer has an event log, which outlives the client."""
         self.log = log
         self._say(Kind.KEPT, 0, log.name.encode())
-        self._on_log(self)
+        log.hold(self._on_log(self))
 
     def log_ended(self) -> None:
         """Record that clients can no longer resume reading the answer."""
         self.log = None
         self._on_log_end()
 
-    def move(self, say: Callable[..., None], on_log_end: Callable[[], None]) -> None:
+    def move(
+        self,
+        say: Callable[..., None],
+        on_log_end: Callable[[], None],
+        is_abandoned: Callable[[], bool],
+    ) -> None:
         """Record the answer through ``say``, in another connection, from now on."""
         self._say, self._on_log_end = say, on_log_end
+        self.is_abandoned = is_abandoned
 
     @property
     def events(self) -> int:

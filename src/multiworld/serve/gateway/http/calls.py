@@ -33,6 +33,8 @@ class Call:
     request: AnyRequest
     path: Mapping[str, str]  # path parameters, by name
     tenant: Tenant  # the sender; anonymous if the route needs no tenant
+    # Record from which another gateway can continue the answer.
+    record: AnswerRecord = field(default_factory=unrecorded, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -51,8 +53,6 @@ class AdmittedCall(Call):
 
     admitted: AdmittedRequest  # counts towards the tenant's limits
     reservation: Reservation  # memory reserved for the body
-    # Record from which another gateway can continue the answer.
-    record: AnswerRecord = field(default_factory=unrecorded)
     # Resources to release when the answer ends, whether or not it succeeds.
     held: ExitStack = field(default_factory=ExitStack)
 

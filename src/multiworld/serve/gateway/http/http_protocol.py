@@ -370,23 +370,36 @@ class BoundedProtocol(HttpToolsProtocol):
         return is_idle
 
     def _feed(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while (upgraded := self._fed(rest)) is not None:
+                if self._refusal or self.transport.is_closing():
+                    return
+                # The parser stops, because further bytes may use the other protocol. A
+                # server that does not support it must continue with HTTP (RFC 9110,
+                # 7.8).
+                rest = rest[upgraded:]
+                method = self.parser.get_method()
+                version = self.parser.get_http_version()
+                if method == b"CONNECT":
+                    self._refuse("405 Method Not Allowed", "CONNECT is not served")
+                    return
+                head = head_without_upgrade(method, self.url, version, self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._is_read_again = True
+                self.parser.feed_data(head)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _fed(self, data: memoryview) -> int | None:
+        """Parse ``data``; return how much of it precedes an upgrade, None if none."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser stops, because further bytes may use the other protocol. A
-            # server that does not support it must continue with HTTP (RFC 9110, 7.8).
-            method = self.parser.get_method()
-            version = self.parser.get_http_version()
-            if method == b"CONNECT":
-                self._refuse("405 Method Not Allowed", "CONNECT is not served")
-                return
-            head = head_without_upgrade(method, self.url, version, self.headers)
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            self._is_read_again = True
-            self._feed(head + data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            count: int = upgrade.args[0]
+            return count
+        return None
 
     def on_body(self, body: bytes) -> None:
         self._has_progress = True

@@ -45,6 +45,7 @@ REFUSALS = {
 # already sent, only the code distinguishes these errors.
 FAILURES = {
     errors.NoReplicaError: "no_replica",
+    errors.KeeperLostError: "keeper_lost",
     errors.DeadlineExceededError: "deadline_exceeded",
     errors.ModelFailedError: "model_failed",
     errors.RequestCancelledError: "cancelled",
@@ -134,7 +135,11 @@ class EventStream(StreamingResponse):
         events = self._all(events)
         if self.begin_log is not None:
             log, self._is_logged = self.begin_log(self.record.log_ended), True
-            log.fill(events, lambda: self.on_end(self._status))
+            log.fill(
+                events,
+                lambda: self.on_end(self._status),
+                is_resumed=self.record.is_detached,
+            )
             self.record.log_begun(log)
             if self.record.is_detached:
                 return

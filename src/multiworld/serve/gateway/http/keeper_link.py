@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from multiworld.errors import KeeperLostError
 from multiworld.serve.deadlines import KEEPER_S
 from multiworld.serve.keeper.channel import Channel, add_socket
 from multiworld.serve.keeper.connection_record import ConnectionRecord, record_of
@@ -38,6 +39,7 @@ MAX_BEAT_S = 0.25  # maximum seconds between two heartbeats
 MIRROR_BYTES = 1024 * 1024
 # Maximum seconds to wait for the keeper's answer to a stream look-up.
 FIND_S = 2.0
+NO_ANSWER = "the stream keeper is being replaced; retry later"
 AGAIN_S = 0.02  # seconds between attempts to reach a keeper
 
 Write = tuple["Recorded", Callable[[], None]]
@@ -150,9 +152,13 @@ class KeeperLink:
         return made
 
     async def find(self, connection: Recorded, stream: bytes) -> Place:
-        """Ask the keeper where the stream with this id is kept."""
+        """Ask the keeper where the stream with this id is kept.
+
+        Raises:
+            KeeperLostError: The keeper is lost, or does not answer.
+        """
         if self._channel is None:
-            return Place.NOWHERE
+            raise KeeperLostError(NO_ANSWER)
         number = connection.record.number
         found: asyncio.Future[Place] = self._loop.create_future()
         self._finding[number] = found
@@ -162,7 +168,7 @@ class KeeperLink:
             async with asyncio.timeout(FIND_S):
                 return await found
         except TimeoutError:
-            return Place.NOWHERE
+            raise KeeperLostError(NO_ANSWER) from None
         finally:
             self._finding.pop(number, None)
 
@@ -327,6 +333,9 @@ class KeeperLink:
         if not self._is_leaving:
             logger.warning("the stream keeper is lost; waiting for the next one")
         self._channel = None
+        for found in self._finding.values():
+            if not found.done():
+                found.set_exception(KeeperLostError(NO_ANSWER))
         self._lost.set()
         for writes in (*self._sent, self._writes):
             _write_all(writes)

@@ -12,6 +12,7 @@ from multiworld.errors import UnknownStreamError
 
 COMMENT = b":"  # first byte of a comment, which keeps a connection open
 KEEP_ALIVE = b": still generating\n\n"
+READER_S = 10.0  # seconds for readers of a lost gateway's stream to come
 KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comment
 
 
@@ -30,7 +31,9 @@ class EventLog:
         self._events: list[bytes] = []
         self._first = 0  # number of events that were dropped for lack of memory
         self._is_waiting = False
-        self.size = 0  # bytes of all events
+        self.size = 0  # bytes of all events, and of the record of the request
+        self._is_cut = False  # it was removed for lack of memory
+        self._may_be_awaited = False  # readers of a lost gateway may be about to come
         self.is_complete = False  # the stream has ended
         # For each reader, a list with the number of the last event that it has.
         self._positions: list[list[int]] = []
@@ -53,10 +56,19 @@ class EventLog:
 
     # Filling.
 
+    def hold(self, size: int) -> None:
+        """Count ``size`` bytes that are held until the log is removed."""
+        self._logs.count(self, size)
+
     def fill(
-        self, events: AsyncGenerator[bytes], on_filled: Callable[[], object]
+        self,
+        events: AsyncGenerator[bytes],
+        on_filled: Callable[[], object],
+        *,
+        is_resumed: bool = False,  # whether another gateway had the stream before
     ) -> None:
         """Log ``events`` in a task; call ``on_filled`` when they have ended."""
+        self._may_be_awaited = is_resumed
         self._filling = asyncio.ensure_future(self._fill(events))
         self._filling.add_done_callback(lambda _: on_filled())
         self._wait_for_reader()
@@ -78,7 +90,8 @@ class EventLog:
         self._tell()
         self._logs.count(self, len(event))
         while self._logs.is_full(self):
-            if not self._positions:
+            if not self._positions and not await self._reader_comes():
+                self._is_cut = True
                 self.end()
                 return
             self._drop(min(at for (at,) in self._positions))
@@ -87,6 +100,16 @@ class EventLog:
             self._is_waiting = True  # waits for the slowest reader
             await self._changed.wait()
             self._is_waiting = False
+
+    async def _reader_comes(self) -> bool:
+        """Return whether a reader comes, whose connection moves here from a loss."""
+        if self._may_be_awaited:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READER_S):
+                    while not self._positions:
+                        await self._changed.wait()
+            self._may_be_awaited = False
+        return bool(self._positions)
 
     def _drop(self, number: int) -> None:
         """Drop the events up to and including ``number``."""
@@ -107,6 +130,7 @@ class EventLog:
         self.require_all(after)
         position = [after]
         self._positions.append(position)
+        self._tell()  # the stream may wait for a reader
         self._stop_timer()
         try:
             while True:
@@ -116,6 +140,11 @@ class EventLog:
                     if self._is_waiting:
                         self._tell()
                     yield event
+                if self._is_cut:
+                    raise UnknownStreamError(
+                        "the stream was removed for lack of memory; the operator can "
+                        "raise gateway.detached_mb"
+                    )
                 if self.is_complete:
                     return
                 try:

@@ -107,15 +107,20 @@ class Recorder(Unrecorded, Recorded):
     def begin_answer(self) -> AnswerRecord:
         record = self.record if self._continues else ConnectionRecord(0)
         self._answer = AnswerRecord(
-            record, self.say, is_resumed=self._is_resumed, on_log=self._split
+            record,
+            self.say,
+            is_resumed=self._is_resumed,
+            on_log=self._split,
+            is_abandoned=lambda: self.is_abandoned,
         )
         self._is_resumed = self._continues = False
         return self._answer
 
-    def _split(self, answer: AnswerRecord) -> None:
+    def _split(self, answer: AnswerRecord) -> int:
         """Record a kept stream separately from its client's connection."""
         record = self._link.split(self, secrets.randbits(63))
         DetachedRecorder(self._link, record).take(answer)
+        return record.size
 
     def answered(self) -> None:
         self._answer = None
@@ -210,7 +215,7 @@ class DetachedRecorder(Unrecorded, Recorded):
     def take(self, answer: AnswerRecord) -> None:
         """Record an answer from now on, until the answer's log ends."""
         self._answer = answer
-        answer.move(self._say, self._end)
+        answer.move(self._say, self._end, lambda: self.is_abandoned)
 
     def _say(self, kind: Kind, value: int = 0, payload: bytes = b"") -> None:
         if not self._is_ended:
@@ -222,7 +227,10 @@ class DetachedRecorder(Unrecorded, Recorded):
         self._link.remove(self)
 
     def begin_answer(self) -> AnswerRecord:
-        answer = AnswerRecord(self.record, self._say, is_resumed=True)
+        size = self.record.size
+        answer = AnswerRecord(
+            self.record, self._say, is_resumed=True, on_log=lambda _: size
+        )
         self.take(answer)
         return answer
 

@@ -118,26 +118,28 @@ async def respond(
     number = request_id_of(request, record)
     REQUEST.set(number)
     if route.needs is Needs.BODY:
-        response = await _respond_counted(
-            gateway, route, request, path, recorder, record
-        )
+        response = await _respond_counted(gateway, route, request, path, record)
     else:
-        answer = _respond(gateway, route, request, path)
-        response = await _handled(answer, route)
+        answer = _respond(gateway, route, request, path, record)
+        response = _continued(await _handled(answer, route), record)
     # Append directly: ``headers`` would first search for a header of this name.
     response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     return response
 
 
 async def _respond(
-    gateway: Gateway, route: Route, request: AnyRequest, path: Mapping[str, str]
+    gateway: Gateway,
+    route: Route,
+    request: AnyRequest,
+    path: Mapping[str, str],
+    record: AnswerRecord,
 ) -> Response:
     tenant = ANONYMOUS
     if route.needs is Needs.OPERATOR:
         gateway.authenticator.check_operator(request.headers)
     elif route.needs is Needs.TENANT:
         tenant = gateway.authenticator.identify(request.headers)
-    return await route.handler(Call(gateway, request, path, tenant))
+    return await route.handler(Call(gateway, request, path, tenant, record=record))
 
 
 async def _respond_counted(
@@ -145,7 +147,6 @@ async def _respond_counted(
     route: Route,
     request: AnyRequest,
     path: Mapping[str, str],
-    recorder: Unrecorded,
     record: AnswerRecord,
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome."""
@@ -169,7 +170,13 @@ async def _respond_counted(
     admitted.origin = Origin(REQUEST.get(), None if trace is None else trace.own)
     reservation = Reservation(gateway.bodies, admitted.tenant.name)
     call = AdmittedCall(
-        gateway, request, path, admitted.tenant, admitted, reservation, record
+        gateway,
+        request,
+        path,
+        admitted.tenant,
+        admitted,
+        reservation,
+        record=record,
     )
 
     def end(status: int) -> Phases | None:
@@ -178,7 +185,7 @@ async def _respond_counted(
         model = call.name or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
-        is_ended = not recorder.is_abandoned  # else another gateway continues it
+        is_ended = not record.is_abandoned()  # else another gateway continues it
         gateway.authenticator.finish(admitted, label, status if is_ended else None)
         began_at, now = admitted.started_at, gateway.authenticator.clock()
         phases = admitted.timing.phases(began_at, now)

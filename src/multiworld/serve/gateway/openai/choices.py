@@ -29,6 +29,7 @@ from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 # the stream that another gateway has delivered, and the receiver of its items.
 Open = Callable[[Sequence[int], Sampling, Delivered, OnItem], OpenStream]
 
+REPLAYED = 64  # recorded tokens that are rendered at once, in about 5 ms at most
 KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 MAX_UNREAD = 400_000  # maximum ``_cost`` of a request's pieces that wait for its client
 # Logprob of probability zero, as in vLLM, because JSON has no infinity.
@@ -98,7 +99,9 @@ async def generate(
     the pieces that wait for the client exceed ``MAX_UNREAD``.
     """
     tokens: dict[int, list[int]] = {}
-    for index, item in record.replayed():
+    for number, (index, item) in enumerate(record.replayed(), 1):
+        if number % REPLAYED == 0:
+            await asyncio.sleep(0)  # other requests need the event loop, too
         tokens.setdefault(index, []).append(item.token)
         yield _piece(choices[index], item)
     arrivals = _Arrivals(choices, on_token, record)

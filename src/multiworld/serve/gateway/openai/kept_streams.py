@@ -37,7 +37,7 @@ async def read_stream(call: Call) -> Response:
     """
     response = await events_behind(call, call.path["id"], _after(call))
     if isinstance(response, EventStream):
-        response.record = _recorder(call).begin_answer()
+        response.record = call.record
     return response
 
 

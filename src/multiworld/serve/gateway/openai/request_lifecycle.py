@@ -98,7 +98,8 @@ async def answered(
     else:
         response = await form.whole(ready, pieces)
     if ignored := ", ".join(ready.wanted.ignored):
-        response.headers[IGNORED] = ignored
+        # Headers cannot have all characters of a field's name.
+        response.headers[IGNORED] = ignored.encode("ascii", "backslashreplace").decode()
         what = f"requests to model {ready.wanted.model} have unknown fields"
         rare_log.error(what, ignored, cause=what)
     return response

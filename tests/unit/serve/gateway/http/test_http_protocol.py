@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import re
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -712,6 +713,20 @@ async def test_upgrade_that_is_not_done_is_ignored(kind: str, piece: int) -> Non
             await asyncio.sleep(0)
         assert await client.answer() == (200, size)
         assert await client.ask() == (200, b"0")
+
+
+async def test_many_upgrades_at_once_take_no_more_memory_than_their_bytes() -> None:
+    head = b"GET / HTTP/1.1\r\nHost:a\r\nConnection:upgrade\r\nUpgrade:a\r\n\r\n"
+    async with serving() as server:
+        client = await server.connect()
+        tracemalloc.start()
+        try:
+            client.send(head * 4000)
+            assert await client.is_closed()  # more requests than may be pipelined
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 20 * len(head * 4000)
 
 
 async def test_tunnel_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from multiworld.errors import KeeperLostError
 from multiworld.serve.gateway.http import keeper_link
 from multiworld.serve.gateway.http.keeper_link import KeeperLink, Recorded
 from multiworld.serve.keeper.channel import Channel
@@ -120,6 +121,22 @@ async def test_nothing_is_written_before_the_keeper_can_have_it(
     assert out == ["first", "second"]
     assert connection.done[-1] == "resume"
     await until(lambda: Kind.INPUT in keeper.kinds)
+
+
+async def test_stream_is_not_said_to_be_gone_while_the_keeper_is(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    keeper.read()
+    connection = Kept(1)
+    link.add(connection)
+    asked = asyncio.ensure_future(link.find(connection, b"s"))
+    await until(lambda: Kind.FIND in keeper.kinds)
+    keeper.close()
+    for asking in (asked, link.find(connection, b"s")):
+        with pytest.raises(KeeperLostError):
+            async with asyncio.timeout(1.0):  # less than ``FIND_S``
+                await asking
 
 
 async def test_connection_that_cannot_be_written_to_holds_no_other_back(

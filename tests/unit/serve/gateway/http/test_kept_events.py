@@ -145,6 +145,56 @@ async def test_stream_without_room_and_reader_ends() -> None:
     assert logs.find("s", "t") is None
 
 
+async def test_reader_of_a_stream_that_is_removed_for_want_of_room_is_told() -> None:
+    log, source = begun(EventLogs(4 * SIZE))
+    events = log.read(0)
+    source.give(1)
+    async with asyncio.timeout(HANG_S):
+        await anext(events)
+    late = log.read(0)
+    await events.aclose()
+    source.give(3)
+    await settle()
+    assert source.is_closed
+    with pytest.raises(UnknownStreamError, match="for lack of memory"):
+        [event async for event in late]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_stream_that_moved_here_waits_for_its_readers(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its events so far are made again at once, before any reader can come."""
+    monkeypatch.setattr(kept_events, "READER_S", HANG_S if comes else 0.05)
+    logs, source = EventLogs(4 * SIZE), Source()
+    log = logs.begin("s", "t", 60.0)
+    log.fill(source.events(), lambda: None, is_resumed=True)
+    source.give(9)
+    source.end()
+    await settle()
+    assert not source.is_closed
+    if comes:
+        assert await all_of(log) == list(range(1, 10))
+    else:
+        async with asyncio.timeout(HANG_S):
+            while not source.is_closed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert (logs.find("s", "t") is not None) is comes
+
+
+async def test_request_of_a_stream_counts_as_long_as_its_log_is_kept() -> None:
+    logs = EventLogs(8 * SIZE)
+    for name in "abc":
+        log, source = begun(logs, name)
+        log.hold(3 * SIZE)
+        source.give(1)
+        source.end()
+        await settle()
+    assert [logs.find(name, "t") is not None for name in "abc"] == [False, False, True]
+    log.end()
+    assert logs.size == 0
+
+
 async def test_stream_without_room_goes_at_the_pace_of_its_reader() -> None:
     logs = EventLogs(4 * SIZE)
     log, source = begun(logs)

@@ -254,13 +254,14 @@ async def test_unknown_fields_are_ignored_and_named(
     played = Played(tokenizer)
     played.streams.text = [7]
     tool = {"type": "function", "function": {"name": "f"}, "cache_control": {"a": 1}}
-    body = {"messages": PROMPT, "trace": {"id": 5}, "tools": [tool], "model": "g"}
+    body: dict[str, Any] = {"messages": PROMPT, "tools": [tool], "model": "g"}
+    body |= {"trace": {"id": 5}, "用户": 1}
     async with played.fake.client("") as client:
         sent = {**body, "stream": is_streamed}
         answer = await client.post(CHAT, json=sent)
         assert answer.status_code == 200, answer.text
         ignored = answer.headers["x-ignored-fields"].split(", ")
-        assert sorted(ignored) == ["tools[0].cache_control", "trace"]
+        assert sorted(ignored) == [r"\u7528\u6237", "tools[0].cache_control", "trace"]
         played.fake.gateway.is_strict = True
         assert (await client.post(CHAT, json=sent)).status_code == 400
 

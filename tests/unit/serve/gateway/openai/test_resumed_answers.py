@@ -48,7 +48,12 @@ class Recording(Unrecorded):
         self.states.append(copy.deepcopy(self.record))
 
     def begin_answer(self) -> AnswerRecord:
-        return AnswerRecord(self.record, self.say, is_resumed=self.is_resumed)
+        return AnswerRecord(
+            self.record,
+            self.say,
+            is_resumed=self.is_resumed,
+            is_abandoned=lambda: self.is_abandoned,
+        )
 
 
 async def events_of(
