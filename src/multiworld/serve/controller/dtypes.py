@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from multiworld.config import MIB
 from multiworld.serve.controller.placement.replica_placement import Specs
-from multiworld.serve.engine.models.factory import build_model
+from multiworld.serve.engine.models.factory import build_model, takes_dtype
 from multiworld.serve.machines.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
@@ -41,7 +41,7 @@ def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
             continue
         before = known.get(name, {}).get(spec.version)
         slow = slowest(spec, nodes)
-        if facts.dtype != "bfloat16":
+        if facts.dtype != "bfloat16" or not takes_dtype(spec):
             is_wide = False
         elif before is not None and before.generation is not None:
             is_wide = before.generation.dtype == "float32"

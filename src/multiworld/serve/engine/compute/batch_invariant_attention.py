@@ -186,7 +186,8 @@ class InvariantAttention(Attention):
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache, self._rows = cache, rows
-        self._batches: list[Batch] | None = None
+        self._agreed: tuple[tuple[int, ...], int] | None = None
+        self._batches: list[Batch] = []
         self._others: list[tuple[int, Rows, Tensor]] = []
         self._masks: dict[object, Tensor] = {}
 
@@ -199,11 +200,14 @@ class InvariantAttention(Attention):
         heads, size = key.shape[0], query.shape[2]
         threads = torch.get_num_threads()
         sizes = invariant_sizes(heads, size, value.shape[2], key.dtype, threads)
-        room = functools.partial(padded, sizes.keys)
-        if self._batches is None:
-            self._cache.granule = largest_step(sizes.keys)
-            max_count = sizes.sequences if len(query) // heads <= sizes.rows[0] else 1
-            self._batches, others = self._cache.batches(self._rows, room, max_count)
+        max_count = sizes.sequences if len(query) // heads <= sizes.rows[0] else 1
+        agreed = self._cache.agree(sizes.keys, max_count)
+        room = functools.partial(padded, agreed[0])
+        if self._agreed != agreed:  # in the first layer of all steps but the first
+            self._agreed = agreed
+            self._masks.clear()
+            self._cache.granule = largest_step(agreed[0])
+            self._batches, others = self._cache.batches(self._rows, room, agreed[1])
             self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
         tiled = functools.partial(
             self._in_tiles, sizes=sizes.rows, window=call.window, scale=call.factor
@@ -270,9 +274,9 @@ class InvariantAttention(Attention):
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the additive mask (0 or -inf), [sequences, 1, rows, keys]."""
-        # An id is a safe key, because ``begins`` live as long as this object. The mask
-        # is additive, because torch would convert a Boolean one anew in every layer.
-        form = (id(begins), group, window)
+        # An id is a safe key, because ``begins`` live as long as the masks. The mask is
+        # additive, because torch would convert a Boolean one anew in every layer.
+        form = (id(begins), group, window, rows)
         mask = self._masks.get(form)
         if mask is None:
             at = torch.arange(count).repeat(group)

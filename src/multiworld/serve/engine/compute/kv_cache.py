@@ -74,6 +74,7 @@ class KvCache:
         self.granule = block_size if granule is None else granule
         self._attention = attention or StepAttention
         self._memory = KvMemory(block_size)
+        self._agreed: tuple[tuple[int, ...], int] | None = None
         self.lengths: dict[Hashable, int] = {}  # number of tokens of each sequence
 
     @torch.inference_mode()
@@ -84,6 +85,17 @@ class KvCache:
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
+
+    def agree(self, keys: Sequence[int], count: int) -> tuple[tuple[int, ...], int]:
+        """Return the key counts and the sequence count that suit all layers so far.
+
+        A sequence has the same room in all layers, whose heads may differ in size.
+        """
+        if self._agreed is not None:
+            known, most = self._agreed
+            keys, count = [each for each in known if each in keys], min(most, count)
+        self._agreed = tuple(keys), count
+        return self._agreed
 
     def step(self, rows: Sequence[Rows]) -> Attention:
         """Return the attention function of one step.

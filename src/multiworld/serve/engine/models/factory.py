@@ -64,10 +64,16 @@ def build_model(spec: ModelSpec) -> Model:
             f"factory {factory!r} has no parameter 'quantization'; quantize the "
             "weights in the factory, or remove `quantization:` from the spec"
         )
+    if offered.get("dtype") and "dtype" not in taken:
+        raise SpecError(
+            f"factory {factory!r} has no parameter 'dtype'; choose the dtype in the "
+            "factory, or remove `dtype:` from the spec"
+        )
     made = _call_factory(function, factory, {**taken, **spec.options})
+    is_module = isinstance(made, Module)
     if isinstance(made, Module):
-        return cut_module(made, count, spec.cut)
-    if spec.cut is not None and "cut" not in taken:
+        made = cut_module(made, count, spec.cut)
+    if spec.cut is not None and "cut" not in taken and not is_module:
         raise SpecError(
             f"factory {factory!r} returns stages and has no parameter 'cut', so `cut:` "
             "has no effect; add the parameter, or remove `cut:` from the spec"
@@ -90,6 +96,11 @@ def build_model(spec: ModelSpec) -> Model:
         )
     _check_limits(model, spec)
     return model
+
+
+def takes_dtype(spec: ModelSpec) -> bool:
+    """Return whether a model's factory can be asked for a dtype."""
+    return spec.engine is not None or _takes(import_factory(_factory_of(spec)), "dtype")
 
 
 def _check_version(spec: ModelSpec) -> None:

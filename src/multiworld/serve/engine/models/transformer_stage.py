@@ -187,9 +187,10 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     # differently.
     if span.end - span.begin < span.count:
         config.num_hidden_layers = span.end - span.begin
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        config.layer_types = kinds[span.begin : span.end]
+        # Such as ``layer_types``: ``forward`` counts the layers of this stage.
+        for key, value in list(vars(config).items()):
+            if isinstance(value, list | tuple) and len(value) == span.count:
+                setattr(config, key, value[span.begin : span.end])
 
 
 class LayerPart(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from multiworld.errors import ModelFailedError
@@ -20,6 +20,7 @@ from multiworld.serve.engine.compute.batch_invariant_attention import (
     KEYS,
     PIECE,
     InvariantAttention,
+    Sizes,
     attend,
     invariant_sizes,
     largest_step,
@@ -405,3 +406,60 @@ def test_other_routers_stay_as_they_are() -> None:
     plain = modules[0](rows, ids)
     make_routers_invariant(modules)
     assert torch.equal(modules[0](rows, ids), plain)
+
+
+SHAPES = ((1, 16), (4, 8), (1, 16))
+"""Key heads, and their size, of three layers."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ((260, 350), [{0: 1, 1: 1}]),
+        ((190, 192, 192), [{0: 4, 1: 1, 2: 1}, {1: 1, 2: 1}, {2: 1}]),
+    ],
+    ids=["other rooms", "a sequence that moves"],
+)
+def test_layers_may_have_heads_of_different_sizes(
+    lengths: tuple[int, ...],
+    steps: list[dict[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The key counts that a layer may use differ; a sequence has one room in all."""
+    keys = {16: (64, 128, 192, 320, 384, 448, 512), 8: (64, 128, 192, 384, 448, 512)}
+
+    def sizes(heads: int, size: int, *rest: object) -> Sizes:
+        return Sizes((4, 16, 64), keys[size], 8)
+
+    module = "multiworld.serve.engine.compute.batch_invariant_attention"
+    monkeypatch.setattr(f"{module}.invariant_sizes", sizes)
+    cache, chance = KvCache(attention=InvariantAttention), torch.Generator()
+    kept: dict[tuple[Hashable, int], tuple[Tensor, Tensor]] = {}
+    for counts in [{n: length} for n, length in enumerate(lengths)] + steps:
+        rows = [Rows(n, cache.lengths.get(n, 0), count) for n, count in counts.items()]
+        step = cache.step(rows)
+        for layer, (heads, size) in enumerate(SHAPES):
+            shape = (sum(counts.values()), size)
+            query = torch.randn(2 * heads, *shape, generator=chance)
+            key, value = torch.randn(2, heads, *shape, generator=chance)
+            found = step.attend(layer, query, key, value).transpose(0, 1)
+            begin = 0
+            for each in rows:
+                here = slice(begin, begin := begin + each.count)
+                new = key[:, here], value[:, here]
+                old = kept.get((each.sequence, layer), (key[:, :0], value[:, :0]))
+                all_keys, all_values = (
+                    torch.cat(pair, 1) for pair in zip(old, new, strict=True)
+                )
+                kept[each.sequence, layer] = all_keys, all_values
+                at = torch.arange(each.begin, each.begin + each.count)
+                wanted = functional.scaled_dot_product_attention(
+                    query[None, :, here],
+                    all_keys[None],
+                    all_values[None],
+                    attn_mask=torch.arange(all_keys.shape[1])[None] <= at[:, None],
+                    enable_gqa=True,
+                )[0]
+                torch.testing.assert_close(
+                    found[:, here], wanted, msg=f"{layer} {each}"
+                )

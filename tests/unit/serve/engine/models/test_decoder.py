@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multiworld.errors import SpecError
+from multiworld.serve import Module, TensorSpec
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.models import (
     decoder,
@@ -346,16 +347,36 @@ def unquantized() -> Model:
     raise AssertionError("it must not be called")
 
 
-def test_factory_that_cannot_quantize_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("quantization", "int8"), ("dtype", "bfloat16")]
+)
+def test_factory_that_cannot_do_what_is_asked_is_refused(name: str, value: str) -> None:
     """If the option were ignored, users would take floats for integers."""
     spec = ModelSpec.model_validate(
         {
             "factory": f"{__name__}:unquantized",
-            "generation": {"quantization": "int8"},
+            "generation": {name: value},
             "stages": [{}],
         }
     )
-    with pytest.raises(SpecError, match="has no parameter 'quantization'"):
+    with pytest.raises(SpecError, match=f"has no parameter '{name}'"):
+        build_model(spec)
+
+
+def tensors_only() -> Module:
+    return Module(
+        make=lambda: torch.nn.Linear(4, 4),
+        inputs=[TensorSpec("x", "FP32", (-1, 4))],
+        outputs=[TensorSpec("y", "FP32", (-1, 4))],
+    )
+
+
+def test_module_that_generates_no_text_is_refused_as_one_that_does() -> None:
+    factory = f"{__name__}:tensors_only"
+    spec = ModelSpec.model_validate(
+        {"factory": factory, "generation": {}, "stages": [{}]}
+    )
+    with pytest.raises(SpecError, match="remove `generation:`"):
         build_model(spec)
 
 

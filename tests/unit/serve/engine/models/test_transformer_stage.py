@@ -107,6 +107,11 @@ def test_three_stages_are_the_whole_model(kind: str, tmp_path: Path) -> None:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "granite": {**GROUPED, "embedding_multiplier": 3.0},
+    "granite_swa": {
+        **GROUPED,
+        "layer_types": ["sliding_attention", *["full_attention"] * 3],
+        "layer_rope_theta": [10_000.0, 0, 0, 10_000.0],
+    },
     "olmoe": {**GROUPED, "num_experts": 2, "num_experts_per_tok": 1},
     "stablelm": GROUPED,
     "megatron-bert": TINY,
