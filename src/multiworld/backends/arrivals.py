@@ -79,6 +79,19 @@ class Arrival:
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False
 
+    def detach(self) -> None:
+        """Forget the receive, which has failed; the rest arrives in other memory.
+
+        The caller may use its tensor again, and the connection may stay open.
+        """
+        if self.receive is not None:
+            self.receive.arrival = None
+            self.receive = None
+        self.merge = None
+        if self.is_borrowed and not self.is_complete:
+            self.tensor = allocate(self.description)
+            self.memory, self.is_borrowed = memory_of(self.tensor), False
+
 
 def allocate(description: Description) -> Tensor:
     dtype, shape, count = form_of(description)

@@ -304,6 +304,9 @@ class Mailbox:
                 return arrival
             self._unpost(receive)
             receive.fail(error)
+        if source in self._ended:
+            # A message before this one may be lost, so nobody receives this one.
+            return self._own(source, description, lent)
         # If the budget is used up, return None: the lane then stops reading until its
         # ``on_room`` is called (see ``stall``).
         over = self._held[source] + _weight(description) > self._budget
@@ -409,7 +412,7 @@ class Mailbox:
         for receive in list(self._taken):
             if receive.arrival is not None and receive.arrival.source == source:
                 self._taken.discard(receive)
-                receive.arrival = None
+                receive.arrival.detach()
                 receive.fail(make_error(source))
         self._unhold_unfinished((source,))
 
@@ -426,6 +429,8 @@ class Mailbox:
         waiting = [receive for posted in self._posted.values() for receive in posted]
         for receive in [*waiting, *self._taken]:
             receive.fail(make_error())
+            if receive.arrival is not None:
+                receive.arrival.detach()
         self._posted.clear()
         self._taken.clear()
         self._stalled.clear()

@@ -106,6 +106,8 @@ class LinkTable:
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
         self._waiters: Counter[LinkKey] = Counter()
         self._linking: dict[LinkKey, asyncio.Task[None]] = {}
+        # Tasks that dial only the heartbeat connection of a link.
+        self._redialing: dict[LinkKey, asyncio.Task[None]] = {}
         self._is_closed = False
         _tables[uid] = self
 
@@ -163,7 +165,7 @@ class LinkTable:
 
     async def _wait_for_dial(self, key: LinkKey, address: Address) -> None:
         """Dial, or wait for a dial in progress; cancel dialing once no caller waits."""
-        dialing = self._once(key, lambda: self._dial(key, address))
+        dialing = _once(self._linking, key, lambda: self._dial(key, address))
         self._waiters[key] += 1
         try:
             await asyncio.shield(dialing)
@@ -171,7 +173,7 @@ class LinkTable:
             self._waiters[key] -= 1
             if not self._waiters[key]:
                 del self._waiters[key]
-                self._unlink(key, dialing)
+                _unlink(self._linking, key, dialing)
                 dialing.cancel()
 
     def _check_open(self) -> None:
@@ -183,22 +185,6 @@ class LinkTable:
     ) -> Stream:
         """Connect to a manager, proving ``security`` (default: this manager's own)."""
         return await reach(address, hello, security or self._security)
-
-    def _once(
-        self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
-    ) -> asyncio.Task[None]:
-        """Dial in a separate task: cancelling one join must not end another's link."""
-        if key not in self._linking:
-            loop = asyncio.get_running_loop()
-            task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
-            self._linking[key] = task
-            task.add_done_callback(functools.partial(self._unlink, key))
-            task.add_done_callback(_forget_error)
-        return self._linking[key]
-
-    def _unlink(self, key: LinkKey, task: asyncio.Task[None]) -> None:
-        if self._linking.get(key) is task:
-            del self._linking[key]
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
         """Wait for the peer to dial, probing whether it is alive."""
@@ -310,7 +296,7 @@ class LinkTable:
         if peer is not None:
             peer.since = time.monotonic()
         if peer is not None and peer.address is not None:
-            self._once(key, lambda: self._dial_heartbeat_again(key))
+            _once(self._redialing, key, lambda: self._dial_heartbeat_again(key))
 
     def _seal_of(self, fresh: str) -> bytes:
         """Return the heartbeats' key; a secret or TLS keeps others from deriving it."""
@@ -357,8 +343,8 @@ class LinkTable:
             self._drop(peer)
         for awaited in self._awaited.values():
             awaited.cancel()
-        for linking in list(self._linking.values()):
-            linking.cancel()
+        for dialing in [*self._linking.values(), *self._redialing.values()]:
+            dialing.cancel()
         for endpoint in self._endpoints.values():
             endpoint.close_nowait()
         self.heartbeats.close()
@@ -381,6 +367,8 @@ class LinkTable:
             return
         del self._peers[link.key]
         self._drop(peer)
+        if (redialing := self._redialing.pop(link.key, None)) is not None:
+            redialing.cancel()
         self._owner.link_closed(link.key, reason, evidence)
 
     # Acceptor.
@@ -448,6 +436,28 @@ class LinkTable:
 
 def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
     return LinkKey(hello.uid, hello.to_host, hello.host)
+
+
+def _once(
+    tasks: dict[LinkKey, asyncio.Task[None]],
+    key: LinkKey,
+    dial: Callable[[], Coroutine[Any, Any, None]],
+) -> asyncio.Task[None]:
+    """Dial in a separate task: cancelling one join must not end another's link."""
+    if key not in tasks:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
+        tasks[key] = task
+        task.add_done_callback(functools.partial(_unlink, tasks, key))
+        task.add_done_callback(_forget_error)
+    return tasks[key]
+
+
+def _unlink(
+    tasks: dict[LinkKey, asyncio.Task[None]], key: LinkKey, task: asyncio.Task[None]
+) -> None:
+    if tasks.get(key) is task:
+        del tasks[key]
 
 
 def _forget_error(task: asyncio.Task[Any]) -> None:

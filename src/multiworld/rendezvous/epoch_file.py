@@ -13,6 +13,7 @@ from typing import IO
 from multiworld.errors import ConfigError
 
 FORMAT = 1  # named in the first line
+FIRST_LINE = json.dumps({"format": FORMAT}) + "\n"
 
 
 class EpochFile:
@@ -38,14 +39,18 @@ class EpochFile:
                 self._lock.close()
                 raise
             # The file could not be rewritten, e.g. because the disk is full. The
-            # existing file is valid, only longer than necessary.
+            # existing file is valid, only longer than necessary, and may have a torn
+            # last line, to which the next line must not be appended.
+            _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
+        if not self._file.tell():
+            self._file.write(FIRST_LINE)
 
     def _rewrite(self, path: Path) -> None:
         """Replace the file by one with a line for each name."""
         fresh = path.with_name(path.name + ".new")
         with fresh.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"format": FORMAT}) + "\n")
+            file.write(FIRST_LINE)
             for world, epoch in self._epochs.items():
                 _write(file, world, epoch)
             file.flush()
@@ -90,6 +95,11 @@ def _read(path: Path) -> dict[str, int]:
             raise ConfigError("state", str(path), rule) from error
         epochs[world] = max(epoch, epochs.get(world, 0))
     return epochs
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _check_format(found: object, path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,46 @@ async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -
         bench.mailbox.begin(1, describe(size=1 << 62))
     bench.mailbox.abort(lambda: RuntimeError("over"))
     assert receive.future.exception() is not None
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("is_all", [False, True])
+async def test_tensor_of_a_failed_receive_is_its_callers_again(
+    is_all: bool, is_reduced: bool
+) -> None:
+    """Its connection may stay open, and the rest of its message may arrive."""
+    mailbox = Mailbox(frozenset({1, 2}), 100_000)
+    out = torch.zeros(4, dtype=torch.uint8)
+    future: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+    merge = (lambda at, part: None) if is_reduced else None
+    receive = Receive(1, 0, lambda *_: None, lambda _: out, future, merge)
+    mailbox.post(receive)
+    arrival = mailbox.begin(1, describe())
+    assert arrival is not None
+    arrival.received = 2
+    if is_all:
+        mailbox.abort(lambda: MemberLeftError("left", rank=2))
+    else:
+        mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
+    assert isinstance(receive.error, MemberLeftError)
+    assert arrival.merge is None
+    fill(arrival, 7)
+    mailbox.finish(arrival)
+    assert out.tolist() == [0, 0, 0, 0]
+
+
+async def test_message_after_one_that_failed_is_not_received() -> None:
+    """Else a message would be missing, and nobody would notice."""
+    bench = Bench()
+    first = bench.post()
+    arrival = bench.mailbox.begin(1, describe())
+    assert arrival is not None
+    bench.mailbox.end(1, lambda rank: MemberLeftError("left", rank=rank))
+    bench.mailbox.finish(arrival)
+    bench.send(1, 2)
+    for receive in (first, bench.post()):
+        assert isinstance(receive.error, MemberLeftError)
+        assert bench.mailbox.earlier(receive) is None
 
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:

@@ -9,6 +9,7 @@ would abort the process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -44,6 +45,16 @@ def parse_published(blob: bytes) -> SocketAddress:
     raise ValueError(f"Gloo published an address of family {family}")
 
 
+def _dup(fd: int) -> int:
+    """Return a duplicate, or the descriptor itself at the limit of open files."""
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return fd
+
+
 class Connections:
     """Connected sockets of one world, found once, when all members are connected."""
 
@@ -69,19 +80,27 @@ class Connections:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _open(self) -> Iterator[tuple[int, socket.socket]]:
-        """Yield each descriptor with a duplicate, which is closed afterwards."""
+        """Yield each descriptor with its socket, a duplicate, closed afterwards.
+
+        At the limit of open files, the socket is the descriptor's own, and stays open.
+        """
         for fd in self._fds:
             sock = self._duplicate(fd)
-            if sock is not None:
-                with sock:
-                    yield fd, sock
+            if sock is None:
+                continue
+            try:
+                yield fd, sock
+            finally:
+                if sock.fileno() == fd:
+                    sock.detach()
+                sock.close()
 
     def _duplicate(self, fd: int) -> socket.socket | None:
         """Return a duplicate of a descriptor if it is a connection of this world."""
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 return None
-            sock = socket.socket(fileno=os.dup(fd))
+            sock = socket.socket(fileno=_dup(fd))
         except OSError:
             return None  # the descriptor was closed in the meantime
         try:
@@ -89,6 +108,8 @@ class Connections:
                 return sock
         except OSError:
             pass
+        if sock.fileno() == fd:
+            sock.detach()
         sock.close()
         return None
 
