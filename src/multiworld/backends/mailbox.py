@@ -278,6 +278,9 @@ class Mailbox:
             arrival = self._own(source, description, lent)
             arrival.handler = handler
             return arrival
+        if source in self._ended:
+            # A message before this one may be lost, so nobody receives this one.
+            return self._own(source, description, lent)
         waiting = self._posted.get(description.tag)
         for receive in list(waiting) if waiting else ():
             if receive.source not in (source, None):
@@ -304,9 +307,6 @@ class Mailbox:
                 return arrival
             self._unpost(receive)
             receive.fail(error)
-        if source in self._ended:
-            # A message before this one may be lost, so nobody receives this one.
-            return self._own(source, description, lent)
         # If the budget is used up, return None: the lane then stops reading until its
         # ``on_room`` is called (see ``stall``).
         over = self._held[source] + _weight(description) > self._budget

@@ -76,9 +76,9 @@ def _latest(name: str, tell: Callable[[str], None]) -> str:
         sha = HfApi().model_info(name, timeout=10).sha
     except Exception as error:  # several libraries raise their own errors here
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        if commit := hub.fetched_commit(name):
-            tell(f"{reason}; serving commit {commit[:12]}, which was fetched before")
-            return commit
+        if kept := hub.fetched(name):
+            tell(f"{reason}; serving commit {kept.name[:12]}, which was fetched before")
+            return kept.name
         raise SpecError(
             f"{name} is neither a file nor a folder, and looking it up on the Hugging "
             f"Face Hub failed: {reason}; give a folder, or --revision COMMIT of a "

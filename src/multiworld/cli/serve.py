@@ -178,7 +178,9 @@ def _check_start(app: AppSpec, folder: StateFolder) -> None:
     """Raise what would prevent a start; importing torch first takes seconds."""
     if folder.is_controlled():
         raise already_served(folder.path)
-    if app.gateway.port and not folder.has_record():  # nobody can hold it for us
+    # A running gateway, or a keeper that waits for this service, may hold the port.
+    may_be_held = folder.has_record() or folder.keeper.exists()
+    if app.gateway.port and not may_be_held:
         try:
             check_free(app.gateway.host, app.gateway.port)
         except OSError as error:
@@ -192,9 +194,15 @@ def _curl(models: dict[str, ModelSpec], url: str, *, has_key: bool) -> str:
     for name, model in models.items():
         if model.generation is None or model.path is None:
             continue
-        folder = Path(hub.folder_of(model.path, model.revision))
-        is_chat = model_spec.has_chat_template(folder)
-        return model_spec.curl_of(url, name, is_chat=is_chat, has_key=has_key)
+        folder: Path | None = Path(model.path)
+        if hub.is_hub_name(model.path):
+            folder = hub.fetched(model.path, model.revision)
+        try:
+            if folder is not None:
+                is_chat = model_spec.has_chat_template(folder)
+                return model_spec.curl_of(url, name, is_chat=is_chat, has_key=has_key)
+        except (OSError, ValueError):
+            pass  # the files are on other machines, or damaged: then no command
     return ""
 
 

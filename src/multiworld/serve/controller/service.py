@@ -309,14 +309,18 @@ async def _control(
             )
         try:
             await _serves(admin, serving)
-            if await _is_prepared(controller, old, ended):
+            is_prepared = await _is_prepared(controller, old, ended)
+            if is_prepared:
                 controller.start(old)
-                # Only now, because ``start`` may refuse the spec: then the record must
-                # not change, and an earlier keeper must not get another listener.
+                # Not earlier, because ``start`` may refuse the spec: then the record
+                # must not change.
                 minding = _mind_store(controller, folder, env, security)
                 minders.append(loop.create_task(minding))
-                if app.gateway.is_kept:
-                    minders.append(loop.create_task(keeper.run()))
+            # Not earlier, because a keeper that runs already gets another listener.
+            if app.gateway.is_kept and (is_prepared or old is not None):
+                minders.append(loop.create_task(keeper.run()))
+                await asyncio.sleep(0)  # it reaches a keeper that runs already
+            if is_prepared:
                 await _until_ended(controller, ended, on_up)
                 old = None
             keeper.ending()

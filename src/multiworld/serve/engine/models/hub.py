@@ -49,14 +49,17 @@ def is_hub_name(path: str) -> bool:
     return NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
-def fetched_commit(name: str) -> str:
-    """Return the commit of a model's main branch in the cache; "" if there is none."""
+def fetched(name: str, revision: str | None = None) -> Path | None:
+    """Return a model's folder in the hub's cache; None if there is none.
+
+    Without a revision, it is that of the latest known commit, which names the folder.
+    """
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, local_files_only=True)).name
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # not fetched, no such library, or no valid name
-        return ""
+        return None
 
 
 def folder_of(path: str, revision: str | None) -> str:
