@@ -94,7 +94,7 @@ def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> None:
         words = f": {tenant.suspension}" if tenant.suspension else ""
         marks += [f"(suspended{words})"] * tenant.is_suspended
         table.add_row(
-            "\n".join([tenant.name, *marks]),
+            escape("\n".join([tenant.name, *marks])),
             escape("\n".join(tenant.models)),
             "\n".join(_limits(tenant)) or "none",
             f"{tenant.weight:g}",

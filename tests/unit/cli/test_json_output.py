@@ -134,6 +134,15 @@ def test_json_is_what_the_controller_sends(
     assert text == json.dumps(wanted, indent=2) + "\n"
 
 
+def test_words_of_a_suspension_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = "see [/billing]"
+    tenant = {**examples.TENANT, "is_suspended": True, "suspension": words}
+    text = output(monkeypatch, {"/tenants": [tenant]}, "tenants", "list")
+    assert "[/billing]" in text
+
+
 def test_removed_tenant_is_one_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form is that from before answers had types."""
     answers = {"/tenants/acme": {"name": "acme"}}

@@ -337,7 +337,13 @@ class Controller:
             for p in self.fleet.processes.values()
             if p.model and p.phase in STARTING
         ]
-        self.observer.seen(reports, self._metrics.sums(), posts, loading)
+        adopted = {
+            p.name
+            for p in self.fleet.processes.values()
+            if ProcessPhase.LAUNCHING not in p.entered
+        }
+        sums = self._metrics.sums()
+        self.observer.seen(reports, sums, posts, loading, adopted)
         busy = (report.machine_busy for report in reports.workers.values())
         if max(busy, default=0.0) >= SATURATED:
             own = {os.getpid(), *(p.pid for p in self.processes.running.values())}

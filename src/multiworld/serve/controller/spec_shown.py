@@ -15,7 +15,9 @@ def text_of(app: AppSpec) -> str:
     found = app.model_dump(
         mode="json",
         exclude_defaults=True,
-        exclude={"models": {"__all__": {"identity"}}},
+        # The values of a profile are in the fields already, and its path is relative to
+        # a folder that is not known here.
+        exclude={"models": {"__all__": {"identity", "profile"}}},
     )
     return yaml.safe_dump(found, sort_keys=False)
 

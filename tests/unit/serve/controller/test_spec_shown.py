@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from multiworld.serve.controller.answers import StatusAnswer, decode
 from multiworld.serve.controller.spec_shown import shown, text_of
 from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.spec.profiles import ModelProfile, StageProfile
 from tests.unit.serve.controller import examples
 
 TEXT = """
@@ -31,6 +33,39 @@ def test_spec_is_written_as_it_was_given() -> None:
     written = text_of(app)
     assert parse_spec(written, "here") == app
     assert "identity" not in written
+
+
+def test_profile_is_not_read_again(tmp_path: Path) -> None:
+    """Its path is relative to the folder of a file that is not known later."""
+    stages = [
+        StageProfile(
+            name=name,
+            weight_bytes=10,
+            loaded_bytes=10,
+            peak_bytes=2**20,
+            out_bytes=4.0,
+            seconds={1: 0.001},
+            kv_bytes=0.0,
+        )
+        for name in ("front", "back")
+    ]
+    profile = ModelProfile(
+        model="m",
+        version="2",
+        device="cpu",
+        threads=1,
+        base_bytes=1,
+        dtype="",
+        stages=stages,
+    )
+    (tmp_path / "needs.json").write_text(profile.model_dump_json())
+    text = TEXT.replace("factory: a:b", "factory: a:b\n    profile: needs.json")
+    app = parse_spec(text, str(tmp_path / "app.yaml"))
+    again = parse_spec(text_of(app), "spec")
+    assert app.models["m"].stages[0].memory_mb
+    assert [stage.memory_mb for stage in again.models["m"].stages] == [
+        stage.memory_mb for stage in app.models["m"].stages
+    ]
 
 
 def test_what_runs_otherwise_is_said() -> None:

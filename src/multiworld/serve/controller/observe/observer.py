@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from statistics import median
 
 from msgspec.structs import replace
@@ -57,6 +57,7 @@ class Observer:
         self._history, self._journal, self._clock = history, journal, clock
         self.paces, self._window = Paces(), Window()
         self._reports = Reports()
+        self._heard: Set[str] = frozenset()  # processes of the last reports
         self._counts: Mapping[Label, float] = {}
         # By process: CPU seconds so far, and when they were reported.
         self._cpu: dict[str, tuple[float, float]] = {}
@@ -71,9 +72,15 @@ class Observer:
         counted: tuple[Counted, ...],  # sums since the service started
         posts: Mapping[str, tuple[str, str, int]],  # model, version and stage
         loading: Sequence[str] = (),  # replicas that are not ready yet
+        adopted: Container[str] = (),  # processes of an earlier controller
     ) -> None:
         now = self._clock()
         self._reports = reports
+        heard = reports.workers.keys() | reports.gateways.keys()
+        if any(name in adopted for name in heard - self._heard):
+            # Its counts since its start are new here, but nothing has grown.
+            self._window.clear()
+        self._heard = heard
         self._counts = {(kind, labels): value for kind, labels, value in counted}
         self._window.seen(self._counts, now)
         self._use(now)

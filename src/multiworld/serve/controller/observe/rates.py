@@ -22,6 +22,10 @@ class Window:
         while len(self._samples) > 2 and self._samples[1][0] <= now - QUANTILE_S:
             self._samples.popleft()
 
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._samples.clear()
+
     def _before(self, seconds: float) -> tuple[float, Mapping[Label, float]] | None:
         """Return the latest sample at least ``seconds`` old, otherwise the oldest."""
         if len(self._samples) < 2:

@@ -142,9 +142,13 @@ def _of_tenants(facts: Facts) -> dict[str, str]:
                     f"{tenant.prompt_tokens:,} prompt tokens"
                 )
             limit = "max-parallel-requests" if has_most else "tpm-limit"
-            found[f"tenant {name} has most of the load"] = (
-                f"tenant {name} has {'; '.join(parts)}: `multiworld tenants set "
-                f"{name} --{limit} N` limits it"
+            what = "; ".join(parts)
+            found[f"tenant {name or 'without a key'} has most of the load"] = (
+                f"tenant {name} has {what}: `multiworld tenants set {name} "
+                f"--{limit} N` limits it"
+                if name
+                else f"clients without a key have {what}: with `authentication: keys`, "
+                "each tenant can be limited"
             )
     return found
 

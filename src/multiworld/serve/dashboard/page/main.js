@@ -73,7 +73,12 @@ function Dialog({ close, children, label }) {
 function Confirm({ asked, close }) {
   const [said, say] = useState("");
   const [words, setWords] = useState("");
+  const isBusy = useRef(false);
+  const [, draw] = useState(0);
   const go = async () => {
+    if (isBusy.current) return;  // a second click, before the first is answered
+    isBusy.current = true;
+    draw(1);
     try {
       const body = asked.field ? { ...asked.body, [asked.field]: words } : asked.body;
       const done = await ask(asked.operation, body);
@@ -82,12 +87,14 @@ function Confirm({ asked, close }) {
     } catch (error) {
       say(error.message);
     }
+    isBusy.current = false;
+    draw(0);
   };
   return html`<${Dialog} close=${close} label="confirm"><p>${asked.text}</p>
     ${asked.field && html`<p><input value=${words} onInput=${(e) => setWords(e.target.value)} placeholder="what its clients are told"
       aria-label="reason" maxlength="500" /></p>`}
     ${said && html`<p class="bad" role="alert">${said}</p>`}
-    <div class="row"><button class="act danger" onClick=${go}>Do it</button><button class="act" onClick=${close}>Leave it</button></div></${Dialog}>`;
+    <div class="row"><button class="act danger" onClick=${go} disabled=${isBusy.current}>Do it</button><button class="act" onClick=${close} autofocus>Leave it</button></div></${Dialog}>`;
 }
 
 function Details({ name, process, facts, act, close }) {

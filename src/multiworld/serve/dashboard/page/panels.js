@@ -311,7 +311,7 @@ export function Chat({ facts }) {
         const events = rest.split("\n\n");
         rest = events.pop();
         for (const each of events) {
-          const data = each.replace(/^data: /, "");
+          const [, data] = each.match(/^data: (.*)$/m) || ["", ""];  // an event may have an id, too
           if (!data.startsWith("{")) continue;
           const chunk = JSON.parse(data);
           if (chunk.error) throw new Error(chunk.error.message);
@@ -319,7 +319,10 @@ export function Chat({ facts }) {
           say(text);
         }
       }
-      if (!answer.ok) throw new Error(JSON.parse(rest).error.message);
+      if (!answer.ok) {
+        const { error } = JSON.parse(rest);
+        throw new Error(error.message || error);
+      }
     } catch (error) {
       say(`${text}\n[${error.message}]`);
     } finally {

@@ -130,10 +130,10 @@ class Authenticator:
         sums = self.meter.at(admitted.tenant.name, model, time.time())
         if status is not None:
             sums.requests += 1
+            sums.bytes_in += admitted.bytes_in
             sums.answered += status == 200
             sums.failed += status >= 400
         sums.rows += admitted.rows if status == 200 else 0
-        sums.bytes_in += admitted.bytes_in
         sums.bytes_out += admitted.bytes_out
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
 
@@ -166,10 +166,10 @@ class Authenticator:
     def _spend_tokens(self, admitted: AdmittedRequest, count: int) -> UsageTotals:
         # Report tokens before the stream ends, because other gateways share the budget,
         # and because this gateway may be lost.
-        tenant = admitted.tenant
+        tenant, wall_s = admitted.tenant, time.time()
         self.limiter.spend_tokens(tenant, count)
-        self.budgets.count(tenant.name, count)
-        return self.meter.at(tenant.name, admitted.model, time.time())
+        self.budgets.count(tenant.name, count, wall_s)
+        return self.meter.at(tenant.name, admitted.model, wall_s)
 
     def stored(self, number: int) -> None:
         """Record that the controller has stored a batch of usage."""

@@ -7,7 +7,7 @@ the completions in flight, which are never cut short.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 
@@ -103,21 +103,25 @@ class TokenLedger(_Usage):
 class TokenBudgets(_Usage):
     def __init__(self) -> None:
         super().__init__()
-        self._since: Counter[str] = Counter()
+        # By tenant and day: tokens that the controller's sums do not yet include.
+        self._since: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def set_used(self, used: Iterable[TokensUsed]) -> None:
         for each in used:
             self.set(each)
 
-    def count(self, tenant: str, tokens: int) -> None:
+    def count(self, tenant: str, tokens: int, wall_s: float) -> None:
         """Count tokens that the controller's sums do not yet include."""
-        self._since[tenant] += tokens
+        self._since[tenant][day_of(wall_s)] += tokens
 
     def stored(self, rows: Iterable[UsageRow]) -> None:
         """Stop counting tokens that the controller's sums now include."""
         for row in rows:
-            self._since[row.tenant] -= row.prompt_tokens + row.generated_tokens
-            if self._since[row.tenant] <= 0:
+            days, day = self._since[row.tenant], day_of(row.minute)
+            days[day] -= row.prompt_tokens + row.generated_tokens
+            if days[day] <= 0:
+                del days[day]
+            if not days:
                 del self._since[row.tenant]
 
     def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
@@ -125,8 +129,13 @@ class TokenBudgets(_Usage):
         if not has_budget(tenant):
             return None
         used = self.used(tenant.name, wall_s)
-        more = self._since.get(tenant.name, 0)
-        now = used._replace(in_day=used.in_day + more, in_month=used.in_month + more)
+        # Without a controller, the entries may be days old.
+        since: Mapping[int, int] = self._since.get(tenant.name, {})
+        in_month = sum(n for day, n in since.items() if month_of(day) == used.month)
+        now = used._replace(
+            in_day=used.in_day + since.get(used.day, 0),
+            in_month=used.in_month + in_month,
+        )
         limit = exhausted(tenant, now)
         if not limit:
             return None

@@ -172,7 +172,8 @@ async def _embed_all(call: AdmittedCall, asked: EmbeddingRequest) -> Response:
             is_refused = True
             raise
         finally:
-            if not is_refused:
+            # Another gateway that continues the request counts its tokens.
+            if not is_refused and not call.record.is_abandoned():
                 authenticator.count_prompt(call.admitted, tokens)
         vectors = [answer[model.embedding][0] for answer in answers]
         render = partial(

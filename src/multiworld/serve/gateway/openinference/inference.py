@@ -124,7 +124,8 @@ async def _computed(
         tokens = 0
         raise
     finally:
-        if tokens:
+        # Another gateway that continues the request counts its tokens.
+        if tokens and not call.record.is_abandoned():
             gateway.authenticator.count_prompt(call.admitted, tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -31,11 +32,15 @@ class Looked:
         self.observer = Observer(History(), DecisionLog(), lambda: self.now)
 
     def look(
-        self, gateways: dict[str, GatewayReport], *counted: Counted, kv: float = 0.0
+        self,
+        gateways: dict[str, GatewayReport],
+        *counted: Counted,
+        kv: float = 0.0,
+        adopted: Sequence[str] = (),
     ) -> None:
         self.now += 2.0
         reports = Reports({"m/0/1": WorkerReport(kv_usage=kv)}, gateways)
-        self.observer.seen(reports, counted, POSTS)
+        self.observer.seen(reports, counted, POSTS, adopted=adopted)
 
     def facts(self) -> Facts:
         status = decode(json.dumps(examples.STATUS), StatusAnswer)
@@ -59,6 +64,19 @@ def test_streams_of_all_gateways_and_their_chains_are_shown() -> None:
     assert found.streams.keys() == {"gateway/1/1", "gateway/2/1"}
     assert found.streams["gateway/2/1"].made == 9
     assert found.models["m"].chains == ((chain, 7),)
+
+
+def test_past_of_an_adopted_process_is_no_growth() -> None:
+    """After a restart of the controller, its first counts are those since its start."""
+    looked = Looked()
+    counted = ("requests", ("m", "200"), 5e6)
+    looked.look({})
+    looked.look({"gateway/1": GatewayReport()}, counted, adopted=["gateway/1"])
+    looked.look({"gateway/1": GatewayReport()}, counted, adopted=["gateway/1"])
+    assert looked.facts().models["m"].requests_s == 0.0
+    counted = ("requests", ("m", "200"), 5e6 + 20)
+    looked.look({"gateway/1": GatewayReport()}, counted, adopted=["gateway/1"])
+    assert looked.facts().models["m"].requests_s == 5.0
 
 
 def test_time_in_queues_is_shown_apart_from_that_to_the_first_token() -> None:

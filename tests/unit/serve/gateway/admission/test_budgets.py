@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -84,9 +85,9 @@ def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
     tenant = Tenant(name="acme", tokens_per_day=100)
     assert budgets.check(tenant, NOON) is None
     budgets.set_used(told(90, 90))
-    budgets.count("acme", 8)
+    budgets.count("acme", 8, NOON)
     assert budgets.check(tenant, NOON) is None
-    budgets.count("acme", 2)
+    budgets.count("acme", 2, NOON)
     refusal = budgets.check(tenant, NOON)
     assert refusal is not None
     assert refusal.limit == "tokens_per_day"
@@ -97,6 +98,23 @@ def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
     budgets.set_used(told(100, 100))
     assert budgets.check(tenant, NOON) is not None
     assert budgets.check(tenant, NOON + DAY_S / 2) is None, "it is renewed"
+
+
+def test_day_is_renewed_while_the_controller_confirms_nothing() -> None:
+    """It may be gone for days, or its disk may be full."""
+    budgets = TokenBudgets()
+    tenant = Tenant(name="acme", tokens_per_day=100, tokens_per_month=150)
+    budgets.count("acme", 100, NOON - DAY_S)
+    refusal = budgets.check(tenant, NOON - DAY_S)
+    assert refusal is not None
+    assert budgets.check(tenant, NOON) is None
+    budgets.count("acme", 50, NOON)
+    refusal = budgets.check(tenant, NOON)
+    assert refusal is not None
+    assert refusal.limit == "tokens_per_month"
+    assert budgets.check(tenant, NOON + DAY_S) is None, "March has begun"
+    budgets.stored([row(50, NOON - DAY_S)])
+    assert budgets.check(tenant, NOON) is None
 
 
 def test_month_is_a_budget_of_its_own() -> None:
@@ -117,11 +135,11 @@ def test_authenticator_counts_tokens_until_they_are_stored() -> None:
     made.count_prompt(admitted, 30)
     made.count_generated(admitted)
     made.finish(admitted, "m", 200)
-    tenant = Tenant(name="", tokens_per_day=31)
-    assert made.budgets.check(tenant, NOON) is not None
+    tenant = Tenant(name="", tokens_per_month=31)
+    assert made.budgets.check(tenant, time.time()) is not None
     ((number, _),) = made.meter.take_due(0.0)
     made.stored(number)
-    assert made.budgets.check(tenant, NOON) is None
+    assert made.budgets.check(tenant, time.time()) is None
 
 
 def test_tokens_of_a_running_stream_are_reported() -> None:

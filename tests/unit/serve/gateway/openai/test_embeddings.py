@@ -16,6 +16,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.openai.embeddings import MAX_TEXTS, WINDOW
+from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
 from tests.unit.serve.edges import HANG_S, until
@@ -63,6 +64,25 @@ async def test_tokens_of_embeddings_are_counted_for_the_tenant() -> None:
     assert (
         sum(row.prompt_tokens for _, rows in meter.take_due(0.0) for row in rows) == 3
     )
+
+
+async def test_tokens_are_counted_where_the_request_is_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = Fake()
+    monkeypatch.setattr(
+        "multiworld.serve.gateway.http.recorder.unrecorded",
+        lambda: AnswerRecord(
+            ConnectionRecord(0), lambda *said: None, is_abandoned=lambda: True
+        ),
+    )
+    assert (await embed(fake, input=["ab", "c"])).status_code == 200
+    rows = [
+        row
+        for _, rows in fake.gateway.authenticator.meter.take_due(0.0)
+        for row in rows
+    ]
+    assert [(row.prompt_tokens, row.bytes_in) for row in rows] == [(0, 0)]
 
 
 @pytest.mark.parametrize("more", [{"encoding_format": None}, {"dimensions": None}])
