@@ -41,6 +41,7 @@ MADE = [
     errors.ModelFailedError("raised", stage="embed"),
     errors.RequestPoisonedError("poison"),
     errors.NoReplicaError("nobody", retry_after_s=3.0),
+    errors.KeeperLostError("replaced", retry_after_s=4.0),
     errors.DeadlineExceededError("late"),
     errors.LaunchError("no"),
     errors.PlacementError("full", short={"a": "2 cpus short"}),

@@ -88,6 +88,7 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
+        self._allowed_until = 0.0  # time before which the engine cannot count as hung
         # Start of the current series of busy reports; ``_busy_at``: its last report.
         self._busy_since: float | None = None
         self._busy_at = 0.0
@@ -158,12 +159,13 @@ class EngineWorker:
         now = self._clock()
         is_paused = self._pauses.look(now)
         if not self._tasks:
-            self._heard_at = now
+            self._heard_at, self._allowed_until = now, 0.0
             return
         if is_paused:
             # Tokens that arrived during the pause are still unread, so do not judge
             # now. Subtract only the pause, because a busy machine has many pauses.
             self._heard_at += self._pauses.late_s
+            self._allowed_until += self._pauses.late_s
             for wait in self._waits.values():
                 wait.since += self._pauses.late_s
             return
@@ -173,15 +175,14 @@ class EngineWorker:
             text = f"the engine's processes have been stopped for {stopped_s:.1f} s"
             self._give_up(text, EXIT_LOST)
             return
-        # Add up the time allowed for prompts, because an engine may compute them one
-        # after the other.
-        prompts_s = sum(wait.prompt_s for wait in self._waits.values())
-        if now - since > self._hung_s + prompts_s:
+        prompts_s = self._prompts_s
+        if now > max(since + self._hung_s + prompts_s, self._allowed_until):
             text = f"the engine sent no token for {now - since:.0f} s: it hangs"
             self._give_up(text, EXIT_HUNG)
         for number, wait in list(self._waits.items()):
             silent_s = now - wait.since
-            if silent_s <= 2 * self._hung_s + prompts_s:
+            is_late = now > self._allowed_until + self._hung_s
+            if silent_s <= 2 * self._hung_s + prompts_s or not is_late:
                 continue
             text = f"a sequence received no token for {silent_s:.0f} s"
             if self._tasks[number].cancelling():
@@ -191,6 +192,12 @@ class EngineWorker:
             self._waits[number] = _Wait(now, 0.0)  # gives the task time to be cancelled
             error = whole_engine.BusyError(text)
             self._handle(engine_sequences.RunEnded(number, error))
+
+    @property
+    def _prompts_s(self) -> float:
+        """Additional seconds that the engine may take for prompts."""
+        # Add them up, because an engine may compute them one after the other.
+        return sum(wait.prompt_s for wait in self._waits.values())
 
     def _give_up(self, text: str, code: int) -> None:
         self._kill()
@@ -276,12 +283,23 @@ class EngineWorker:
                 case engine_sequences.Abort(number):
                     if number in self._tasks:
                         self._tasks[number].cancel()
+                        self._end_wait(number)
                         self._waits[number] = _Wait(self._clock(), 0.0)
                 case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
+    def _end_wait(self, number: int) -> None:
+        """Forget a run's wait, but not that the engine may have computed its prompt."""
+        # Extend the limit only to what it was: else runs that begin and are cancelled
+        # again and again would extend it without end.
+        self._allowed_until = max(
+            self._allowed_until, self._heard_at + self._hung_s + self._prompts_s
+        )
+        del self._waits[number]
+
     def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
-        del self._tasks[number], self._waits[number]
+        self._end_wait(number)
+        del self._tasks[number]
         if not self._is_closing:  # a closing worker must start no other run
             self._handle(engine_sequences.RunOver(number))
 
@@ -341,7 +359,7 @@ class EngineWorker:
         self._waits[number] = _Wait(now, 0.0)
         self._busy_since = None
         self._computed_s += now - self._heard_at
-        self._heard_at = now
+        self._heard_at, self._allowed_until = now, 0.0
         self._steps += tokens / max(1, len(self._tasks))
         self.counts["rows"] += tokens
         self.counts["steps"] = int(self._steps)

@@ -17,6 +17,7 @@ from multiworld.serve.engine.external.whole_engine import (
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.replica.whole_engines.engine_worker import (
     LOOK_S,
+    PREFILL,
     EngineWorker,
 )
 from multiworld.serve.wire.generation_messages import Sampling
@@ -101,6 +102,31 @@ async def test_hang_is_found_on_a_machine_that_pauses_repeatedly(
         timed.look(late_s if looks % 10 == 0 else 0.0)
     assert timed.exits[:1] == [EXIT_HUNG]
     assert HUNG_S <= looks * LOOK_S <= HUNG_S + 1.0
+    timed.worker.close()
+
+
+async def test_long_prompt_that_is_cancelled_does_not_make_the_engine_hang() -> None:
+    """Until then, the engine may have computed that prompt, and nothing else."""
+    timed = Timed()
+    bench = Bench(timed.worker)
+    long = bench.begin(Sampling(max_tokens=9), prompt=(1,) * int(20 * PREFILL))
+    bench.begin(Sampling(max_tokens=9))
+    for _ in range(int(15 / LOOK_S)):
+        timed.look()
+    bench.end(long)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for _ in range(int(5 / LOOK_S)):
+        timed.look()
+    assert timed.exits == []
+    # But prompts that are cancelled again and again hide no engine that hangs.
+    for _ in range(int(30 / LOOK_S)):
+        again = bench.begin(Sampling(max_tokens=9), prompt=(1,) * int(5 * PREFILL))
+        timed.look()
+        bench.end(again)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert timed.exits[:1] == [EXIT_HUNG]
     timed.worker.close()
 
 
