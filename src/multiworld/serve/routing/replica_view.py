@@ -95,10 +95,10 @@ class ReplicaView:
         stages = 0 if route is None else route.stages.get(version, 0)
         return [s for s in range(stages) if not self.usable(model, version, s)]
 
-    def has_another(self, name: str) -> bool:
-        """Return whether another replica of the same stage is usable."""
+    def others(self, name: str) -> list[Replica]:
+        """Return the other usable replicas of the same stage."""
         known = self.table.replicas.get(name)
-        return known is not None and any(
-            other.name != name
-            for other in self.usable(known.model, known.version, known.stage)
-        )
+        if known is None:
+            return []
+        usable = self.usable(known.model, known.version, known.stage)
+        return [other for other in usable if other.name != name]

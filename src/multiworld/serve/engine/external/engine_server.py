@@ -180,8 +180,12 @@ class EngineServer:
             self._busy_until = max(self._busy_until, now + wait_s)
         return refusal_of(answer.status, body)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        async with self._answered(path, body) as answer:
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, is_timed: bool = True
+    ) -> bytes:
+        """Return an answer; if it is not timed, the server may be silent for long."""
+        more = {} if is_timed else {"timeout": _timeout(None)}
+        async with self._answered(path, body, **more) as answer:
             return await _body(answer)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:

@@ -161,7 +161,9 @@ class LlamaCpp(Dialect):
     async def answers(
         self, server: EngineServer, body: dict[str, Any], run: Run
     ) -> AsyncGenerator[list[EngineToken]]:
-        found = answer_of(self._decoder, await server.post(self.path, body))
+        # A long prompt takes long without a byte; the worker knows how long it may.
+        data = await server.post(self.path, body, is_timed=False)
+        found = answer_of(self._decoder, data)
         count, scores = run.sampling.logprobs, found.completion_probabilities
         if count is not None and not scores and len(found.tokens) == 1:
             yield [await self._scored(server, body, found.tokens[0], count)]

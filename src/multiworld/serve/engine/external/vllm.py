@@ -401,7 +401,7 @@ class VllmEngine:
         given, is_v2 = run.sampling, self.runner.is_v2
         options = {"name": name, "prompt": run.prompt, "ends": run.ends}
         if is_v2:
-            options["grammar"] = given.grammar
+            options |= {"grammar": given.grammar, "min_tokens": given.min_tokens}
         else:
             options = {**msgspec.to_builtins(given), **options}
         sampling: dict[str, Any] = {
@@ -434,6 +434,9 @@ def sampling_of(run: Run) -> dict[str, Any]:
     """
     given = run.sampling
     made = len(run.tokens) - run.prompt
+    # With a grammar, our logits processor holds ends back: a grammar that is complete
+    # allows nothing else, and vLLM would forbid that, too.
+    least = 0 if given.grammar else given.min_tokens
     return {
         "temperature": given.temperature,
         "top_p": given.top_p,
@@ -445,7 +448,7 @@ def sampling_of(run: Run) -> dict[str, Any]:
         "frequency_penalty": given.frequency_penalty,
         "repetition_penalty": given.repetition_penalty,
         "logit_bias": {str(k): v for k, v in given.logit_bias.items()} or None,
-        "min_tokens": min(max(0, given.min_tokens - made), run.remaining),
+        "min_tokens": min(max(0, least - made), run.remaining),
     }
 
 

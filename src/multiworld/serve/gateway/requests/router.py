@@ -312,10 +312,14 @@ class Router:
         actions: list[Action] = []
         held = self._held.pop(event.replica, {})
         computed = sum(state.is_computed for _, _, state in self._in_flight(held))
+        counted: set[int] = set()
         for number, nth in sorted(held):
+            if number not in self._requests:
+                continue  # an earlier attempt of it has just been rejected
             request = self._requests[number]
             state = request.attempts.pop(nth)
-            if not is_harmless:
+            if not is_harmless and number not in counted:
+                counted.add(number)  # a request with two attempts here had one loss
                 self._add_loss(request, state, computed)
             if request.losses.is_poison:
                 job, losses = request.job, request.losses.isolated
@@ -410,6 +414,11 @@ class Router:
     def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
         if not is_silent:
             self._view.set_silent(self._view.silent - {replica})
+            # Hedges that found no other replica would go to this one, beside the
+            # attempts that it continues.
+            for _, request, _ in list(self._in_flight(self._held.get(replica, {}))):
+                if request.is_waiting and not request.is_suspect:
+                    self._dequeue(request)
             return self._pump_all()
         self._view.set_silent(self._view.silent | {replica})
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))

@@ -298,8 +298,8 @@ class StreamTimers:
 
 
 # Model, version and kept replicas of a waiting stream, whether the stream has a token,
-# and its number if it is a probe (else -1).
-Kind = tuple[str, str, tuple[str, ...], bool, int]
+# its number if it is a probe (else -1), and its noise.
+Kind = tuple[str, str, tuple[str, ...], bool, int, str | None]
 
 
 class WaitingStreams:
@@ -324,7 +324,8 @@ class WaitingStreams:
         """Add a waiting stream; its ``kept`` must not change while it waits."""
         probe = stream.number if stream.via else -1
         has_token = stream.made > 0
-        kind = stream.model, stream.version, stream.kept, has_token, probe
+        name, version = stream.model, stream.version
+        kind = name, version, stream.kept, has_token, probe, stream.noise
         self._all[stream.number] = stream, kind
         self.kinds[kind] += 1
 

@@ -407,7 +407,7 @@ class StreamRouter:
             # Go elsewhere at once only if one of ``both`` was not yet avoided;
             # otherwise pause first, so that attempts stay rare.
             is_elsewhere = self._chains.avoid(both, self._now)
-            is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
+            is_elsewhere = is_elsewhere and any(map(self.view.others, both))
         returned = Returned(stream.chain, stream.is_alone, self._now)
         self._retry(stream, f"{replica} returned the stream", is_elsewhere=is_elsewhere)
         stream.returned = returned
@@ -611,10 +611,11 @@ class StreamRouter:
         # Set silent replicas before any stream is placed, so that none goes to one.
         self.view.set_silent(silent)
         for name in silent:
-            if self.view.has_another(name):
-                for stream in self._index.at(name):
-                    if not stream.via:
-                        self._retry(stream, f"{name} is silent")
+            others = self.view.others(name)
+            noises = {None, *(other.noise for other in others)}
+            for stream in self._index.at(name) if others else ():
+                if not stream.via and stream.noise in noises:
+                    self._retry(stream, f"{name} is silent")
         for stream, chain in self._moves.to_restart(self._now):
             self.counts["moved"] += 1
             self._leave_chain(stream)

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from multiworld.serve.engine.external.vllm import sampling_of
+from multiworld.serve.engine.external.whole_engine import Run
 from multiworld.serve.text.grammar import grammar_of_regex
+from multiworld.serve.wire.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 from tests.unit.serve.engine.external.test_vllm_sampling import imported_copy, letters
 from tests.until import until
@@ -177,6 +180,25 @@ def test_structure_holds_ends_and_continues_at_every_cut(plugin: Plugin) -> None
             rest.step(*((0, 3) if number % 2 else (3, 0)))
         assert rest.made[3] == tokens[cut:]
     assert plugin.failures == {}
+
+
+def test_structure_ends_late_if_it_can(plugin: Plugin) -> None:
+    """With ``min_tokens``; what is complete ends all the same."""
+    runner = PlayedRunner(plugin)
+    runner.add(0, [5, 6], 7, options("open", 2, "a{1,9}", min_tokens=6))
+    runner.add(1, [5, 6], 7, options("closed", 2, "ab", min_tokens=6))
+    for _ in range(20):
+        runner.step(0, 1)
+        if END in runner.made[0] and END in runner.made[1]:
+            break
+    assert runner.made[0].index(END) >= 6
+    assert letters(runner.made[1][: runner.made[1].index(END)], plugin.folder) == "ab"
+    assert plugin.failures == {}
+    grammar = grammar_of_regex("ab", "p")
+    run = Run((5, 6), 2, Sampling(min_tokens=6, grammar=grammar), (END,))
+    assert sampling_of(run)["min_tokens"] == 0, "vLLM would forbid the end"
+    run = Run((5, 6), 2, Sampling(min_tokens=6), (END,))
+    assert sampling_of(run)["min_tokens"] == 6
 
 
 def test_sequence_that_vllm_preempted_continues(plugin: Plugin) -> None:

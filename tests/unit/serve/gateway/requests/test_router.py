@@ -465,6 +465,19 @@ def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
     assert actions == [Deliver(1), Cancel(other, (1, 2))]
 
 
+def test_replica_that_is_heard_again_gets_nothing_twice() -> None:
+    """Its requests were to be hedged, and there was no other replica."""
+    run = Run(table(["a"]))
+    for number in range(8):
+        run.submit(number)
+    run.handle(Silent("a", True))
+    assert dispatched(run.handle(Silent("a", False))) == []
+    run.handle(begun("a", tuple((n, 1) for n in range(8)), False))
+    run.handle(Lost("a"))
+    sent = dispatched(run.handle(Connected("a")))
+    assert sorted(sent) == [("a", n, 2, False) for n in range(8)], "no suspects"
+
+
 def test_hedged_request_outlives_either_replica() -> None:
     run = Run(table(["a", "b"]))
     run.submit(1)

@@ -56,8 +56,11 @@ Copies = tuple[torch.Tensor, dict[int, torch.Tensor], Any]
 class Sequence:
     """A sequence whose next tokens are masked."""
 
-    def __init__(self, name: str, ends: Any, structure: Structure | None) -> None:
+    def __init__(
+        self, name: str, ends: Any, structure: Structure | None, least: int = 0
+    ) -> None:
         self.name, self.ends, self.structure = name, ends, structure
+        self.least = least  # output tokens before which it should not end
         self.prompt = 0  # number of tokens of the prompt
         # True until its output tokens so far are copied from the device.
         self.is_fresh = True
@@ -88,13 +91,24 @@ class Sequence:
         if not self.has_failed:
             assert self.structure is not None
             try:
-                return self.structure.allowed(self.made, 0, wait_s)
+                found = self.structure.allowed(self.made, 0, wait_s)
+                return self._without_ends(found)
             except Exception as error:
                 self.fail(error)
         end = end_of(self.ends, vocabulary)
         found = torch.zeros(-(-vocabulary // 8), dtype=torch.uint8)
         found[end // 8] = 1 << end % 8
         return found
+
+    def _without_ends(self, allowed: torch.Tensor) -> torch.Tensor:
+        """Forbid ends before ``least`` tokens, unless nothing else is allowed."""
+        if len(self.made) >= self.least:
+            return allowed
+        found = allowed.clone()
+        for end in self.ends:
+            if end // 8 < len(found):
+                found[end // 8] &= 255 ^ (1 << end % 8)
+        return found if bool(found.any()) else allowed
 
 
 class Continuation(LogitsProcessor):
@@ -144,7 +158,8 @@ class Continuation(LogitsProcessor):
             grammar = given.get("grammar")
             if not grammar:
                 return None
-            found = Sequence(name, ends, self._structures.begin(grammar))
+            least = given.get("min_tokens", 0)
+            found = Sequence(name, ends, self._structures.begin(grammar), least)
             found.prompt = prompt
             return found
         except Exception as error:

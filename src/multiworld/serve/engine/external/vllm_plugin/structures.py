@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import OrderedDict
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,11 +156,16 @@ def report(name: str, error: Exception) -> None:
     else:
         is_later = isinstance(error, Later)
         text = f"{LATER}{error}" if is_later else f"{ERROR}{error!r}"
+    last = Path(name).name or "unnamed"
+    draft = HERE / f"{last}.{os.getpid()}"
     try:
-        with open(HERE / "failures" / (Path(name).name or "unnamed"), "x") as file:
-            file.write(text[:1000])
+        draft.write_text(text[:1000])
+        # A link, because a reader must not see an empty report. The first rank's stays.
+        os.link(draft, HERE / "failures" / last)
     except OSError:
         pass  # another rank has written the report, or the replica's folder was removed
+    with contextlib.suppress(OSError):
+        draft.unlink()
 
 
 def end_of(ends: Any, vocabulary: int) -> int:
