@@ -167,11 +167,15 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
             return None
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds until the server's Retry-After is over."""
+        return max(0.0, self._busy_until - asyncio.get_running_loop().time())
+
     def _check_wait(self) -> None:
         """Raise BusyError while the server's Retry-After lasts."""
-        left_s = self._busy_until - asyncio.get_running_loop().time()
-        if left_s > 0.0:
-            raise BusyError(f"{self.title} asked to retry in {left_s:.1f} s")
+        if self.busy_s > 0.0:
+            raise BusyError(f"{self.title} asked to retry in {self.busy_s:.1f} s")
 
     def _refusal(self, answer: aiohttp.ClientResponse, body: bytes) -> Exception:
         if answer.status in BUSY:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import socket
+import struct
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -239,3 +243,48 @@ def test_texts_are_truncated_to_what_the_engine_accepts(folder: Path) -> None:
     assert model.check is not None
     with pytest.raises(InvalidRequestError, match="at most 8"):
         model.check(asked(list(range(1, 10))))
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Embeds the first text, then asks to retry in a second, and embeds again."""
+
+    statuses: ClassVar[list[int]] = []
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "there"}]})
+
+    def do_POST(self) -> None:
+        size = int(self.headers["Content-Length"])
+        count = len(json.loads(self.rfile.read(size))["input"])
+        if self.statuses and self.statuses.pop() == 503:
+            self._answer(503, {})
+            return
+        vector = base64.b64encode(struct.pack("<64f", *range(64))).decode()
+        data = [{"index": n, "embedding": vector} for n in range(count)]
+        self._answer(200, {"data": data})
+
+    def _answer(self, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_busy_server_is_asked_again_when_it_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_encoder, "PAUSES_S", (0.01,) * 3)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    KEPT.append(server)
+    args = {"urls": [f"http://127.0.0.1:{server.server_port}"], "model": "there"}
+    stage = loaded(spec_of(folder, engine="openai", engine_args=args))
+    Busy.statuses = [503]
+    assert stage(asked([1, 2]))["embedding"].tolist() == [[*map(float, range(64))]]
+    assert Busy.statuses == []
