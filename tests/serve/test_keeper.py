@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from multiworld.serve.controller.answers import Drained
+from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.keeper.keeper import MAX_LOSSES
 from tests.serve.harness import WAIT_S, Served, served
 from tests.serve.texts import Stream, asked, client, spec_of
@@ -250,7 +251,13 @@ async def test_gateway_that_hangs_is_killed_and_cuts_no_stream(service: Served) 
         async with asyncio.timeout(WAIT_S):
             while is_living(hung):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-    (*_, lost) = await asyncio.to_thread(service.events, "lost")
+    (name,) = (name for name, pid in pids.items() if pid == hung)
+
+    def losses() -> list[HistoryEntry]:
+        return [each for each in service.events("lost") if each.name == name]
+
+    await asyncio.to_thread(service.until, lambda: bool(losses()), "the loss is told")
+    (lost,) = await asyncio.to_thread(losses)
     assert "it was stopped for" in lost.text
     assert "and the stream keeper killed it" in lost.text
 

@@ -205,7 +205,10 @@ async def connect(
             try:
                 async with asyncio.timeout(min(remaining, limit_s)):
                     return await _connect_once(address, owner, world, security)
-            except (OSError, TimeoutError) as error:
+            except TimeoutError:
+                # The last attempt may lack time; an earlier error says more.
+                failures.setdefault(address, TimeoutError.__name__)
+            except OSError as error:
                 failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
     why = "; ".join(f"{where}: {what}" for where, what in failures.items())
