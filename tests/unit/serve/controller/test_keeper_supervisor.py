@@ -59,21 +59,30 @@ async def test_keeper_of_another_protocol_is_replaced(tmp_path: Path) -> None:
     assert not _is_running(supervisor.pid)
 
 
+def slow_python(folder: Path) -> str:
+    """Return a program that notes its process id in ``pids``, and does nothing."""
+    slow = folder / "slow"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {folder}/pids\nexec sleep 50\n")
+    slow.chmod(0o700)
+    return str(slow)
+
+
+def supervisor_of(path: Path, listener: socket.socket) -> KeeperSupervisor:
+    folder = StateFolder(path)
+    folder.make()
+    model = {"factory": "a:b", "stages": [{"name": "all"}]}
+    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
+    return KeeperSupervisor(folder, listener, History(), lambda: app)
+
+
 async def test_client_is_not_refused_while_the_keeper_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateways may be ready before the keeper has started."""
-    folder = StateFolder(tmp_path)
-    folder.make()
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 5\n")
-    slow.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(slow))
-    model = {"factory": "a:b", "stages": [{"name": "all"}]}
-    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
+    monkeypatch.setattr(sys, "executable", slow_python(tmp_path))
     with socket.socket() as listener, socket.socket() as client:
         listener.bind(("127.0.0.1", 0))
-        supervisor = KeeperSupervisor(folder, listener, History(), lambda: app)
+        supervisor = supervisor_of(tmp_path, listener)
         supervising = asyncio.ensure_future(supervisor.run())
         await asyncio.sleep(0)
         client.connect(listener.getsockname())
@@ -86,17 +95,10 @@ async def test_keeper_that_does_not_start_is_killed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, both would accept clients once they have started."""
-    folder = StateFolder(tmp_path)
-    folder.make()
-    slow = tmp_path / "slow"
-    slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 50\n")
-    slow.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(slow))
+    monkeypatch.setattr(sys, "executable", slow_python(tmp_path))
     monkeypatch.setattr(keeper_supervisor, "KEEPER_START_S", 0.3)
-    model = {"factory": "a:b", "stages": [{"name": "all"}]}
-    app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor = KeeperSupervisor(folder, listener, History(), lambda: app)
+        supervisor = supervisor_of(tmp_path, listener)
         supervising = asyncio.ensure_future(supervisor.run())
         pids: list[int] = []
         async with asyncio.timeout(30):

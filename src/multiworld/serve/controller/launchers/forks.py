@@ -25,7 +25,7 @@ logger = logging.getLogger("multiworld.serve")
 FORK_SERVER = "multiworld.serve.controller.launchers.fork_server"
 
 # Maximum seconds for the fork server to import its modules. Another attempt would start
-# from the beginning, so this suffices on a machine whose cores are busy.
+# over, so this suffices on a machine whose cores are busy.
 WARM_S = 600.0
 
 # Seconds before another attempt to start a fork server: the first pause, which doubles

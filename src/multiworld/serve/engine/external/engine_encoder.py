@@ -58,7 +58,7 @@ LOOK_S = 0.5  # seconds between checks whether a process of the engine is stoppe
 # Seconds for the first answer of a server that this service did not start.
 PROBE_S = 60.0
 PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # seconds between requests to a busy server
-MOST = 0.8  # share of ``hung_s`` for which a request waits for a busy server
+BUSY_SHARE = 0.8  # share of ``hung_s`` for which a request waits for a busy server
 # Seconds for which a request waits while the engine does not answer. Meanwhile, the
 # thread that watches the engine should have ended this replica.
 LOST_S = 30.0
@@ -253,7 +253,7 @@ class EngineEncoder:
         """Repeat a request, with pauses while the server is busy, or as it asks."""
         assert self._server is not None
         # Afterwards, this replica would count as hung.
-        left_s = MOST * self._settings.hung_s
+        left_s = BUSY_SHARE * self._settings.hung_s
         for pause_s in PAUSES_S:
             try:
                 return await self._server.post(ROUTE, body)

@@ -70,10 +70,9 @@ def build_model(spec: ModelSpec) -> Model:
             "factory, or remove `dtype:` from the spec"
         )
     made = _call_factory(function, factory, {**taken, **spec.options})
-    is_module = isinstance(made, Module)
     if isinstance(made, Module):
         made = cut_module(made, count, spec.cut)
-    if spec.cut is not None and "cut" not in taken and not is_module:
+    elif spec.cut is not None and "cut" not in taken:
         raise SpecError(
             f"factory {factory!r} returns stages and has no parameter 'cut', so `cut:` "
             "has no effect; add the parameter, or remove `cut:` from the spec"

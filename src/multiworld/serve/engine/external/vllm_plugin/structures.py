@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections import OrderedDict
@@ -160,12 +159,10 @@ def report(name: str, error: Exception) -> None:
     draft = HERE / f"{last}.{os.getpid()}"
     try:
         draft.write_text(text[:1000])
-        # A link, because a reader must not see an empty report. The first rank's stays.
-        os.link(draft, HERE / "failures" / last)
+        # Renamed, because a reader must not see an empty report.
+        draft.replace(HERE / "failures" / last)
     except OSError:
-        pass  # another rank has written the report, or the replica's folder was removed
-    with contextlib.suppress(OSError):
-        draft.unlink()
+        pass  # the replica's folder was removed
 
 
 def end_of(ends: Any, vocabulary: int) -> int:
