@@ -56,11 +56,12 @@ class Scheduler:
             self.steps.leave(key)
 
     def move(self, old: Key, new: ScheduledSequence) -> None:
-        """Pause a sequence, and give it the key, tokens and route of ``new``."""
+        """Pause a sequence, and continue it as ``new``."""
         self.pause(old)
         sequence = self.pool.known[old]
         self.pool.rename(sequence, new.key)
         sequence.tokens, sequence.route = new.tokens, new.route
+        self.pool.suspect(sequence, new.group, is_suspect=new.is_suspect)
         sequence.computed = min(new.computed, sequence.computed)
 
     def rewind(self, key: Key, computed: int) -> None:

@@ -130,6 +130,19 @@ class SequencePool:
             sequence.is_suspect = False
             self.suspects.pop(sequence.number, None)
 
+    def suspect(
+        self,
+        sequence: ScheduledSequence,
+        group: tuple[str, int] | None,
+        *,
+        is_suspect: bool,
+    ) -> None:
+        """Let a sequence run alone or with its group from now on, or no longer."""
+        sequence.is_suspect, sequence.group, sequence.proof = is_suspect, group, 0
+        self.suspects.pop(sequence.number, None)
+        if is_suspect:
+            self.suspects[sequence.number] = sequence
+
     def rename(self, sequence: ScheduledSequence, key: Key) -> None:
         self.known[key] = self.known.pop(sequence.key)
         sequence.key = key

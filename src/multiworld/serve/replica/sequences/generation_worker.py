@@ -299,6 +299,9 @@ class GenerationWorker:
         """Return the parts of known sequences, without rows computed earlier."""
         kept, rows, end = [], [], 0
         for part in parts:
+            self.recovery.ignore_cached(part.key)
+        self._act(self.recovery.take())
+        for part in parts:
             state, end = self._table.get(part.key), end + part.count
             if state is None or state.is_evicted:
                 continue

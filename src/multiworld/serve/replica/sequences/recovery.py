@@ -382,6 +382,16 @@ class Recovery:
         self._memory.free(state.stream)
         self._actions.append(act.DropComputed(state.stream))
 
+    def ignore_cached(self, key: Key) -> None:
+        """Forget a cached prefix if the next stage has not reported: it may lack it.
+
+        Stage 0 begins a fresh sequence without any reports, and sends all its rows.
+        """
+        state = self.table.get(key)
+        is_unreported = state is not None and state.sent is None and not self._is_last
+        if state is not None and is_unreported and state.is_cached:
+            self._drop_computed(state)
+
     def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
         """Report an eviction to stage 0, through the stages between."""
         if self._stage == 0:

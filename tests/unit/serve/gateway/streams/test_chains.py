@@ -290,6 +290,24 @@ async def test_waiting_sequence_takes_no_memory_for_its_cached_prefix() -> None:
     await freed(net)
 
 
+# With these seeds, the report of the last stage is late.
+@pytest.mark.parametrize("seed", [34, 46, 54, 76])
+async def test_prefix_that_only_a_middle_stage_has_costs_no_attempt(seed: int) -> None:
+    """Stage 0 waits for no report, so the stage may start before it has one, too."""
+    net = Net(random.Random(seed), [1, 1, 1], LIMITS, prefix_bytes=1 << 20)
+    await net.connected()
+    shared = list(range(1, 41))
+    await whole(net, Client(net, [*shared, 50], 5))
+    first, _, last = net.alive()
+    for name, stage in ((first, 0), (last, 2)):
+        net.kill(name)
+        net.start(stage)
+    await net.connected()
+    await whole(net, Client(net, [*shared, 60], 5))
+    assert net.streams.counts["replayed"] == 0
+    await freed(net)
+
+
 async def test_stage_without_the_cached_prefix_computes_it_in_turn() -> None:
     """A replacement knows no prompts: all stages compute them when it is their turn."""
     limits = replace(LIMITS, max_num_seqs=1)

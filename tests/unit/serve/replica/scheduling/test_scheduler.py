@@ -714,6 +714,28 @@ def test_rewound_sequence_is_recomputed_from_its_position() -> None:
     assert [(p.begin, p.count, p.samples) for p in step.parts] == [(2, 4, True)]
 
 
+@pytest.mark.parametrize("is_suspect", [True, False])
+def test_moved_sequence_runs_as_its_next_attempt_says(is_suspect: bool) -> None:
+    """A group of suspects is isolated at a stage that was not lost, too."""
+    group = ("gateway/1", 5)
+    scheduler = Scheduler(limits(seqs=8, tokens=64))
+    for number in range(1, 5):
+        scheduler.add(ScheduledSequence(key(number), [1], is_suspect=not is_suspect))
+    for number in (1, 2):
+        moved = ScheduledSequence(
+            (*key(number)[:2], 1), [1], is_suspect=is_suspect, group=group
+        )
+        scheduler.move(key(number), moved)
+        scheduler.resume(moved.key, None)
+    found: dict[bool, set[Key]] = {}
+    for _ in range(2):
+        step = scheduler.next_step()
+        assert step is not None
+        found[step.is_alone] = {part.key for part in step.parts}
+        scheduler.sampled(step.number, [(part.key, 5) for part in step.parts])
+    assert found[is_suspect] == {("gateway/1", 1, 1), ("gateway/1", 2, 1)}
+
+
 def test_reserved_sequence_has_its_blocks_and_its_slot() -> None:
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
     assert scheduler.pool.reserve([], key(1), 10)
