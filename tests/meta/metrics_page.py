@@ -83,7 +83,11 @@ def _fleet() -> FleetReport:
         batch_rows=(0,) * (len(ROWS_BOUNDS) + 1),
         batch_seconds=(0,) * (len(SECONDS_BOUNDS) + 1),
     )
-    return FleetReport(replicas={"m/0/1": worker}, steps_s={"m/0/1": 1.0})
+    return FleetReport(
+        replicas={"m/0/1": worker},
+        steps_s={"m/0/1": 1.0},
+        unplaced=(("m", "1"),),
+    )
 
 
 def _table() -> RoutingTable:

@@ -206,6 +206,7 @@ class Controller:
             self.fleet.processes,
             self.history,
             lambda: self.observer.paces,
+            lambda: self.fleet.unplaced,
         )
         self._tracer = tracer_of(
             os.environ, app.app, "controller", {"multiworld.role": "controller"}

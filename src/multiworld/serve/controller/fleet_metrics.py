@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.controller.fleet.history import History
+from multiworld.serve.controller.fleet.start_order import StageKey
 from multiworld.serve.controller.fleet.state import Process
 from multiworld.serve.controller.observe.paces import Paces
 from multiworld.serve.wire import control_messages as messages
@@ -16,6 +17,10 @@ Label = tuple[str, tuple[str, ...]]
 
 # Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
+
+# Kinds of events that alert rules count. Prometheus sees an increase only of a count
+# that it has read before, so these are reported from 0 on.
+ALERTED = ("rolled back", "quarantined", "changed", "node lost", "lost", "outgrown")
 
 # Number of exited processes whose counts stay separate, so that a late last report can
 # still replace the previous one.
@@ -32,7 +37,10 @@ class Totals:
         self._folded: Counter[Label] = Counter()
 
     def heard(self, name: str, counted: Iterable[messages.Counted]) -> None:
-        self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
+        # A process's last counts may arrive before an earlier answer of it.
+        latest = self._latest.setdefault(name, {})
+        for kind, labels, value in counted:
+            latest[kind, labels] = max(value, latest.get((kind, labels), 0.0))
 
     def keep_apart(self, names: Container[str]) -> None:
         """Fold the counts of the earliest exited processes into one sum."""
@@ -65,9 +73,10 @@ class FleetMetrics:
         processes: Mapping[str, Process],
         history: History,
         paces: Callable[[], Paces] = Paces,
+        unplaced: Callable[[], Iterable[StageKey]] = tuple,
     ) -> None:
         self._ask, self._processes, self._history = ask, processes, history
-        self._paces = paces
+        self._paces, self._unplaced = paces, unplaced
         self._totals = Totals()
         self._stages: dict[str, tuple[str, str, str]] = {}
 
@@ -88,8 +97,8 @@ class FleetMetrics:
         gateways = {
             other: report for other, report in reports.gateways.items() if other != name
         }
-        counts = self._history.counts.items()
-        events = [("fleet_events", labels, count) for labels, count in counts]
+        counts = {**self._alerted(), **self._history.counts}
+        events = [("fleet_events", labels, count) for labels, count in counts.items()]
         return messages.FleetReport(
             number,
             reports.workers,
@@ -97,7 +106,13 @@ class FleetMetrics:
             (*self._totals.sums(without=name), *events),
             self._paces().slow,
             self._paces().steps_s,
+            tuple(sorted(set(map(_post_of, self._unplaced())))),
         )
+
+    def _alerted(self) -> dict[tuple[str, str, str], int]:
+        """Return 0 for each kind of event that alerts, and for each stage."""
+        stages = {(p.model, str(p.stage)) for p in self._processes.values() if p.model}
+        return {(kind, *of): 0 for of in (("", ""), *stages) for kind in ALERTED}
 
     def sums(self) -> tuple[messages.Counted, ...]:
         """Return the counts of all processes since the service started."""
@@ -119,6 +134,11 @@ class FleetMetrics:
 
     def keep_tenants(self, names: Iterable[str]) -> None:
         self._totals.keep_tenants(set(names))
+
+
+def _post_of(key: StageKey) -> tuple[str, str]:
+    model, _, stage = key
+    return (model, str(stage)) if model else ("", "")
 
 
 def _counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ def usage_of(pid: int) -> Usage:
     """Return the usage of a process and its descendants; zeros if it has exited."""
     family = family_of(pid)
     return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
+
+
+def own_cpu_s() -> float:
+    """Return the CPU seconds of this process and of its children, ended ones too."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = sum(map(_cpu_s, family_of(os.getpid())[1:]))
+    return time.process_time() + living + ended.ru_utime + ended.ru_stime
 
 
 class UsageReader:

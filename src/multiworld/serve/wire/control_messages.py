@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import astuple
 
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
@@ -158,19 +160,33 @@ class TenantLoad(msgspec.Struct, frozen=True, array_like=True):
 
     in_flight: int = 0
     waiting: int = 0  # those without a token or an answer
-    structured: int = 0  # streams whose output has a grammar
+    structured: int = 0  # requests whose output has a grammar
     prompt_tokens: int = 0  # of the streams without a token
 
 
-def summed(*found: Mapping[str, TenantLoad]) -> dict[str, TenantLoad]:
-    """Return the sum of loads, by tenant."""
-    sums: dict[str, list[int]] = {}
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Requests for generated text that have no token yet, at a gateway."""
+
+    waiting: int = 0
+    prompt_tokens: int = 0  # of their streams
+    structured: int = 0  # those whose output has a grammar
+
+
+Load = TypeVar("Load", TenantLoad, ModelLoad)
+
+
+def summed(*found: Mapping[str, Load]) -> dict[str, Load]:
+    """Return the sum of loads, by name."""
+    sums: dict[str, Load] = {}
     for loads in found:
         for name, load in loads.items():
-            total = sums.setdefault(name, [0, 0, 0, 0])
-            for k, value in enumerate(msgspec.structs.astuple(load)):
-                total[k] += value
-    return {name: TenantLoad(*total) for name, total in sums.items()}
+            before = sums.get(name)
+            if before is None:
+                sums[name] = load
+                continue
+            pairs = zip(astuple(before), astuple(load), strict=True)
+            sums[name] = type(load)(*(a + b for a, b in pairs))
+    return sums
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +209,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
     tenants: dict[str, TenantLoad] = {}
+    models: dict[str, ModelLoad] = {}
     # By model: how long its oldest request has waited for a first token or an answer.
     oldest_s: dict[str, float] = {}
     # If requested: some live streams, and the chains with the most streams.
@@ -217,6 +234,9 @@ class FleetReport(Message, frozen=True, tag="fleet_report"):
     others: tuple[Counted, ...] = ()
     slow: dict[str, str] = {}  # noqa: RUF012 - reason for each slow replica
     steps_s: dict[str, float] = {}  # noqa: RUF012 - seconds for a step, by replica
+    # Model and number of each stage with a replica that fits on no machine; both are
+    # empty for a gateway.
+    unplaced: tuple[tuple[str, str], ...] = ()
 
 
 class PoisonFound(Message, frozen=True, tag="poison_found"):

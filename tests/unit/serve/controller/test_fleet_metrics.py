@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.state import Process
-from multiworld.serve.controller.fleet_metrics import REMEMBERED, FleetMetrics, Totals
+from multiworld.serve.controller.fleet_metrics import (
+    ALERTED,
+    REMEMBERED,
+    FleetMetrics,
+    Totals,
+)
 from multiworld.serve.wire.control_messages import (
     Counted,
     GatewayReport,
@@ -17,6 +22,10 @@ from multiworld.serve.wire.control_messages import (
 )
 from tests.memory import objects_in
 from tests.unit.inner_state import apart_count
+
+
+def alerted(model: str, stage: str) -> list[Counted]:
+    return [("fleet_events", (kind, model, stage), 0) for kind in sorted(ALERTED)]
 
 
 class Fleet:
@@ -61,11 +70,35 @@ async def test_gateway_gets_the_sums_of_all_others() -> None:
     assert report.gateways == {"g2": GatewayReport(in_flight=1)}
     assert report.replicas.keys() == {"a"}
     assert sorted(report.others) == [
+        *sorted(alerted("", "") + alerted("m", "0")),
         ("requests", ("m", "200"), 110.0),
         ("stage_requests", ("m", "1", "0"), 77.0),
         ("stage_seconds", ("m", "1", "0"), 1.0),
     ]
     assert (await fleet.metrics.report("g2", 6)).others[0][2] in (101.0, 77.0)
+
+
+async def test_events_that_alert_are_counted_from_zero() -> None:
+    """Prometheus sees no increase of a count that begins at 1."""
+    fleet = Fleet()
+    fleet.replica("m/0/1", 7)
+    fleet.history.say("rolled back", "m: to version 1")
+    fleet.history.say("lost", "m/0/1: SIGKILL", "m/0/1")
+    report = await fleet.metrics.report("g", 1)
+    events = {labels: n for kind, labels, n in report.others if kind == "fleet_events"}
+    assert events.pop(("rolled back", "", "")) == 1
+    assert events.pop(("lost", "m", "0")) == 1
+    assert events[("quarantined", "", "")] == events[("outgrown", "m", "0")] == 0
+    assert not any(events.values())
+
+
+async def test_stages_without_room_are_reported_until_they_have_some() -> None:
+    history, unplaced = History(), [("m", "1", 0), ("m", "2", 0), ("", "", 0)]
+    fleet = Fleet()
+    made = FleetMetrics(fleet.ask, {}, history, unplaced=lambda: unplaced)
+    assert (await made.report("g", 1)).unplaced == (("", ""), ("m", "0"))
+    unplaced.clear()
+    assert (await made.report("g", 2)).unplaced == ()
 
 
 async def test_process_that_does_not_answer_counts_with_its_last_report() -> None:
@@ -76,7 +109,8 @@ async def test_process_that_does_not_answer_counts_with_its_last_report() -> Non
     await fleet.metrics.collect()
     del fleet.reports.gateways["g2"]
     report = await fleet.metrics.report("g1", 1)
-    assert report.others == (("requests", ("m", "200"), 10.0),)
+    others = sorted(report.others)
+    assert others == [*alerted("", ""), ("requests", ("m", "200"), 10.0)]
 
 
 async def test_last_report_of_a_process_counts_after_its_end() -> None:
@@ -92,7 +126,8 @@ async def test_last_report_of_a_process_counts_after_its_end() -> None:
     found = {
         kind: value for kind, _, value in (await fleet.metrics.report("g", 1)).others
     }
-    assert found == {"stage_requests": 9.0, "stage_seconds": 0.0}
+    assert found.pop("fleet_events") == 0
+    assert found == {"stage_requests": 9.0, "stage_seconds": 0.5}
 
 
 async def test_little_is_kept_of_processes_that_have_ended() -> None:
@@ -134,6 +169,13 @@ def test_last_counts_of_a_process_may_come_after_its_end() -> None:
     totals.keep_apart({})
     totals.heard("a", [("rows", (), 3)])
     assert summed(totals) == {("rows",): 3}
+
+
+def test_answer_that_was_under_way_replaces_no_last_counts() -> None:
+    totals = Totals()
+    totals.heard("a", [("rows", (), 3), ("failed", (), 1)])
+    totals.heard("a", [("rows", (), 2)])
+    assert summed(totals) == {("rows",): 3, ("failed",): 1}
 
 
 @given(

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
-from multiworld.serve.wire.control_messages import TenantLoad
+from multiworld.serve.wire.control_messages import ModelLoad
 
 BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
 FULL = 0.95  # minimum share of KV memory in use that counts as full
+MOST = 0.25  # share of requests with a grammar from which these count as the cause
 LONG = 500  # mean tokens per waiting prompt from which prompts count as long
 READY = "ready"
+NO_LOAD = ModelLoad()
 
 
 def bottleneck_of(
     stages: Sequence[StageFacts],
     replicas: Mapping[str, ReplicaFacts],
     waiting: int,  # requests and streams at gateways
-    held: Iterable[TenantLoad] = (),  # load of each tenant, on all models
+    load: ModelLoad = NO_LOAD,  # of requests without a token
 ) -> str:
     """Return a model's bottleneck; empty if nothing waits and no stage is busy."""
     ready = [
@@ -51,19 +53,18 @@ def bottleneck_of(
         text += f", with {waiting} waiting" if waiting else ", with nothing waiting yet"
         more = f"; slow: {', '.join(slow)}" if slow else ""
         return f"{text}: scale it, or give its replicas more cores{more}"
+    waiting = max(waiting, load.structured)  # those whose grammar is being compiled
     if waiting:
-        return f"{waiting} waiting, and no stage is saturated: {_cause(held)}"
+        return f"{waiting} waiting, and no stage is saturated: {_cause(load)}"
     return ""
 
 
-def _cause(held: Iterable[TenantLoad]) -> str:
+def _cause(load: ModelLoad) -> str:
     """Return what holds requests back although no stage is busy."""
-    held = list(held)
-    waiting = sum(each.waiting for each in held)
     causes = []
-    if waiting and sum(each.prompt_tokens for each in held) > LONG * waiting:
+    if load.waiting and load.prompt_tokens > LONG * load.waiting:
         causes.append("long prompts hold them back")
-    if any(each.waiting and each.structured for each in held):
+    if load.structured > MOST * load.waiting:
         causes.append("the compilation of grammars holds them back")
     limits = "max_num_seqs, max_ongoing_requests"
     return " and ".join(causes) or f"a limit holds them back ({limits})"

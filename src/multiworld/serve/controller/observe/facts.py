@@ -108,7 +108,7 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True):
     requests_s: float = 0.0
     in_flight: int = 0  # requests and streams
     waiting: int = 0  # those without a token or an answer
-    structured: int = 0  # streams whose output has a grammar
+    structured: int = 0  # requests whose output has a grammar
     prompt_tokens: int = 0  # of the streams without a token
     refused_s: dict[str, float] = {}  # refusals per second, by reason
     refused: dict[str, float] = {}  # refusals since the service started, by reason

@@ -31,6 +31,7 @@ from multiworld.serve.controller.observe.troubles import troubles_of
 from multiworld.serve.wire.control_messages import (
     Counted,
     GatewayReport,
+    ModelLoad,
     Reports,
     TenantLoad,
     WorkerReport,
@@ -57,7 +58,7 @@ class Observer:
         self._history, self._journal, self._clock = history, journal, clock
         self.paces, self._window = Paces(), Window()
         self._reports = Reports()
-        self._heard: Set[str] = frozenset()  # processes of the last reports
+        self._known: Set[str] = frozenset()  # processes that have reported
         self._counts: Mapping[Label, float] = {}
         # By process: CPU seconds so far, and when they were reported.
         self._cpu: dict[str, tuple[float, float]] = {}
@@ -77,10 +78,10 @@ class Observer:
         now = self._clock()
         self._reports = reports
         heard = reports.workers.keys() | reports.gateways.keys()
-        if any(name in adopted for name in heard - self._heard):
+        if any(name in adopted for name in heard - self._known):
             # Its counts since its start are new here, but nothing has grown.
             self._window.clear()
-        self._heard = heard
+        self._known = heard | {name for name in self._known if name in adopted}
         self._counts = {(kind, labels): value for kind, labels, value in counted}
         self._window.seen(self._counts, now)
         self._use(now)
@@ -151,7 +152,7 @@ class Observer:
         slow = self.paces.slow
         for name in slow.keys() - before.keys():
             self._history.say("slow", f"{name} is slow: {slow[name]}", name)
-        for name in before.keys() - slow.keys():
+        for name in (before.keys() - slow.keys()) & self._reports.workers.keys():
             self._history.say("slow", f"{name} is no longer slow", name)
 
     # The facts.
@@ -229,7 +230,7 @@ class Observer:
     ) -> Iterator[tuple[str, ModelFacts]]:
         answered = self._window.rates("requests")
         tokens = self._window.rates("stage_tokens")
-        held = summed(*(g.tenants for g in gateways.values())).values()
+        held = summed(*(g.models for g in gateways.values()))
         for name, wanted in status.wanted.models.items():
             version = status.active.get(name, wanted.version)
             posts = [p for p in status.processes if p.model == name]
@@ -272,7 +273,9 @@ class Observer:
                     ),
                     prefix_hits=self._prefix_hits(name),
                     chains=_chains(stages, gateways),
-                    bottleneck=bottleneck_of(stages, replicas, waiting, held),
+                    bottleneck=bottleneck_of(
+                        stages, replicas, waiting, held.get(name, ModelLoad())
+                    ),
                     answers=self._spread("request_buckets", name),
                     queue=self._spread("queue_buckets", name),
                     first_tokens=self._spread("first_token_buckets", name),

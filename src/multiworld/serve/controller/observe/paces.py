@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 WINDOW_S = 10.0  # seconds over which a pace is measured
 MIN_STEPS = 8  # minimum number of steps in a window; fewer are too noisy
+LONGEST_S = 60.0  # maximum seconds of a window, which is longer if it has fewer steps
 PAST = 60  # number of windows that make up a replica's own past
 # A replica is slow if its step time is above this multiple of its peers' step time,
 # unless this step time is usual for the replica; see ``FAST``.
@@ -21,7 +22,7 @@ SLOW_ALONE = 2.5
 # usual for a replica.
 FAST = 1.4
 # A step in progress is slow if it has taken more than ``LONG_S`` seconds, and more than
-# ``LONG`` times its peers' step time.
+# ``LONG`` times its peers' step time (or, without peers, the replica's own).
 LONG_S = 1.0
 LONG = 5.0
 # CPU time per second of computing, relative to peers, below which a replica is starved.
@@ -51,7 +52,6 @@ class Pace:
     step_s: float  # mean seconds per step
     rows: float  # mean rows per step
     cpu: float  # CPU seconds per second of computing
-    busy: float = 0.0  # share of the time in which it computes
     has_free_cores: bool = False  # whether its machine has some
 
 
@@ -71,16 +71,13 @@ class Paces:
         self._replicas: dict[str, _Replica] = {}
         self._loading: dict[str, float] = {}  # when each process was loading last
         self.paces: dict[str, Pace] = {}
+        # Share of the last ``WINDOW_S`` seconds in which each replica computed.
+        self.busy: dict[str, float] = {}
 
     @property
     def slow(self) -> dict[str, str]:
         """The reason for each slow replica, by its name."""
         return {name: each.why for name, each in self._replicas.items() if each.why}
-
-    @property
-    def busy(self) -> dict[str, float]:
-        """Share of the time in which each replica computes."""
-        return {name: pace.busy for name, pace in self.paces.items()}
 
     @property
     def steps_s(self) -> dict[str, float]:
@@ -121,13 +118,14 @@ class Paces:
             if samples and samples[-1][1].steps > work.steps:
                 samples.clear()
             samples.append((now, work))
-            while len(samples) > 2 and samples[1][0] <= now - WINDOW_S:
+            while len(samples) > 2 and _is_enough(samples, since=1):
                 samples.popleft()
         self.paces = {
             name: pace
             for name, each in self._replicas.items()
             if (pace := _pace(each.samples)) is not None
         }
+        self.busy = {name: _busy(e.samples) for name, e in self._replicas.items()}
         for name, each in self._replicas.items():
             each.why = self._judged(name, each, now)
 
@@ -139,14 +137,15 @@ class Paces:
             if other != name and pace.stage == work.stage
         ]
         pace = self.paces.get(name)
-        typical_s = median(p.step_s for p in peers) if peers else 0.0
+        past_s = median(replica.past) if replica.past else 0.0
+        own_s = past_s or (pace.step_s if pace else 0.0)
+        typical_s = median(p.step_s for p in peers) if peers else own_s
         if work.computing_s > max(LONG_S, LONG * typical_s) and (peers or pace):
             return f"its step has taken {work.computing_s:.1f} s so far"
         if pace is None:
             return ""
         limit = FAST if replica.why else SLOW
         beside_peers = _times(pace, peers)
-        past_s = median(replica.past) if replica.past else 0.0
         beside_past = pace.step_s / past_s if past_s else 0.0
         if peers:
             is_like_before = past_s and beside_past <= FAST
@@ -164,19 +163,36 @@ class Paces:
         return _words(pace, peers, beside_peers, beside_past, [*self._loading])
 
 
+def _is_enough(samples: Sequence[tuple[float, Work]], since: int) -> bool:
+    """Return whether the samples from ``since`` on make up a window."""
+    (at, first), (now, last) = samples[since], samples[-1]
+    has_steps = last.steps - first.steps >= MIN_STEPS or at <= now - LONGEST_S
+    return at <= now - WINDOW_S and has_steps
+
+
+def _busy(samples: Sequence[tuple[float, Work]]) -> float:
+    now, last = samples[-1]
+    early = [each for each in samples if each[0] <= now - WINDOW_S]
+    at, first = early[-1] if early else samples[0]
+    if now <= at:
+        return 0.0
+    # ``computed_s`` grows only when a step ends.
+    before_s = first.computed_s + first.computing_s
+    computed_s = last.computed_s + last.computing_s - before_s
+    return min(1.0, max(0.0, computed_s / (now - at)))
+
+
 def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
     first, last = samples[0][1], samples[-1][1]
     steps, computed_s = last.steps - first.steps, last.computed_s - first.computed_s
     if steps < MIN_STEPS or computed_s <= 0:
         return None
     rows, cpu_s = last.rows - first.rows, last.cpu_s - first.cpu_s
-    share = computed_s / (samples[-1][0] - samples[0][0])
     return Pace(
         last.stage,
         computed_s / steps,
         rows / steps,
         cpu_s / computed_s,
-        min(1.0, share),
         0 <= last.machine_busy < FREE,
     )
 

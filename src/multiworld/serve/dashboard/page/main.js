@@ -16,18 +16,22 @@ function Page() {
   const [asked, setAsked] = useState(null);
   const [kind, choose] = useState("");
   const [request, look] = useState("");
+  const [trouble, setTrouble] = useState("");
 
   useEffect(() => {
     fetch("/series").then((a) => a.json()).then((s) => setSeries(s.models)).catch(() => {});
     follow((found, isLost) => {
       setCut(Boolean(isLost));
-      if (!found.app) return;
+      if (!found.app) {
+        setTrouble((found.troubles || []).join("; ")); // no controller has answered yet
+        return;
+      }
       setFacts(found);
       setSeries((before) => extended(before, found));
     });
   }, []);
 
-  if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : "Loading …"}</p>`;
+  if (!facts) return html`<p class="quiet">${isCut ? "The page's server does not answer." : trouble || "Loading …"}</p>`;
   const act = (text, operation, body, then, field) => setAsked({ text, operation, body, then, field });
   const process = facts.replicas[opened] || facts.gateways[opened];
   const isOld = isCut || facts.is_old;

@@ -208,7 +208,7 @@ export function Tenants({ facts }) {
   return html`<section><h2>Tenants</h2><div class="scroll" tabindex="0"><table>
     <thead><tr><th>tenant</th><th class="number">requests/s</th><th class="number">in flight</th>
       <th class="number" title="requests without a first token or an answer">waiting</th><th class="number" title="of the waiting streams">prompt tokens</th>
-      <th class="number" title="streams whose output has a grammar">structured</th><th>budgets</th><th>refused so far</th></tr></thead>
+      <th class="number" title="requests whose output has a grammar">structured</th><th>budgets</th><th>refused so far</th></tr></thead>
     <tbody>${found.map(([name, each]) => html`<tr key=${name} class=${Object.keys(each.refused_s).length ? "bad" : ""}>
       <td>${name || "(no valid key)"}</td><td class="number">${rate(each.requests_s)}</td>
       <td class="number">${each.in_flight}</td><td class="number">${each.waiting}</td>

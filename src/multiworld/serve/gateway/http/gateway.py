@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -30,10 +29,12 @@ from multiworld.serve.gateway.http.body_limits import (
 )
 from multiworld.serve.gateway.http.kept_events import EventLogs
 from multiworld.serve.gateway.http.metrics import render
+from multiworld.serve.gateway.http.preparations import Preparations
 from multiworld.serve.gateway.http.request_counts import RequestCounts
 from multiworld.serve.gateway.requests.dispatcher import Dispatcher
 from multiworld.serve.gateway.streams.streams import Streams
 from multiworld.serve.machines.freed_memory import trim_heap
+from multiworld.serve.machines.usage import own_cpu_s
 from multiworld.serve.queueing.fair_pool import FairPool
 from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.routing import refusals
@@ -86,6 +87,7 @@ class Gateway:
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.compiling = FairPool("multiworld compile")  # compiles grammars
         self.encoding = FairPool("multiworld encode", ENCODERS)  # encodes prompts
+        self.preparations = Preparations(self.authenticator.clock)
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         # Updates ``fleet``. The process replaces this default, which does nothing.
@@ -106,9 +108,10 @@ class Gateway:
         report = self.report()
         for kind, count in report.counts.items():
             yield "router_events", (kind,), count
-        for model, count in report.attained.items():
+        none = dict.fromkeys(self.dispatcher.table.routes, 0)
+        for model, count in {**none, **report.attained}.items():
             yield "attained", (model,), count
-        for model, count in report.missed.items():
+        for model, count in {**none, **report.missed}.items():
             yield "missed", (model,), count
 
     def report(self) -> GatewayReport:
@@ -116,7 +119,10 @@ class Gateway:
         at_streams = self.streams.router.load()
         streams, queued = self.streams, self.streams.router.waiting
         of_streams = streams.attainment
-        loads, oldest_s = streams.in_progress()
+        tenants, models, oldest_s = streams.in_progress()
+        prepared = self.preparations
+        for model, waited_s in prepared.oldest_s().items():
+            oldest_s[model] = max(waited_s, oldest_s.get(model, 0.0))
         return msgspec.structs.replace(
             report,
             arrived=Counter(report.arrived) + of_streams.arrived,
@@ -126,12 +132,13 @@ class Gateway:
             completions=streams.timed.of("completions"),
             prompt_tokens=streams.timed.of("prompt_tokens"),
             generated_tokens=streams.timed.of("generation_tokens"),
-            in_flight=report.in_flight + self.streams.in_flight,
+            in_flight=report.in_flight + self.streams.in_flight + len(prepared),
             load={**report.load, **at_streams},
             waiting={m: n + queued(m) for m, n in report.waiting.items()},
             pending={m: n + queued(m) for m, n in report.pending.items()},
-            cpu_s=time.process_time(),
-            tenants=summed(report.tenants, loads),
+            cpu_s=own_cpu_s(),
+            tenants=summed(report.tenants, tenants, prepared.of_tenants()),
+            models=summed(models, prepared.of_models()),
             oldest_s={**report.oldest_s, **oldest_s},
         )
 

@@ -26,6 +26,7 @@ import multiworld
 from multiworld.serve.gateway.http.request_counts import ENDS
 from multiworld.serve.gateway.http.vllm_metrics import vllm_families
 from multiworld.serve.gateway.streams.stream_counts import ENDS as STREAM_ENDS
+from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.wire import control_messages as messages
 from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
 
@@ -161,7 +162,8 @@ def _families(
     yield from counters.values()
     yield from _latencies(sums)
     yield from _gateways(gateways, table)
-    yield _stages(table)
+    yield from _stages(table)
+    yield _unplaced(fleet)
     yield from _replicas(fleet.replicas, table)
     yield from _paces(fleet, table)
     kinds = (*HISTOGRAMS, "queue", "prefill", "inter_token", "decode")
@@ -259,7 +261,7 @@ def _gateways(
     yield from (in_flight, waiting, oldest, of_tenant, asked, held, silent)
 
 
-def _stages(table: RoutingTable) -> Metric:
+def _stages(table: RoutingTable) -> Iterator[Metric]:
     labels = ("model", "version", "stage", "state")
     gauge = _gauge(
         "stage_replicas",
@@ -280,6 +282,32 @@ def _stages(table: RoutingTable) -> Metric:
         for state in ReplicaState:
             values = [model, version, str(stage), state.value]
             gauge.add_metric(values, found[model, version, stage, state])
+    yield gauge
+    missing = _gauge(
+        "stage_missing",
+        "1 while the version that serves has no ready replica of a stage, unless the "
+        "stage may scale to zero.",
+        "model",
+        "stage",
+    )
+    for model, route in table.routes.items():
+        if is_dedicated(model):
+            continue
+        for stage in range(route.stages.get(route.version, 0)):
+            is_ready = found[model, route.version, stage, ReplicaState.READY] > 0
+            is_missing = not is_ready and stage not in route.on_demand
+            missing.add_metric([model, str(stage)], float(is_missing))
+    yield missing
+
+
+def _unplaced(fleet: messages.FleetReport) -> Metric:
+    text = (
+        "1 while a replica of the stage finds no machine with room; both labels are "
+        "empty for a gateway. Absent otherwise."
+    )
+    gauge = _gauge("stage_unplaced", text, "model", "stage")
+    for model, stage in fleet.unplaced:
+        gauge.add_metric([model, stage], 1.0)
     return gauge
 
 

@@ -75,7 +75,9 @@ def vllm_families(
     ends: Mapping[str, Sequence[str]],  # bounds of buckets, by kind of histogram
 ) -> Iterator[Metric]:
     """Yield the metrics of models that generate text."""
-    models = sorted({labels[0] for kind, labels in sums if kind == "completions"})
+    counted = {labels[0] for kind, labels in sums if kind == "completions"}
+    routed = {name for name, route in table.routes.items() if route.generates}
+    models = sorted(counted | routed)
     first = {
         model: [
             report

@@ -21,6 +21,7 @@ from multiworld.serve.gateway.http.answer_record import AnswerRecord, unrecorded
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.gateway import Gateway
 from multiworld.serve.gateway.http.http_responses import timeout_of
+from multiworld.serve.gateway.http.preparations import Preparation
 from multiworld.serve.gateway.openai.choices import Choice, digest_of
 from multiworld.serve.gateway.openai.completion_requests import (
     Structure,
@@ -133,6 +134,18 @@ async def prepared(
     call: AdmittedCall, kind: CompletionKind, asked: Any, wanted: Wanted
 ) -> Ready:
     """Prepare a request for the active version; start over if the version changes."""
+    preparing = call.gateway.preparations.preparing
+    with preparing(call.tenant.share.tenant, wanted.model) as one:
+        return await _prepared(call, kind, asked, wanted, one)
+
+
+async def _prepared(
+    call: AdmittedCall,
+    kind: CompletionKind,
+    asked: Any,
+    wanted: Wanted,
+    one: Preparation,
+) -> Ready:
     gateway, name, tenant = call.gateway, wanted.model, call.tenant
     call.admitted.model = name
     began_at = gateway.authenticator.clock()
@@ -142,7 +155,7 @@ async def prepared(
         detach_s = _detach_s(gateway, wanted)
         timed = replace(wanted, timeout_s=timeout_s, detach_s=detach_s)
         prompts = await kind.encode(call, served, asked, timed)
-        ready = await _ready(call, timed, served, prompts, kind)
+        ready = await _ready(call, timed, served, prompts, kind, one)
         await gateway.check_poison(
             call.admitted, (name, served.version), partial(_digest, ready)
         )
@@ -415,6 +428,7 @@ async def _ready(
     served: ServedModel,
     given: Prompts,
     kind: CompletionKind,
+    one: Preparation,
 ) -> Ready:
     prompts, reasoning, record = given.tokens, given.reasoning, call.record
     wanted = _with_defaults(wanted, served.generation)
@@ -424,8 +438,9 @@ async def _ready(
     if wanted.calling is not None and wanted.calling.is_free and served.family:
         wanted = replace(wanted, structure=_with_calls(wanted, served))
     if wanted.structure is not None:
-        structure = wanted.structure
+        structure, one.is_compiling = wanted.structure, True
         grammar = await _compiled(call, wanted, served, structure, reasoning)
+        one.is_compiling = False
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from multiworld.serve.gateway.streams.stream import Phase, Stream
-from multiworld.serve.wire.control_messages import StreamShown, TenantLoad
+from multiworld.serve.wire.control_messages import ModelLoad, StreamShown, TenantLoad
 
 SHOWN = 100  # maximum number of streams, and of chains, that a gateway shows
 
@@ -50,17 +50,29 @@ def loads_of(streams: Collection[Stream]) -> dict[str, TenantLoad]:
             load = found.setdefault(stream.share.tenant, [0, 0, 0, 0])
             load[0] += 1
             load[2] += bool(stream.sampling.grammar)
-            if stream.first_at is None:
+            if not stream.made:
                 load[1] += 1
                 load[3] += stream.prompt
     return {name: TenantLoad(*load) for name, load in found.items()}
+
+
+def held_back(streams: Collection[Stream]) -> dict[str, ModelLoad]:
+    """Return the streams without a token, by model; probes do not count."""
+    found: dict[str, list[int]] = {}
+    for stream in streams:
+        if not stream.made and not stream.via:
+            load = found.setdefault(stream.model, [0, 0, 0])
+            load[0] += 1
+            load[1] += stream.prompt
+            load[2] += bool(stream.sampling.grammar)
+    return {name: ModelLoad(*load) for name, load in found.items()}
 
 
 def oldest_of(streams: Collection[Stream], now: float) -> dict[str, float]:
     """Return, by model, how long the oldest stream has waited for its first token."""
     found: dict[str, float] = {}
     for stream in streams:
-        if stream.first_at is None and not stream.via:
+        if not stream.made and not stream.via:
             waited_s = now - stream.began_at
             found[stream.model] = max(found.get(stream.model, 0.0), waited_s)
     return found

@@ -137,6 +137,7 @@ class Stream:
     session: str = ""  # streams of one session prefer the same replicas; empty: none
     origin: Origin = NOWHERE
     earlier_s: float = 0.0  # its age when another gateway handed it over
+    earlier: int = 0  # number of tokens that other gateways have delivered
     attempt: int = 0
     last_attempt: int = 0  # highest attempt number so far
     chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt
@@ -168,7 +169,7 @@ class Stream:
     not_before: float = 0.0  # monotonic time before which no attempt starts
     # Monotonic time at which the computation of its prompt began; None: not yet.
     computing_at: float | None = None
-    first_at: float | None = None
+    first_at: float | None = None  # monotonic time of the first token at this gateway
     last_at: float = 0.0
     longest_s: float = 0.0  # longest time between two tokens
     phase: Phase = Phase.WAITING
@@ -186,6 +187,11 @@ class Stream:
     def made(self) -> int:
         """Number of delivered tokens."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def made_here(self) -> int:
+        """Number of tokens that this gateway has delivered."""
+        return self.made - self.earlier
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -238,7 +244,7 @@ class Stream:
         since, limit_s = self._wait(resumed_at)
         if limit_s is None or now - since <= limit_s:
             return ""
-        what = "first token" if self.first_at is None else f"token after {self.made}"
+        what = f"token after {self.made}" if self.made else "first token"
         return f"no {what} within {limit_s:g} s"
 
     def late_at(self, resumed_at: float = -math.inf) -> float:

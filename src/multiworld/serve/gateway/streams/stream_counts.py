@@ -32,13 +32,20 @@ class StreamCounts:
         """Count a further token, ``took_s`` after the previous one."""
         self._time("inter_token", model, took_s)
 
-    def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
-        """Count an ended stream, with ``took_s`` from its first to its last token."""
+    def ended(
+        self,
+        model: str,
+        prompt: int,
+        made: int,
+        took_s: float,  # from the first to the last token of this gateway
+        made_here: int,  # number of these tokens; other gateways may have made some
+    ) -> None:
+        """Count an ended stream."""
         self._sums["completions", model] += 1
         self._sums["prompt_tokens", model] += prompt
         self._sums["generation_tokens", model] += made
-        if made > 1:
-            self._time("output_token", model, took_s / (made - 1))
+        if made_here > 1:
+            self._time("output_token", model, took_s / (made_here - 1))
             self._time("decode", model, took_s)
 
     def finished(self, model: str, reason: str) -> None:

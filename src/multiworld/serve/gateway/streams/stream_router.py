@@ -58,7 +58,8 @@ class StreamRouter:
 
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self.name, self.view = name, ReplicaView()
-        self.counts: Counter[str] = Counter()
+        # From 0 on, because Prometheus sees no increase of a count's first value.
+        self.counts: Counter[str] = Counter(cut=0, replayed=0)
         self.timed, self.attainment = StreamCounts(), Attainment()
         self._index = StreamIndex()
         # Streams by number, until their clients close them.
@@ -159,7 +160,9 @@ class StreamRouter:
         if stream.via:
             return  # probes are not counted
         took_s = stream.last_at - (stream.first_at or 0.0)
-        self.timed.ended(stream.model, stream.prompt, stream.made, took_s)
+        self.timed.ended(
+            stream.model, stream.prompt, stream.made, took_s, stream.made_here
+        )
         is_late = self._is_late(stream)
         self.attainment.count(stream.model, error, is_late=is_late)
 
@@ -176,7 +179,7 @@ class StreamRouter:
         stream.become(Phase.ENDED)
         if error is not None:
             is_wanted = isinstance(error, act.Cut | errors.RequestCancelledError)
-            is_cut = stream.first_at is not None and not is_wanted
+            is_cut = stream.made > 0 and not is_wanted
             self.counts["cut"] += is_cut
             self._actions.append(act.Deliver(stream.number, error))
 
@@ -191,13 +194,13 @@ class StreamRouter:
         if route is None:
             return False
         first_at = stream.first_at
-        if route.ttft_s is not None:
+        if route.ttft_s is not None and not stream.earlier:
             until = self._now if first_at is None else first_at
             if until - stream.began_at > route.ttft_s:
                 return True
-        if route.tpot_s is None or first_at is None or stream.made < 2:
+        if route.tpot_s is None or first_at is None or stream.made_here < 2:
             return False
-        return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
+        return stream.last_at - first_at > route.tpot_s * (stream.made_here - 1)
 
     def _quarantine(self, tenant: str, model: str) -> None:
         """End the tenant's streams that wait for a chain of this model and have no
@@ -205,7 +208,7 @@ class StreamRouter:
         names = {model, f"{model}@{tenant}"}
         for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names
-            if is_its and stream.first_at is None:
+            if is_its and not stream.made:
                 self._end(stream, refusals.quarantined(model))
 
     def _cancel(self, request: str) -> None:
@@ -363,7 +366,7 @@ class StreamRouter:
             self.without_token[stream.model].remove(stream.share.tenant)
             if stream.limits.between_tokens_s is not None:
                 self._timers.watch(stream)
-            if stream.made == 1 and not stream.via:
+            if not stream.earlier and not stream.via:
                 self._count_first(stream)
         self.counts["tokens"] += 1
         self._actions.append(act.Deliver(stream.number, item))

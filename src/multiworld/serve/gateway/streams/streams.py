@@ -22,6 +22,7 @@ from multiworld.serve.gateway.streams.chain_selection import (
 )
 from multiworld.serve.gateway.streams.live_streams import (
     chains_of,
+    held_back,
     loads_of,
     oldest_of,
     shown,
@@ -32,7 +33,11 @@ from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.queueing.queue_limits import WaitingTenants
 from multiworld.serve.text.prefixes import digests
 from multiworld.serve.tracing.request_trace import CURRENT, WorkTrace
-from multiworld.serve.wire.control_messages import GatewayReport, TenantLoad
+from multiworld.serve.wire.control_messages import (
+    GatewayReport,
+    ModelLoad,
+    TenantLoad,
+)
 from multiworld.serve.wire.edges import Outbox
 from multiworld.serve.wire.frames import Entry
 from multiworld.serve.wire.generation_messages import (
@@ -181,6 +186,7 @@ class Streams:
             origin=origin,
             noise=delivered.noise,
             earlier_s=delivered.age_s,
+            earlier=len(delivered.tokens),
         )
         if via is None:
             whose = f"{model}\0{adapter}\0{share.tenant}"
@@ -267,10 +273,13 @@ class Streams:
             report, streams=shown(streams, self._clock()), chains=chains_of(streams)
         )
 
-    def in_progress(self) -> tuple[dict[str, TenantLoad], dict[str, float]]:
-        """Return tenants' loads, and each model's longest wait for a first token."""
+    def in_progress(
+        self,
+    ) -> tuple[dict[str, TenantLoad], dict[str, ModelLoad], dict[str, float]]:
+        """Return the loads by tenant and model, and the models' longest waits."""
         streams = self.router.streams.values()
-        return loads_of(streams), oldest_of(streams, self._clock())
+        oldest_s = oldest_of(streams, self._clock())
+        return loads_of(streams), held_back(streams), oldest_s
 
     # The table and the edges.
 

@@ -6,7 +6,7 @@ import pytest
 
 from multiworld.serve.controller.observe.bottlenecks import bottleneck_of
 from multiworld.serve.controller.observe.facts import ReplicaFacts, StageFacts
-from multiworld.serve.wire.control_messages import TenantLoad
+from multiworld.serve.wire.control_messages import ModelLoad
 
 STAGES = (
     StageFacts("front", 1, ("m/0/1",)),
@@ -66,14 +66,20 @@ def test_stage_at_zero_lacks_nothing() -> None:
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        (TenantLoad(60, 18, 0, 18), "a limit holds them back (max_num_seqs"),
-        (TenantLoad(12, 12, 0, 21_000), "long prompts hold them back"),
-        (TenantLoad(8, 4, 8, 4), "the compilation of grammars holds them back"),
-        (TenantLoad(8, 4, 8, 7_200), "long prompts hold them back and the compilation"),
+        (ModelLoad(18, 18, 0), "a limit holds them back (max_num_seqs"),
+        (ModelLoad(12, 21_000, 0), "long prompts hold them back"),
+        (ModelLoad(8, 8, 1), "a limit holds them back (max_num_seqs"),
+        (ModelLoad(8, 8, 4), "the compilation of grammars holds them back"),
+        (ModelLoad(8, 7_200, 4), "long prompts hold them back and the compilation"),
     ],
 )
 def test_cause_of_a_wait_without_a_busy_stage_is_named(
-    held: TenantLoad, words: str
+    held: ModelLoad, words: str
 ) -> None:
-    found = bottleneck_of(STAGES, replicas(), 18, [held])
+    found = bottleneck_of(STAGES, replicas(), 18, held)
     assert f"18 waiting, and no stage is saturated: {words}" in found
+
+
+def test_requests_whose_grammars_are_compiled_wait_at_no_stage() -> None:
+    found = bottleneck_of(STAGES, replicas(), 0, ModelLoad(3, 0, 3))
+    assert "3 waiting, and no stage is saturated: the compilation" in found

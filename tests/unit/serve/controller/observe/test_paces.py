@@ -186,6 +186,40 @@ def test_step_that_does_not_end_is_slow(computing_s: float, is_slow: bool) -> No
     assert ("m/0/0" in stage.run(TICK_S)) == is_slow
 
 
+@pytest.mark.parametrize("computing_s", [1.2, 1.6])
+def test_step_as_long_as_the_others_of_its_replica_is_not_slow(
+    computing_s: float,
+) -> None:
+    alone = Replica(1.25, computing_s=computing_s)
+    stage = Stage(alone)
+    assert not any(stage.run(TICK_S) for _ in range(60))
+    alone.is_idle, alone.computing_s = True, 7.0
+    assert stage.run(TICK_S)
+
+
+@pytest.mark.parametrize("step_s", [1.0, 1.5, 5.0, 40.0])
+def test_replica_with_long_steps_is_as_busy_as_it_is(step_s: float) -> None:
+    """A saturated stage must not count as idle."""
+    paces = Paces()
+    for now in range(0, 200, 2):
+        steps = int(now / step_s)
+        paces.seen(
+            {
+                "m/0/0": Work(
+                    ("m", "1", 0),
+                    steps,
+                    steps,
+                    steps * step_s,
+                    0.0,
+                    now - steps * step_s,
+                )
+            },
+            float(now),
+        )
+        assert paces.busy["m/0/0"] == pytest.approx(1.0 if now else 0.0)
+    assert paces.steps_s == ({"m/0/0": step_s} if step_s < 8.0 else {})
+
+
 def test_idle_replica_is_not_judged() -> None:
     stage = Stage(Replica(), Replica(is_idle=True))
     assert stage.run(60.0) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,7 @@ from multiworld.serve.wire.control_messages import (
 from multiworld.serve.wire.routing_table import (
     Replica,
     ReplicaState,
+    Route,
     RoutingTable,
 )
 
@@ -37,11 +39,12 @@ def shown(
     *counted: Counted,
     gateways: dict[str, GatewayReport] | None = None,
     fleet: FleetReport | None = None,
+    table: RoutingTable = TABLE,
 ) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for kind, labels, value in counted:
         sums[kind, labels] += value  # type: ignore[assignment]
-    text = render(sums, gateways or {}, fleet or FleetReport(), TABLE)
+    text = render(sums, gateways or {}, fleet or FleetReport(), table)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -71,6 +74,32 @@ def test_requests_are_counted_by_status_and_only_answers_have_a_latency() -> Non
     assert found[name, of(model="m", le="30")] == 2
     assert found[name, of(model="m", le="+Inf")] == 3
     assert not any(name.startswith("multiworld_tenant") for name, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_missing"),
+    [(ReplicaState.READY, 0), (ReplicaState.STARTING, 1), (None, 1)],
+)
+def test_stage_without_a_ready_replica_of_the_active_version_is_missing(
+    state: ReplicaState | None, is_missing: int
+) -> None:
+    """Neither a version that loads, nor one that drains, counts."""
+    replicas = {
+        "m/0/1": Replica("m/0/1", "m", "1", 0, state or ReplicaState.READY),
+        "m/0/2": Replica("m/0/2", "m", "2", 0, ReplicaState.STARTING),
+        "m/0/3": Replica("m/0/3", "m", "0", 0, ReplicaState.DRAINING),
+    }
+    if state is None:
+        del replicas["m/0/1"]
+    stages = {"0": 1, "1": 2, "2": 1}
+    route = Route("1", stages, on_demand=(1,))
+    table = RoutingTable(1, ("g",), {"m": route, "m@t": route}, replicas)
+    found = shown(table=table, fleet=FleetReport(unplaced=(("m", "0"),)))
+    name = "multiworld_stage_missing"
+    assert found[name, of(model="m", stage="0")] == is_missing
+    assert found[name, of(model="m", stage="1")] == 0
+    assert (name, of(model="m@t", stage="0")) not in found
+    assert found["multiworld_stage_unplaced", of(model="m", stage="0")] == 1
 
 
 def test_phases_of_answers_are_added_up() -> None:

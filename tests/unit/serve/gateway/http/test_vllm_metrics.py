@@ -11,7 +11,12 @@ from multiworld.serve.wire.control_messages import (
     GatewayReport,
     WorkerReport,
 )
-from multiworld.serve.wire.routing_table import Replica, ReplicaState, RoutingTable
+from multiworld.serve.wire.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
 
 TABLE = RoutingTable(
     1,
@@ -30,7 +35,7 @@ def shown() -> dict[tuple[str, str], float]:
     for made, reason in ((5, "stop"), (1, "length")):
         counts.first("m", 0.01, 0.02)
         counts.finished("m", reason)
-        counts.ended("m", 10, made, 0.4)
+        counts.ended("m", 10, made, 0.4, made)
     sums = {(kind, labels): value for kind, labels, value in counts.counted()}
     replicas = {
         "m/0/1": WorkerReport(
@@ -52,6 +57,24 @@ def shown() -> dict[tuple[str, str], float]:
                 assert labels.pop("engine") == "0"
                 found[sample.name, "".join(labels.values())] = sample.value
     return found
+
+
+def test_model_has_values_before_its_first_stream_ends() -> None:
+    table = RoutingTable(
+        1,
+        ("g",),
+        {
+            "m": Route("1", {"1": 1}, generates=True),
+            "tensors": Route("1", {"1": 1}),
+        },
+        TABLE.replicas,
+    )
+    gateways = {"g": GatewayReport(waiting={"m": 500})}
+    text = render({}, gateways, FleetReport(), table).decode()
+    of_one = 'engine="0",model_name="m"'
+    assert f"vllm:num_requests_waiting{{{of_one}}} 500.0" in text
+    assert f"vllm:generation_tokens_total{{{of_one}}} 0.0" in text
+    assert "tensors" not in "".join(li for li in text.splitlines() if "vllm:" in li)
 
 
 def test_values_are_those_of_the_whole_model() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 from multiworld.serve.gateway.streams.live_streams import (
     SHOWN,
     chains_of,
+    held_back,
     loads_of,
     oldest_of,
     shown,
 )
 from multiworld.serve.gateway.streams.stream import NO_LIMITS, Phase, Stream
 from multiworld.serve.queueing.fair_queue import Share
-from multiworld.serve.wire.control_messages import TenantLoad, summed
+from multiworld.serve.wire.control_messages import ModelLoad, TenantLoad, summed
 from multiworld.serve.wire.generation_messages import Sampling
 from multiworld.serve.wire.origin import Origin
 
@@ -63,13 +64,17 @@ def test_loads_of_tenants_and_the_longest_wait() -> None:
     streams = [
         stream(1, began_at=3.0, share=Share("acme")),
         stream(2, began_at=1.0, share=Share("bolt")),
-        stream(3, began_at=0.0, share=Share("bolt"), first_at=2.0),
+        # Another gateway has delivered the tokens of this one.
+        stream(3, began_at=0.0, share=Share("bolt"), earlier=2),
         stream(4, began_at=0.0, via={0: "a"}, share=Share("bolt")),
     ]
     streams[1].sampling = structured
+    for each in streams[:2]:
+        each.tokens = [1, 2]
     found = loads_of(streams)
     assert found == {"acme": TenantLoad(1, 1, 0, 2), "bolt": TenantLoad(2, 1, 1, 2)}
     assert summed(found, {"bolt": TenantLoad(1, 1, 1, 1)})["bolt"] == TenantLoad(
         3, 2, 2, 3
     )
     assert oldest_of(streams, 10.0) == {"m": 9.0}
+    assert held_back(streams) == {"m": ModelLoad(2, 4, 1)}

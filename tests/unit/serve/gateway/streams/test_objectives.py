@@ -14,14 +14,17 @@ from multiworld.errors import (
     OverloadedError,
     UnknownModelError,
 )
-from multiworld.serve.gateway.streams.actions import Action, Log, Send, merged
+from multiworld.serve.gateway.streams.actions import Action, Item, Log, Send, merged
+from multiworld.serve.gateway.streams.stream import TimeLimits
+from multiworld.serve.gateway.streams.streams import Delivered, Streams
 from multiworld.serve.queueing.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.text.engine_limits import EngineLimits
 from multiworld.serve.wire.generation_messages import (
     EndSequences,
     PauseSequences,
+    Sampling,
 )
-from multiworld.serve.wire.routing_table import RoutingTable
+from multiworld.serve.wire.routing_table import Route, RoutingTable
 from tests.unit.serve.gateway.streams.simulated_chains import Client, Net
 from tests.unit.waiting import turns
 
@@ -209,3 +212,31 @@ async def test_stream_that_no_replica_could_begin_says_so() -> None:
     with pytest.raises(NoReplicaError, match="no replica of stage 1") as caught:
         await client.task
     assert caught.value.retry_after_s
+
+
+async def test_stream_that_another_gateway_began_is_cut_if_it_fails_here() -> None:
+    """It has tokens, although this gateway has timed none of them."""
+    now = 1000.0
+    streams = Streams("g", clock=lambda: now)
+    route = Route("1", {"1": 1}, generates=True, ttft_s=1.0)
+    streams.table_changed(RoutingTable(1, ("g",), {"m": route}, {}))
+    items: list[Item] = []
+    opened = streams.open(
+        "m",
+        [1, 2, 3],
+        Sampling(max_tokens=100),
+        Delivered(tuple(range(90)), None, 20.0),
+        items.append,
+        deadline_s=300.0,
+        limits=TimeLimits(60.0, 60.0),
+        version="1",
+    )
+    now += 61.0
+    streams.tick()
+    (error,) = items
+    assert isinstance(error, NoReplicaError)
+    opened.close(error)
+    assert streams.counts["cut"] == 1
+    found = {(kind, *labels): n for kind, labels, n in streams.timed.counted()}
+    assert found["generation_tokens", "m"] == 90
+    assert not any(kind.endswith("buckets") for kind, *_ in found)

@@ -11,8 +11,8 @@ def test_times_and_tokens_of_streams_add_up() -> None:
     """A stream of one token has no time between tokens."""
     counts = StreamCounts()
     counts.first("m", 0.1, 0.2)
-    counts.ended("m", 10, 5, 2.0)
-    counts.ended("m", 7, 1, 0.0)
+    counts.ended("m", 10, 5, 2.0, 5)
+    counts.ended("m", 7, 1, 0.0, 1)
     found = {(kind, labels): value for kind, labels, value in counts.counted()}
     assert found["prompt_tokens", ("m",)] == 17
     assert found["generation_tokens", ("m",)] == 6
