@@ -200,7 +200,7 @@ class Controller:
         self._neighbours, self._neighbour = Neighbours(clock), ""
         self._trouble_log = TroubleLog()
         self._disk = 0, 0  # free and total bytes; zeros: unknown
-        self._measuring = asyncio.Lock()  # a disk that hangs holds one thread only
+        self._measuring = asyncio.Lock()  # a disk that hangs blocks at most one thread
         self._metrics = FleetMetrics(
             self._look,
             self.fleet.processes,

@@ -183,7 +183,8 @@ class KeeperSupervisor:
             if line.strip() != READY:
                 raise OSError(f"it exited before it was ready; see {self._log}")
         except BaseException:
-            # It would take connections beside the next keeper, without gateways.
+            # Kill it: otherwise it would accept connections beside the next keeper, but
+            # have no gateways to give them to.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             raise

@@ -31,9 +31,10 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-# Minimum seconds between two announcements of routing tables to all processes: seconds
-# per process, and the maximum of their sum. A table has a row for each replica: without
-# a limit, the cost of a start would grow with the cube of the number of replicas.
+# Minimum seconds between two announcements of routing tables: ``TABLE_S`` for each
+# process, but at most ``MAX_TABLE_S``. Each replica that starts changes the table, each
+# process gets the table, and the table has a row for each replica: without this pause,
+# the cost of a start would grow with the cube of the number of replicas.
 TABLE_S, MAX_TABLE_S = 0.005, 1.0
 
 
@@ -64,9 +65,9 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
-        # Returns the seconds without progress of its event loop after which a process
-        # counts as lost. If code that holds the GIL hangs, no thread of that process
-        # can detect the hang.
+        # Returns for how many seconds the event loop of a process may make no progress
+        # before the process counts as lost. If code that holds the GIL hangs, no thread
+        # of that process can detect the hang.
         stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store

@@ -316,7 +316,8 @@ async def _control(
                 # must not change.
                 minding = _mind_store(controller, folder, env, security)
                 minders.append(loop.create_task(minding))
-            # Not earlier, because a keeper that runs already gets another listener.
+            # Not earlier, because a keeper that already runs gets this controller's
+            # listener at once.
             if app.gateway.is_kept and (is_prepared or old is not None):
                 minders.append(loop.create_task(keeper.run()))
                 await asyncio.sleep(0)  # it reaches a keeper that runs already

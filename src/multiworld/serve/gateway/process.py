@@ -181,8 +181,8 @@ class GatewayProcess:
         self._edges = Edges(manager, args.store, config, self)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        # Orders are obeyed while models are built, except a routing table: it waits for
-        # the builds of the versions that it makes active.
+        # Orders are carried out while models are built. Only a routing table waits, for
+        # at most ``HOLD_S``, until the versions that it makes active are built.
         self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
         self._held_until = 0.0

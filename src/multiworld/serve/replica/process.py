@@ -348,7 +348,10 @@ def memory_limit(args: ProcessArgs) -> int:
 
 
 async def outgrown(limit: int) -> int:
-    """Return the bytes that this process uses, once above ``limit`` (0: never)."""
+    """Wait until this process uses more than ``limit`` bytes; return the bytes used.
+
+    If ``limit`` is 0, wait forever.
+    """
     if not limit:
         await asyncio.get_running_loop().create_future()
     while True:
@@ -388,8 +391,8 @@ def cut(seconds: float) -> None:
     """Simulate a network partition: no reads, writes or heartbeats for ``seconds``."""
     # Block the event loop on purpose, and stop the heartbeat helper.
     helpers = family_of(os.getpid())[1:]
-    # Let another process resume the helper, because this process is usually killed
-    # before that: a stopped helper would not notice, and would never exit.
+    # Let a separate process resume the helper: this process is usually killed first,
+    # and a helper that stayed stopped would not notice that, and would never exit.
     waking = f"sleep {seconds}; kill -CONT {' '.join(map(str, helpers))}"
     subprocess.Popen(
         ["sh", "-c", waking],

@@ -161,7 +161,7 @@ def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> No
     """Its replicas are reported lost one by one."""
     places = ReplicaBookings(nodes(2))
     spot, why = places.take("a", "m", Need(cpus=1))
-    assert why == "none of its stage is there, and there is room"
+    assert why == "the machine has room, and no replica of this stage"
     assert places.set_nodes(nodes(1)) == ([], ["n1"])
     assert places.set_nodes(nodes(3)) == (["n1", "n2"], [])
     assert places.ledger.bookings["a"].spot == spot

@@ -17,9 +17,9 @@ PAST = 60  # number of windows that make up a replica's own past
 SLOW = 1.8
 # A replica without peers is slow if its step time is above this multiple of its past.
 SLOW_ALONE = 2.5
-# A slow replica has recovered at or below this multiple of its peers' step time (or,
-# without peers, of its own past). Up to this multiple of its own past, a step time is
-# usual for a replica.
+# A slow replica has recovered once its step time is at most this multiple of its peers'
+# step time (without peers: of its own past). A step time of at most this multiple of a
+# replica's own past is usual for that replica.
 FAST = 1.4
 # A step in progress is slow if it has taken more than ``LONG_S`` seconds, and more than
 # ``LONG`` times its peers' step time (or, without peers, the replica's own).
@@ -106,7 +106,10 @@ class Paces:
     def seen(
         self, found: Mapping[str, Work], now: float, loading: Sequence[str] = ()
     ) -> None:
-        """Compare all replicas by their work so far; ``loading`` is a likely cause."""
+        """Compare all replicas by their work so far.
+
+        ``loading``: replicas that load, which may be why other replicas are slow.
+        """
         self._loading |= dict.fromkeys(loading, now)
         for name, at in list(self._loading.items()):
             if at < now - WINDOW_S:

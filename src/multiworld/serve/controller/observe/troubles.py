@@ -24,7 +24,9 @@ FEW = 4  # maximum requests in flight for which no tenant is named
 FULL, FULL_BYTES = 0.02, 64 * MIB
 SATURATED = 0.95  # used share of a machine's cores from which none counts as free
 OTHERS = 0.3  # share of cores above which other programs' use is mentioned
-BEGINS_S, ENDS_S = 5.0, 15.0  # seconds until a begin, and an end, is an event
+# Seconds for which a trouble must last until its start is an event, and be absent until
+# its end is one.
+BEGINS_S, ENDS_S = 5.0, 15.0
 
 
 def troubles_of(facts: Facts) -> Iterator[str]:
@@ -104,7 +106,8 @@ def _of_lacks(facts: Facts) -> Iterator[str]:
                 yield f"{name}, stage {stage.name}: {ready} of {stage.wanted} are ready"
     ready = sum(each.phase == "ready" for each in facts.gateways.values())
     if ready < len(facts.gateways):
-        yield f"{len(facts.gateways) - ready} of {len(facts.gateways)} gateways start"
+        count = len(facts.gateways)
+        yield f"{count - ready} of {count} gateways are not ready"
 
 
 def _of_load(name: str, model: ModelFacts) -> Iterator[str]:
@@ -185,7 +188,7 @@ class _Known:
 
 
 class TroubleLog:
-    """Events of troubles that nothing else reports: their begin and their end. Pure."""
+    """Reports the start and the end of troubles that have no other events. Pure."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
@@ -204,4 +207,4 @@ class TroubleLog:
                 del self._known[title]
                 if known.is_reported:
                     took_s = known.last_at - known.began_at
-                    yield f"over, after {took_s:.0f} s: {title}"
+                    yield f"ended after {took_s:.0f} s: {title}"

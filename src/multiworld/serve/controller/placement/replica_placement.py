@@ -41,8 +41,8 @@ class ReplicaBookings:
         self.ledger.book(name, post, spot, need)
         if is_planned:
             return spot, "as planned"
-        fewest = "none of its stage is" if not here else "few of its stage are"
-        return spot, f"{fewest} there, and there is room"
+        peers = "few replicas" if here else "no replica"
+        return spot, f"the machine has room, and {peers} of this stage"
 
     def _choose(self, ledger: Bookings, post: object, need: Need) -> Location:
         try:

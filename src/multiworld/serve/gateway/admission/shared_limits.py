@@ -179,7 +179,7 @@ class SharedLimits:
         return False
 
     def _lock_soon(self, place: int) -> None:
-        """Wait for a lock at start-up; raise OSError if another gateway holds it."""
+        """Wait for a lock at start-up; raise OSError after about two seconds."""
         for _ in range(START_TRIES):
             if self._try_lock(place):
                 return

@@ -128,7 +128,7 @@ class AnswerRecord:
         on_log_end: Callable[[], None],
         is_abandoned: Callable[[], bool],
     ) -> None:
-        """Record the answer through ``say``, in another connection, from now on."""
+        """From now on, record the answer through ``say``, in another connection."""
         self._say, self._on_log_end = say, on_log_end
         self.is_abandoned = is_abandoned
 

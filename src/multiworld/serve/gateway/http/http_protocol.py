@@ -50,7 +50,8 @@ CYCLE_INTERNALS = {
     "waiting_for_100_continue",
 }
 
-HEAD_BYTES = 64 * 1024  # maximum of a request line and its headers; nginx allows less
+# Maximum bytes of a request line and its headers; nginx allows less.
+HEAD_BYTES = 64 * 1024
 HEADER_BYTES = 4  # bytes of a header line besides name and value: colon, space, CRLF
 
 TOO_LONG = (
@@ -171,8 +172,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection; ``lingering``: refused connections that are not yet closed.
 
     If ``recorder`` has another gateway's record, this gateway takes the connection
-    over: it sends the recorded output, and then parses the recorded requests without an
-    answer again. An answer that had begun continues after its recorded part.
+    over: it sends the recorded output, and then parses the recorded requests again, but
+    answers only those without an answer. An answer that had begun continues after its
+    recorded part.
     """
 
     def __init__(

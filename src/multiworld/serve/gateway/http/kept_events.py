@@ -12,7 +12,8 @@ from multiworld.errors import UnknownStreamError
 
 COMMENT = b":"  # first byte of a comment, which keeps a connection open
 KEEP_ALIVE = b": still generating\n\n"
-READER_S = 10.0  # seconds for readers of a lost gateway's stream to come
+# Maximum seconds until a reader's connection moves here from the previous gateway.
+READER_S = 10.0
 KEEP_ALIVE_S = 10.0  # seconds without an event after which a reader gets a comment
 
 
@@ -33,7 +34,8 @@ class EventLog:
         self._is_waiting = False
         self.size = 0  # bytes of all events, and of the record of the request
         self._is_cut = False  # it was removed for lack of memory
-        self._may_be_awaited = False  # readers of a lost gateway may be about to come
+        # True: readers' connections may still move here from the previous gateway.
+        self._may_be_awaited = False
         self.is_complete = False  # the stream has ended
         # For each reader, a list with the number of the last event that it has.
         self._positions: list[list[int]] = []
@@ -102,7 +104,7 @@ class EventLog:
             self._is_waiting = False
 
     async def _reader_comes(self) -> bool:
-        """Return whether a reader comes, whose connection moves here from a loss."""
+        """Return whether there is a reader; first wait if one may still move here."""
         if self._may_be_awaited:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READER_S):

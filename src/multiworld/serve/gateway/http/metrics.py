@@ -40,7 +40,7 @@ OF_WORK = {
     "requests": "Requests computed.",
     "failed": "Requests for which the model raised an error.",
     "cancelled": "Requests that were not computed because the client hung up.",
-    "dropped": "Requests that may be lost with a replica of the next stage; the "
+    "dropped": "Requests that may have been lost with a replica of the next stage; the "
     "gateway replays them.",
     "stuck": "Requests sent to a replica of the next stage that became silent; the "
     "gateway hedges them.",
@@ -51,7 +51,7 @@ OF_WORK = {
     "evicted": "Sequences that a replica had no memory for; stage 0 computes them "
     "again later.",
     "refilled": "Tokens computed for KV rebuilds after the loss of a replica.",
-    "prefix_cache_queries": "Tokens of prompts.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 # Help text and labels of each counter, by kind.
@@ -67,8 +67,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model", "phase"),
     ),
     "attained": (
-        "Requests answered within the model's objective_ms; without one, all answered "
-        "requests.",
+        "Requests answered within the model's objective_ms; all answered requests if "
+        "the model has no objective.",
         ("model",),
     ),
     "missed": (
@@ -88,9 +88,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stream_events": (
         "Events of streams, by kind. tokens: delivered tokens; replayed: attempts "
         "repeated after a failure; moved: streams that moved to another chain while "
-        "their old one still ran; given_up: moves that could not be prepared; cut: "
-        "streams that ended with an error after their first token; other_kind: streams "
-        "that continued on another hardware fingerprint.",
+        "their old one still ran; given_up: abandoned moves, which are retried later; "
+        "cut: streams that ended with an error after their first token; other_kind: "
+        "streams that continued on hardware with another fingerprint.",
         ("kind",),
     ),
     "completions": ("Completions that have ended.", ("model",)),
@@ -113,7 +113,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     **{f"stage_{what}": (text, OF_STAGE) for what, text in OF_WORK.items()},
     "stage_rows": ("Rows computed.", OF_STAGE),
-    "stage_batches": ("Batches computed; not of models that generate text.", OF_STAGE),
+    "stage_batches": ("Batches computed; not for models that generate text.", OF_STAGE),
     "stage_seconds": ("Seconds spent computing batches.", OF_STAGE),
 }
 
@@ -326,9 +326,9 @@ def _replicas(
         for name, report in reports.items():
             gauge.add_metric(_labels(name, table), float(getattr(report, what)))
         yield gauge
-    text = "Rows of a batch. Not of models that generate text, which have steps."
+    text = "Rows per batch. Models that generate text have no batches, but steps."
     sizes = HistogramMetricFamily("multiworld_batch_rows", text, labels=OF_REPLICA)
-    text = "Seconds of computing a batch. Not of models that generate text."
+    text = "Seconds per batch. Models that generate text have no batches, but steps."
     times = HistogramMetricFamily("multiworld_batch_seconds", text, labels=OF_REPLICA)
     for name, report in reports.items():
         if not report.batch_rows:

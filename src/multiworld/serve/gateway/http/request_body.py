@@ -41,7 +41,7 @@ FIRST_BYTES = 64 * 1024
 OFFLOAD_BYTES = 64 * 1024  # bodies of at least this size are parsed in a thread
 STEP_BYTES = 1024 * 1024  # maximum bytes, in and out, of a decompression step
 JSON_LENGTH = "inference-header-content-length"  # header: length of the JSON part
-MAX_DIGITS = 18  # a length with this many digits is too large, and is not parsed
+MAX_DIGITS = 18  # a length with this many digits or more is too large to be parsed
 
 GONE = "client disconnected before the answer"
 

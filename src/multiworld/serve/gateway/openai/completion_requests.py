@@ -242,7 +242,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
 def structure_of(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> tuple[Structure | None, Any]:
-    """Return the structure that a request requires, and its schema; None: none."""
+    """Return the structure that a request requires, and its schema; None if absent."""
     found: list[tuple[Structure, Any]] = []
     of_schema, param = grammars.grammar_of_schema, "response_format"
     if form is not None and form.type != "text":

@@ -46,13 +46,14 @@ async def completions(call: AdmittedCall) -> Response:
 
 
 async def _completed(call: AdmittedCall, kind: CompletionKind) -> Response:
-    # Another gateway began this stream, which is kept: answer with its events.
+    # Another gateway began this request, and its stream is kept: answer with the
+    # stream's events.
     if call.record.stream:
         return await events_behind(call, call.record.stream, 0)
     parse = partial(kind.parse, is_strict=call.gateway.is_strict)
     asked, wanted = await call.parsed(parse)
     ready = await prepared(call, kind, asked, wanted)
-    # The first piece is generated when the response is sent, which reads ``pieces``.
+    # Sending the response reads ``pieces``; generation begins only then.
     pieces = begin_generation(call, ready)
     return await answered(call, ready, pieces, OPENAI)
 

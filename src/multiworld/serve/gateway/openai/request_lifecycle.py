@@ -40,8 +40,8 @@ class Form:
 def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
     """Reserve places in the queue, charge the prompts, and return the output.
 
-    No replica is chosen before the first piece is read. OverloadedError: the queue has
-    no room for all choices; nothing is charged.
+    No replica is chosen before the first piece is read. Raise OverloadedError, and
+    charge nothing, if the queue has no room for all choices.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
     call.reservation.release()  # frees the body's memory, as a stream may take long

@@ -217,7 +217,7 @@ STREAM: dict[str, Any] = {
 def described(
     body: str, example: Any, answer: Schema | None, *, is_streamed: bool = False
 ) -> dict[str, Any]:
-    """Describe a route's body, a name in ``schemas``, and its answer; None: streams."""
+    """Describe a route: its body, a name in ``schemas``, and answer (None: events)."""
     content: dict[str, Any] = {}
     if answer is not None:
         content["application/json"] = {"schema": answer}

@@ -90,7 +90,7 @@ async def index(call: Call) -> Response:
 
 
 async def absent(call: Call) -> Response:
-    """Refuse a request of Triton's API that this server replaces by other means."""
+    """Refuse a request of Triton's API for which this server has another interface."""
     text = (
         "not available here: Prometheus metrics are at /metrics, and models can be "
         "changed with `multiworld update`"

@@ -72,7 +72,7 @@ class Router:
         return {name: len(held) for name, held in self._held.items()}
 
     def waiting(self, model: str) -> int:
-        """Return the number of requests that were never sent."""
+        """Return the number of a model's waiting requests that were never sent."""
         queue = self._queues.get(model)
         return 0 if queue is None else queue.unsent.count
 
@@ -315,7 +315,7 @@ class Router:
         counted: set[int] = set()
         for number, nth in sorted(held):
             if number not in self._requests:
-                continue  # an earlier attempt of it has just been rejected
+                continue  # rejected by this loop, for an earlier attempt
             request = self._requests[number]
             state = request.attempts.pop(nth)
             if not is_harmless and number not in counted:
@@ -414,8 +414,8 @@ class Router:
     def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
         if not is_silent:
             self._view.set_silent(self._view.silent - {replica})
-            # Hedges that found no other replica would go to this one, beside the
-            # attempts that it continues.
+            # This replica continues the attempts that it holds. Dequeue their waiting
+            # hedges, which might otherwise be sent to this replica, too.
             for _, request, _ in list(self._in_flight(self._held.get(replica, {}))):
                 if request.is_waiting and not request.is_suspect:
                     self._dequeue(request)
@@ -510,8 +510,8 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # The next request waits because its session's home is full. Later requests may
-        # go to other replicas.
+        # The next request waits because its session's preferred replica has no room.
+        # Later requests may go to other replicas.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             if not self._is_any_free(request.job.model, route):

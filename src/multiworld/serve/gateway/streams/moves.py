@@ -100,7 +100,7 @@ class Moves:
                 self.give_up(stream, now)
 
     def to_restart(self, now: float) -> list[tuple[Stream, Chain]]:
-        """Return streams without tokens to restart on new replicas, with new chains."""
+        """Return streams without a token that are to restart, with their new chains."""
         found: list[tuple[Stream, Chain]] = []
         for uneven in self._chains.uneven(now):
             there = [

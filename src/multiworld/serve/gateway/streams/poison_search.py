@@ -9,7 +9,8 @@ step in flight. A stream that makes progress is cleared; a group that loses anot
 replica is split again, and the other groups are released.
 
 For ``n`` suspects, the search takes about log8(n) more losses than for one suspect.
-During the search, one token for every stream takes ``FAN`` steps instead of ``n``.
+During the search, one token for each suspect takes ``FAN`` steps; computing the
+suspects one by one would take ``n`` steps.
 """
 
 from __future__ import annotations

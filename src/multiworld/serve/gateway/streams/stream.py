@@ -155,8 +155,8 @@ class Stream:
     # attempt of more than ``KEPT_S``, restarts the count.
     returns: int = 0
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
-    # Monotonic time since which attempts fail: the end of the first of ``returns``
-    # attempts or, once the attempt after it has begun, the start of that attempt.
+    # Monotonic time from which the duration of repeated failures is measured: the end
+    # of the first attempt that failed, and later the start of the second attempt.
     failing_since: float = 0.0
     group: SuspectGroup | None = None  # None: not a suspect
     is_alone: bool = False  # its stage-0 replica computes only the stream's group

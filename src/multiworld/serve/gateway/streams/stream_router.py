@@ -70,7 +70,7 @@ class StreamRouter:
         self.without_token: defaultdict[str, WaitingTenants]
         self.without_token = defaultdict(WaitingTenants)
         self._suspects = Suspects()
-        # True: a suspect has ended or been cleared, so waiting ones may get a chain.
+        # True: a suspect ended or was cleared, so waiting suspects may get a chain.
         self._has_room_for_suspects = False
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
@@ -546,7 +546,8 @@ class StreamRouter:
             self._log(stream, f"continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.attempt_at = self._now
-        # At most one attempt has ended since the latest token: measure from this one.
+        # Measure how long attempts fail from here, unless two or more have already
+        # ended since the latest token.
         if stream.returns <= 1:
             stream.failing_since = self._now
         stream.become(Phase.COMPUTING)

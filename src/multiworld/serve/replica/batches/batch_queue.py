@@ -1,12 +1,12 @@
 """Batching of work at a replica. Pure.
 
-Work of one tenant waits in order of arrival; work of several tenants in fair order. A
-batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
-is 0 by default. Only work of the same group runs together: its tensors agree in names,
-dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
-isolation. After the model raised an error for a request, work of its tenant shares no
-batch with other tenants for ``APART_S``, because a batch with a failing request is
-computed again in parts.
+The work of a single tenant is taken in order of arrival, that of several tenants by
+fair queueing. A batch is due when it is full, or when its oldest work has waited
+``max_wait_s``, which is 0 by default. Only work of the same group runs together: its
+tensors agree in names, dtypes and shapes, except for the batch and the ragged
+dimension. A suspect runs in isolation. After the model has raised an error for a
+request, its tenant's work shares no batch with other tenants' work for ``APART_S``,
+because a batch with a failing request is computed again in parts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ class BatchQueue:
         )
 
     def failed(self, shares: set[Share], now: float, batches: int) -> None:
-        """Record the tenants of failed requests; the batch took ``batches`` calls."""
+        """Keep the tenants of failed requests apart, and charge them for extra calls.
+
+        ``batches``: number of calls of the model that the batch took.
+        """
         self._apart = {t: until for t, until in self._apart.items() if until > now}
         for share in shares:
             if share.tenant:

@@ -296,8 +296,9 @@ class Worker:
             batch.has_failed = True
             return False
         self._end(batch, outcomes)
-        # This batch was not announced, so its credit was not returned earlier: a sender
-        # that lacks the credit reports the work if this replica is lost or stuck.
+        # Return the credit only now, because this batch was not announced: until a
+        # sender has the credit back, it reports the work if this replica is lost or
+        # stuck.
         self._credit.release_soon(batch.works)
         return True
 

@@ -1,7 +1,7 @@
 """Costs of sampling a token, by the sampling parameters. Pure.
 
 The unit is a row: the time that one more sequence adds to a step. These costs were
-measured with SmolLM2 (a vocabulary of 49,152 words) on an EPYC with one thread and 64
+measured with SmolLM2 (a vocabulary of 49,152 tokens) on an EPYC with one thread and 64
 sequences in a step, where a row takes 4.7 ms.
 """
 
@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 from multiworld.serve.wire.generation_messages import Sampling
 
-# A ``top_k`` below this makes the sampler consider few words (``sampler.FEW``).
+# A ``top_k`` below this makes the sampler consider few tokens (``sampler.FEW``).
 SMALL = 64
-DRAWN = 0.015  # rows: a softmax and the random choice of a word
+DRAWN = 0.015  # rows: a softmax and the random choice of a token
 # Rows: ``top_p``, ``min_p`` or a large ``top_k``, in the worst case of equally likely
-# words.
+# tokens.
 LIMITED = 0.15
 PENALISED = 0.02  # rows: penalties of up to a few thousand tokens
-# Rows: a mask of the allowed words; 0.02 if simple, more for most grammars.
+# Rows: a mask of the allowed tokens; 0.02 if simple, more for most grammars.
 STRUCTURED = 0.5
 # Rows: the log-probability of the token, and of each of the likeliest tokens.
 REPORTED, EACH_REPORTED = 0.02, 0.001
-EACH_BIASED = 0.0001  # rows: one word of ``logit_bias``
+EACH_BIASED = 0.0001  # rows: one token of ``logit_bias``
 
 
 HEAD = 0.2  # rows: the logits of a prompt token, which only ``prompt_logprobs`` needs

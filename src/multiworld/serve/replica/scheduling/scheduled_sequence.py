@@ -17,8 +17,8 @@ class ScheduledSequence:
     share: Share = DEFAULT_SHARE
     # Number of tokens whose KV is computed, including those in flight.
     computed: int = 0
-    # Number of tokens that later stages already had when the sequence arrived. 0 once
-    # this stage has rebuilt the KV of all such sequences.
+    # Number of tokens whose KV later stages already had when the sequence arrived here.
+    # 0 once this stage has rebuilt the KV of all such sequences.
     rebuild: int = 0
     is_in_flight: bool = False  # its next token is being computed
     blocks: int = 0
@@ -26,7 +26,7 @@ class ScheduledSequence:
     is_probe: bool = False  # True if it skips the queue
     # A suspect runs alone, or with its group, until it has produced some tokens.
     is_suspect: bool = False
-    # Gateway and number of its group; None: it runs alone.
+    # Gateway and number of a suspect's group; None: a suspect runs alone.
     group: tuple[str, int] | None = None
     proof: int = 0  # number of tokens that it has produced as a suspect
     is_paused: bool = False  # True while a replica of its chain is being replaced
@@ -46,8 +46,8 @@ class ScheduledSequence:
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """Sort sequences into the order in which they enter a step."""
     # The sequence that has waited longest is first, followed by all others of its
-    # route: if a step is split between replicas, each of them must read all its
-    # weights.
+    # route. A step with several routes is split between replicas, each of which reads
+    # all its weights for its part.
     ready.sort(key=lambda s: s.last_step)
     if ready:
         first = ready[0].route

@@ -52,7 +52,7 @@ class FullReplicas:
         return min((self._pauses[name][0] for name in self.names), default=math.inf)
 
     def update(self, now: float) -> None:
-        """Forget a replica that had memory for the length of its last pause."""
+        """End pauses; forget a replica if no report follows for equally long."""
         pauses = self._pauses.items()
         self._pauses = {name: (t, p) for name, (t, p) in pauses if now < t + p}
         self.names = {name for name, (t, _) in self._pauses.items() if now < t}
@@ -69,15 +69,15 @@ class SequencePool:
         # alone.
         self.running: dict[int, ScheduledSequence] = {}
         self.suspects: dict[int, ScheduledSequence] = {}
-        # Sequences of which later stages already had tokens when they arrived, by
-        # number.
+        # By number: sequences whose KV later stages had, at least in part, when the
+        # sequence arrived here.
         self.rebuilt: dict[int, ScheduledSequence] = {}
         self.planned: set[Key] = set()  # sequences in the step that is being planned
         self.full = FullReplicas()  # replicas of later stages that have no KV blocks
         self.shares = TokenShares()
         # ``preemptions``: number of preemptions so far. ``granule``: unit of memory
         # allocation, in tokens. ``withheld``: number of blocks left to other
-        # schedulers; a sequence that runs alone may use them, so that it can finish.
+        # schedulers; the only running sequence may use them, so that it can finish.
         self.preemptions, self.granule, self.withheld = 0, 1, 0
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
@@ -137,7 +137,7 @@ class SequencePool:
         *,
         is_suspect: bool,
     ) -> None:
-        """Let a sequence run alone or with its group from now on, or no longer."""
+        """Set whether a sequence is a suspect, which runs alone or with ``group``."""
         sequence.is_suspect, sequence.group, sequence.proof = is_suspect, group, 0
         self.suspects.pop(sequence.number, None)
         if is_suspect:
@@ -253,7 +253,7 @@ class SequencePool:
         return True
 
     def _room(self, sequence: ScheduledSequence, *, is_only: bool) -> int:
-        """Return the free blocks for a sequence; more if no other one runs."""
+        """Return the free blocks for a sequence; most may not use the withheld ones."""
         may_use_all = is_only or sequence.is_probe
         return self._free if may_use_all else self._free - self.withheld
 

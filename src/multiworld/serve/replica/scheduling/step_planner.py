@@ -41,9 +41,10 @@ MIN_CHUNK = 32
 # most of it is spent on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55
 # ms with one row, 99 with eight, 136 with sixteen).
 ROWS = 8
-# Seconds after its last sequence for which a second tenant counts as present, and
-# maximum cost of the tokens in flight during that time, in rows. A newcomer waits for
-# no more than these. Such small steps take 20 % more time in all than full ones.
+# A tenant counts as present until ``SHARED_S`` seconds after its last sequence. While
+# several tenants are present, the tokens in flight cost at most about ``SHARED_TOKENS``
+# rows, so that a newcomer waits for no more than these. Steps this small take 20 % more
+# time in all than full ones.
 SHARED_S, SHARED_TOKENS = 60.0, 32
 
 
@@ -191,7 +192,7 @@ class StepPlanner:
                 return
 
     def _plan_probes(self, parts: list[StepPart]) -> None:
-        """Plan probes first: once planned, other sequences cannot be preempted."""
+        """Plan probes first: sequences that are already planned cannot be preempted."""
         for probe in (*self._ready(is_probe=True), *self._pool.queue.probes()):
             self._plan_chunk(parts, probe)
 
@@ -240,7 +241,7 @@ class StepPlanner:
             head = self._next_of(share, ready, is_open=is_open)
             left = budget.left(share)
             if head is None or (not left and share in had):
-                continue  # a tenant gets at least one row, and has had it
+                continue  # the tenant has had its guaranteed row, and has no more left
             preemptions = self._pool.preemptions
             if self._rank(head) == rank:
                 rows = max(left, int(share not in had))
@@ -258,7 +259,7 @@ class StepPlanner:
     def _contenders(
         self, ready: dict[Share, list[ScheduledSequence]], *, is_open: bool
     ) -> list[tuple[tuple[int, float, int], Share]]:
-        """Return a heap of the tenants by their next sequences."""
+        """Return a heap of the tenants, ordered by the rank of their next sequence."""
         shares = {*ready, *(self._pool.queue.shares() if is_open else ())}
         nexts = ((s, self._next_of(s, ready, is_open=is_open)) for s in shares)
         found = [(self._rank(one), share) for share, one in nexts if one is not None]

@@ -21,7 +21,7 @@ from multiworld.serve.deadlines import COUNTED_S, GRACE_S, LATE_FACTOR, LATE_S
 from multiworld.serve.wire.generation_messages import StepPart
 from multiworld.serve.wire.protocol import Key
 
-FORGET = 0.9  # minimum factor by which one step changes the limit
+FORGET = 0.9  # minimum factor by which one step lowers ``_late_after_s``
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from collections import Counter
 
 from multiworld.serve.queueing.fair_queue import Share
 
-# Minimum number of counters before those that ``lift`` would replace are dropped.
+# Number of counters up to which none is dropped. If there are more, ``leave`` may drop
+# those that ``lift`` would replace.
 PRUNE_AT = 1024
 
 _Key = tuple[int, str]  # priority and name of a tenant

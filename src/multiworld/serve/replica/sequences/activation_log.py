@@ -87,7 +87,7 @@ class ActivationLog:
         return self._make_room()
 
     def share(self, sequence: StreamId, pieces: Sequence[Tensor]) -> list[StreamId]:
-        """Keep only these first rows, uncopied; return the dropped sequences."""
+        """Keep only these pieces of a sequence, uncopied; return dropped sequences."""
         self.drop(sequence)
         kept = self._kept[sequence] = _Rows(0)
         # Each piece is [rows, hidden], immutable, and follows the previous one.

@@ -383,9 +383,10 @@ class Recovery:
         self._actions.append(act.DropComputed(state.stream))
 
     def ignore_cached(self, key: Key) -> None:
-        """Forget a cached prefix if the next stage has not reported: it may lack it.
+        """Forget a cached prefix if the next stage has not reported its KV.
 
-        Stage 0 begins a fresh sequence without any reports, and sends all its rows.
+        That stage may lack the prefix, because stage 0 begins a fresh sequence without
+        any reports, and sends all rows of the sequence.
         """
         state = self.table.get(key)
         is_unreported = state is not None and state.sent is None and not self._is_last

@@ -24,7 +24,7 @@ class _Size:
 
 
 class ShortSteps:
-    """Durations of steps, by number of rows, up to a factor of two."""
+    """Durations of steps, by number of rows, rounded up to a power of two."""
 
     def __init__(self) -> None:
         self._sizes: defaultdict[int, _Size] = defaultdict(_Size)

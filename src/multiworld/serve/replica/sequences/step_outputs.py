@@ -77,7 +77,10 @@ def steps_on(
 
 
 def _rows_for(ons: Sequence[StepPart], found: Computed) -> Tensor:
-    """Return the output rows of ``ons``, the ends of computed parts, [rows, hidden]."""
+    """Return the output rows of the parts ``ons``, [rows, hidden].
+
+    Each of them is the end of a computed part.
+    """
     count = sum(on.count for on in ons)
     if not count or found.hidden is None:
         return NO_ROWS

@@ -123,8 +123,8 @@ WAITING = (
 TRANSITIONS: dict[Phase | None, frozenset[Phase]] = {
     None: frozenset(WAITING),
     **dict.fromkeys(WAITING, frozenset({Phase.RUNNING})),
-    # A sequence waits again if its run was aborted: so that a suspect can run alone, or
-    # because it is a suspect that no longer runs alone.
+    # A sequence waits again if its run was aborted: to let a suspect run alone, or to
+    # free the extra slot of a suspect that has proved itself.
     Phase.RUNNING: frozenset({*Phase} - {Phase.RUNNING, Phase.CONTINUING}),
     Phase.HELD: frozenset(),
     Phase.DOUBTED: frozenset({Phase.OVER}),
@@ -205,8 +205,8 @@ class EngineSequences:
         self._leaving: set[int] = set()
         self._in: dict[Phase, dict[StreamId, EngineSequence]] = {p: {} for p in Phase}
         self._queue: FairQueue[StreamId] = FairQueue()  # the sequences in phase QUEUED
-        # ``_alone``: suspects that run in isolation now. ``_after``: those that did so
-        # last.
+        # ``_alone``: suspects that run in isolation now. ``_after``: suspects that last
+        # ran in isolation; empty once another sequence has got a token.
         self._alone: list[EngineSequence] = []
         self._after: list[EngineSequence] = []
         self._failures = 0
@@ -368,12 +368,12 @@ class EngineSequences:
         return len(self._runs) + len(self._leaving) + held
 
     def _owes_turn(self) -> bool:
-        """Return whether others still wait for their turn after the last suspects."""
+        """Return whether other sequences must run before the next suspects do."""
         if not self._after:
             return False
         phases = Phase.RUNNING, Phase.QUEUED, Phase.CONTINUING
         running = sum(len(self._in[phase]) for phase in phases)
-        # Of the suspects that ran alone, some may still run or wait.
+        # Suspects that ran in isolation last may still run or wait: do not count them.
         unfinished = (one.phase not in (None, Phase.OVER) for one in self._after)
         return running > sum(unfinished)
 

@@ -162,8 +162,9 @@ class EngineWorker:
             self._heard_at, self._allowed_until = now, 0.0
             return
         if is_paused:
-            # Tokens that arrived during the pause are still unread, so do not judge
-            # now. Subtract only the pause, because a busy machine has many pauses.
+            # Tokens that arrived during the pause are still unread, so check no limit
+            # now. Extend the limits only by the pause: a busy machine has so many
+            # pauses that limits restarted by each of them would never expire.
             self._heard_at += self._pauses.late_s
             self._allowed_until += self._pauses.late_s
             for wait in self._waits.values():
@@ -289,9 +290,9 @@ class EngineWorker:
                     self._give_up(text, EXIT_LOST)
 
     def _end_wait(self, number: int) -> None:
-        """Forget a run's wait, but not that the engine may have computed its prompt."""
-        # Extend the limit only to what it was: else runs that begin and are cancelled
-        # again and again would extend it without end.
+        """Forget a run's wait, but keep the time allowed for its prompt."""
+        # Keep the current limit, counted from the last token. If each run added to it,
+        # runs that begin and are cancelled again and again would extend it forever.
         self._allowed_until = max(
             self._allowed_until, self._heard_at + self._hung_s + self._prompts_s
         )

@@ -185,6 +185,6 @@ def test_trouble_that_lasts_has_an_event_at_its_begin_and_at_its_end() -> None:
     assert "is full: 0 of 24 MiB" in disk
     assert "tenant bolt has 11 of 13" in tenant
     assert said[64] == [
-        "over, after 48 s: the disk is full",
-        "over, after 48 s: tenant bolt has most of the load",
+        "ended after 48 s: the disk is full",
+        "ended after 48 s: tenant bolt has most of the load",
     ]

@@ -189,7 +189,8 @@ class Bridge:
                 case protocol.KillActor(name, ranks):
                     self._kill(name, ranks)
         except Exception:
-            # If the bridge continued, no message would tell what became of the replica.
+            # If the bridge continued, the launcher would never learn what became of the
+            # replica.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)  # the launcher starts another bridge, which cleans up

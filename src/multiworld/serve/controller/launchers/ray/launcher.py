@@ -255,7 +255,7 @@ class RayLauncher:
         return RunningProcess(name, running.pid, running.began, spot.node)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Kill a replica on any machine; other signals reach only this machine's."""
+        """Kill a replica on any machine; send other signals only on this machine."""
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):
