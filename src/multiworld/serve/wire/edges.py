@@ -33,9 +33,10 @@ RETRY_S = 1.0  # seconds until an edge is reopened after an unexpected error
 SEND_S = 1.0  # maximum seconds to send queued messages when an edge closes
 FRAME_BYTES = 4 * 1024 * 1024  # a frame with this many bytes of tensors is full
 FRAME_MESSAGES = 512  # maximum number of messages in a frame
-# Maximum number of queued messages. Flow control (windows, credits) keeps the queue
-# shorter; only a bug can fill it.
-OUTBOX_LIMIT = 4096
+# Maximum number of queued messages. Flow control (windows, credits) bounds those with
+# tensors. After the loss of a replica, each of its sequences has a message or two
+# without tensors, of some hundred bytes.
+OUTBOX_LIMIT = 128 * 1024
 
 
 class OutboxFullError(errors.MultiWorldError):

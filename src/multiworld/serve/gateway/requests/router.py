@@ -59,6 +59,7 @@ class Router:
         self._requests: dict[int, Request] = {}
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
+        self._disconnected: set[str] = set()  # replicas that were connected before
         self._computing: dict[str, tuple[Attempt, ...]] = {}
         # Number of ended attempts that each replica still computes.
         self._abandoned: Counter[str] = Counter()
@@ -114,7 +115,7 @@ class Router:
                 return self._end(number)
             case events.Connected(replica):
                 self._view.connect(replica)
-                return self._pump_all()
+                return [*self._reconnected(replica), *self._pump_all()]
             case events.Lost():
                 return self._lost(event)
             case events.Silent(replica, is_silent):
@@ -122,6 +123,7 @@ class Router:
             case events.TableChanged(table):
                 before = self._view.table.routes
                 self._view.table_changed(table)
+                self._disconnected &= table.replicas.keys()
                 ended = self._reject_unserved()
                 for name, route in table.routes.items():
                     if name in before and before[name].version != route.version:
@@ -307,6 +309,7 @@ class Router:
         # too long, the service shuts it down.
         is_harmless = event.is_polite or self._view.is_leaving(event.replica)
         self._view.disconnect(event.replica)
+        self._disconnected.add(event.replica)
         self._computing.pop(event.replica, None)
         self._abandoned.pop(event.replica, None)
         actions: list[Action] = []
@@ -423,8 +426,32 @@ class Router:
         self._view.set_silent(self._view.silent | {replica})
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
-    def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
-        """Hedge requests that a silent replica holds or was sent, oldest first."""
+    def _reconnected(self, replica: str) -> list[Action]:
+        """Hedge the requests that a replica may have ended while it was disconnected.
+
+        Its process lives, so the replica before it does not report them as dropped.
+        """
+        replicas = self._view.table.replicas
+        known = replicas.get(replica)
+        if known is None or replica not in self._disconnected:
+            return []
+        self._disconnected.discard(replica)
+        attempts = [
+            attempt
+            for name, held in self._held.items()
+            if (other := replicas.get(name)) is not None
+            and (other.model, other.version) == (known.model, known.version)
+            and other.stage < known.stage
+            for attempt in held
+        ]
+        return self._stuck(tuple(attempts), f"{replica} was disconnected for a moment")
+
+    def _stuck(
+        self,
+        attempts: tuple[Attempt, ...],
+        why: str = "this replica or the next one is silent",
+    ) -> list[Action]:
+        """Hedge requests that a replica holds or was sent, oldest first."""
         actions: list[Action] = []
         models: dict[str, None] = {}
         for (number, _), request, state in self._in_flight(sorted(attempts)):
@@ -432,7 +459,6 @@ class Router:
             if is_hedged or request.is_suspect or self._is_outdated(request.job):
                 continue
             self._enqueue(request)
-            why = "this replica or the next one is silent"
             actions.append(Replayed(number, state.replica, why))
             models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]

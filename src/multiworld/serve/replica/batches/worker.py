@@ -197,9 +197,9 @@ class Worker:
             del self._gateways[peer]
             self._announced.pop(peer, None)
             self._gave_up.discard(peer)
-            # Cancel the gateway's work here: it sends the work again once it has
-            # reconnected.
-            self._credit.release(self._batcher.cancel_of(peer))
+            # Cancel the gateway's work here. Senders of earlier stages return it, so
+            # that the gateway sends it again.
+            self._credit.refuse(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
         else:
             self._upstream.pop(peer, None)
@@ -210,15 +210,15 @@ class Worker:
             self._credit.took(work.key, source)
             if work.key in self._cancelled:  # the cancellation arrived before the work
                 self._credit.release([work])
+            elif work.key[0] not in self._gateways:
+                refused.append(work)
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
                 self._credit.release([work])
-            elif work.key[0] in self._gateways:
+            else:
                 self._batcher.add(work)
                 if work.via is not None:
                     self._room.set()
-            else:
-                refused.append(work)
         # Return work to its sender if this replica is not connected to its gateway.
         self._credit.refuse(refused)
         if len(self._batcher):

@@ -179,6 +179,17 @@ def test_work_for_a_request_does_not_grow_with_the_replicas(
     assert lines(1000) < lines(10) + 10
 
 
+def test_requests_of_a_later_stage_that_was_disconnected_are_hedged() -> None:
+    """Its process lives, so the stage before reports nothing as dropped."""
+    run = Run(table(["a"], ["b"]))
+    assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
+    run.handle(begun("a", ((1, 1),), False))  # b is quick, and does not report
+    run.handle(Lost("b"))
+    assert dispatched(run.handle(Connected("b"))) == [("a", 1, 2, False)]
+    assert dispatched(run.handle(Connected("b"))) == []
+    assert Deliver(1) in run.handle(Answered((1, 2)))
+
+
 def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None:
     """Another request's poison does not count against one that was done before."""
     run = Run(table(["a", "b"], ["c"]))

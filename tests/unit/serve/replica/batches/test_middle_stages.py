@@ -132,6 +132,18 @@ async def test_work_of_a_gateway_that_is_not_connected_goes_back() -> None:
         assert await answers(g) == {2: 4.0}
 
 
+async def test_waiting_work_of_a_gateway_that_disconnects_goes_back() -> None:
+    """Otherwise, nobody would send it again: the sender takes it for begun."""
+    async with bench(1, 2, "0-z", is_started=False) as b:
+        await b.connect("g")
+        z = await b.connect("0-z")
+        await send(z, [item(1), item(2)], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        await b.lose("g")
+        refused = await z.receive(Credit)
+        assert refused == inference_messages.CreditRefused((key(1), key(2)))
+
+
 async def test_work_that_the_next_stage_refused_is_returned_to_its_gateway() -> None:
     async with bench(0, 2, "1-a", "1-b") as b:
         g = await b.connect("g")
