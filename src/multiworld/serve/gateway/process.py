@@ -69,6 +69,7 @@ USAGE_S = 1.0  # seconds between usage reports
 FLEET_S = 2.0
 # Maximum seconds for the keeper to answer whether another gateway takes over.
 LEAVE_S = 1.0
+LEAVE_AGAIN_S = 0.1  # seconds until a leaving gateway looks for the next keeper
 # Maximum seconds to send the last report to the controller, and the last entries to the
 # keeper.
 LAST_S = 0.5
@@ -336,8 +337,16 @@ class GatewayProcess:
 
     async def _leave(self) -> None:
         """Hand over all connections, if there is another gateway, and stop serving."""
-        if self._stream_keeper is not None and await self._stream_keeper.leave(LEAVE_S):
-            logger.info("other gateways continue this gateway's connections")
+        keeper, loop = self._stream_keeper, asyncio.get_running_loop()
+        until = loop.time() + self._spec.shutdown_s
+        while keeper is not None:
+            is_handed_over = await keeper.leave(LEAVE_S)
+            if is_handed_over:
+                logger.info("other gateways continue this gateway's connections")
+            is_empty = not self._server.server_state.connections
+            if is_handed_over is not None or is_empty or loop.time() > until:
+                break
+            await asyncio.sleep(LEAVE_AGAIN_S)  # the keeper is being replaced
         self._server.end()
         self._is_routed.set()
 

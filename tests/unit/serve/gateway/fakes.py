@@ -80,6 +80,7 @@ class FakeDispatcher(Dispatcher):
         timing: Timing | None = None,
         version: str = "",
         origin: Origin = NOWHERE,
+        is_resumed: bool = False,
     ) -> Tensors:
         call = {"model": model, "deadline_s": deadline_s, "session": session}
         call["version"] = version

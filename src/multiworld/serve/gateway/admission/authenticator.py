@@ -57,6 +57,7 @@ class AdmittedRequest:
     generated_tokens: int = 0
     model: str = ""  # model that the request names; empty until known
     counted_for: str | None = None  # model of its usage; None until it has finished
+    is_resumed: bool = False  # another gateway admitted it before
 
 
 class Authenticator:
@@ -109,7 +110,7 @@ class Authenticator:
             self.quarantine.prune(now)
         if is_resumed:
             self.limiter.readmit(tenant, now)
-            return AdmittedRequest(tenant, now)
+            return AdmittedRequest(tenant, now, is_resumed=True)
         refusal = self.budgets.check(tenant, time.time()) or self.limiter.admit(
             tenant, self.gateways, now
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mimetypes
+import os
 import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
 
 import multiworld
 from multiworld.serve.gateway.http.answer_record import unrecorded
@@ -74,8 +79,30 @@ def make_app(
         for path in route.paths:
             endpoint = _endpoint(gateway, route)
             rest.add_route(path, endpoint, [route.method], include_in_schema=False)
+    _send_files_whole(rest)
     _add_errors(rest, routes)
     return App(gateway, routes, rest)
+
+
+class _WholeFiles(StaticFiles):
+    """Sends each file in one piece, because no record tells which part was sent."""
+
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        kind, _ = mimetypes.guess_type(full_path)
+        return Response(Path(full_path).read_bytes(), status_code, media_type=kind)
+
+
+def _send_files_whole(app: FastAPI) -> None:
+    """Replace the server of the files that the page ``/docs`` needs."""
+    (mount,) = (route for route in app.routes if isinstance(route, Mount))
+    assert isinstance(mount.app, StaticFiles)
+    mount.app = _WholeFiles(directory=mount.app.directory)
 
 
 def _endpoint(

@@ -321,6 +321,7 @@ class Gateway:
                 timing=admitted.timing,
                 version=version,
                 origin=admitted.origin,
+                is_resumed=admitted.is_resumed,
             )
         except UnknownModelError:
             # While the request waited, the model or the tenant's dedicated replicas

@@ -194,7 +194,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered_before = 0
         # True while ``_feed`` parses a head again, without its upgrade.
         self._is_read_again = False
-        self._is_answered_before = False  # another gateway answered this request
+        # True: this request is not served, because another gateway answered it.
+        self._is_answered_before = False
+        self._has_request = False  # a request to be served has begun; see ``is_single``
         self._limits, self._lingering = limits, lingering
         # Timers by name: head, late, linger, stall.
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -273,6 +275,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_read_again:
             self._is_answered_before = self._answered_before > 0
             self._answered_before -= self._is_answered_before
+            if self._recorder.is_single and not self._is_answered_before:
+                # Ignore requests after the first, which their client still waits for.
+                self._is_answered_before = self._has_request
+                self._is_in_message = not self._has_request
+                self._has_request = True
         self._is_read_again = False
         super().on_message_begin()
         self._scope()[CONNECTION] = self._connection
@@ -280,7 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._is_after_head = False
         self._credentials.clear()
-        if "head" not in self._timers:
+        if self._is_in_message and "head" not in self._timers:
             self._start_timer()
 
     def on_url(self, url: bytes) -> None:
@@ -317,7 +324,8 @@ class BoundedProtocol(HttpToolsProtocol):
                     self.cycle.send = partial(  # type: ignore[method-assign]
                         without_chunks, self.cycle, self.cycle.send
                     )
-                if self._heads.has_head or self._heads.has_interim:
+                is_first = not self._cycles  # it may continue a recorded answer
+                if is_first and (self._heads.has_head or self._heads.has_interim):
                     self.cycle.waiting_for_100_continue = False
                 self._heads.has_interim = False
                 self._cycles.append(self.cycle)
@@ -412,10 +420,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal or self.parser.should_upgrade():
             return
         self._is_in_message = False
+        self._stop_timer("late")
         if self._is_answered_before:
             return
         self._has_progress = True
-        self._stop_timer("late")
         self._scope()[IS_COMPLETE] = True
         super().on_message_complete()
         if self.cycle is not None:  # uvicorn skips this if the answer is complete

@@ -96,6 +96,7 @@ class KeeperLink:
         self._is_ready = self._is_leaving = False
         self._connections: dict[int, Recorded] = {}
         self._given: dict[int, list[Entry]] = {}
+        self._arriving: set[int] = set()  # connections given, but not yet added
         self._listeners: list[socket.socket] = []
         # Entries of this loop iteration, and the writes to make once the keeper has
         # these entries.
@@ -122,9 +123,11 @@ class KeeperLink:
 
     def add(self, connection: Recorded) -> None:
         self._connections[connection.record.number] = connection
+        self._arriving.discard(connection.record.number)
 
     def remove(self, connection: Recorded) -> None:
         self._connections.pop(connection.record.number, None)
+        self._arriving.discard(connection.record.number)
         for each in (self._held, self._unread, self._reading):
             each.discard(connection)
 
@@ -321,6 +324,7 @@ class KeeperLink:
                         sock = socket.socket(fileno=descriptors.popleft())
                     if record.is_busy and self._channel is not None:
                         self._channel.send(frame([entry(Kind.TAKEN, record.number)]))
+                    self._arriving.add(record.number)
                     self._serve(sock, record)
                 case Kind.FIND:
                     found = self._finding.get(each.connection)
@@ -333,8 +337,8 @@ class KeeperLink:
         if not self._is_leaving:
             logger.warning("the stream keeper is lost; waiting for the next one")
         self._channel = None
-        for found in self._finding.values():
-            if not found.done():
+        for found in (*self._finding.values(), self._may_hand_over):
+            if found is not None and not found.done():
                 found.set_exception(KeeperLostError(NO_ANSWER))
         self._lost.set()
         for writes in (*self._sent, self._writes):
@@ -352,20 +356,27 @@ class KeeperLink:
         if self._channel is not None:
             self._channel.send(frame([entry(Kind.READY)]))
 
-    async def leave(self, limit_s: float) -> bool:
-        """Stop taking connections; return whether protected ones are handed over."""
+    async def leave(self, limit_s: float) -> bool | None:
+        """Stop taking connections; return whether protected ones are handed over.
+
+        None: no keeper has answered; ``leave`` may be called again.
+        """
         self._is_leaving = True
         if self._channel is None:
-            return False
+            return None
         self._may_hand_over = self._loop.create_future()
         self._channel.send(frame([entry(Kind.LEAVING)]))
         try:
             async with asyncio.timeout(limit_s):
                 kept = await self._may_hand_over
-                if kept is None or not await self._is_flushed():
+                if kept is None:
                     return False
-        except TimeoutError:
-            return False
+                if not await self._is_flushed():
+                    return None
+                while self._arriving:  # noqa: ASYNC110 - an event loop turn or two
+                    await asyncio.sleep(AGAIN_S)
+        except (TimeoutError, KeeperLostError):
+            return None
         # Release kept streams first (they have descriptor -1), so that the keeper can
         # give the connections that read them to the same gateways.
         found = sorted(self._connections.items(), key=lambda each: each[1].fileno())

@@ -29,6 +29,7 @@ class Unrecorded:
 
     taken_over: ConnectionRecord | None = None
     is_abandoned = False  # True: another gateway continues the connection
+    is_single = False  # True: only the first request that is not answered is served
 
     def begin(self, transport: Any, protocol: asyncio.Protocol) -> Any:
         """Return the transport that the protocol uses."""
@@ -123,11 +124,11 @@ class Recorder(Unrecorded, Recorded):
         return record.size
 
     def answered(self) -> None:
-        self._answer = None
+        self._answer, self._continues = None, False
         self.say(Kind.ANSWERED, time.monotonic_ns())
 
     def idle(self) -> None:
-        self._answer, self._is_resumed = None, False
+        self._answer, self._is_resumed, self._continues = None, False, False
         self.say(Kind.IDLE)
 
     def closed(self) -> None:
@@ -204,6 +205,8 @@ class Recorder(Unrecorded, Recorded):
 
 class DetachedRecorder(Unrecorded, Recorded):
     """Records a kept stream, begun or moved here, with or without a client."""
+
+    is_single = True  # the record may have requests that the client pipelined
 
     def __init__(self, link: KeeperLink, record: ConnectionRecord) -> None:
         self._link, self.record = link, record

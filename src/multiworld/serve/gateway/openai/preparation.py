@@ -159,7 +159,7 @@ async def _prepared(
         await gateway.check_poison(
             call.admitted, (name, served.version), partial(_digest, ready)
         )
-        version, _ = _version(call, name)
+        version, _ = version_of(call, name)
         if (version, gateway.route(name, tenant)) == (served.version, served.name):
             break
     if ready.wanted.structure is None:
@@ -181,7 +181,8 @@ def _detach_s(gateway: Gateway, wanted: Wanted) -> float:
     return wanted.detach_s
 
 
-def _version(call: AdmittedCall, name: str) -> tuple[str, Model]:
+def version_of(call: AdmittedCall, name: str) -> tuple[str, Model]:
+    """Return a request's version: its first one, if another gateway began it."""
     drawn = call.record.drawn
     begun = drawn.version, drawn.identity
     return call.gateway.model(name, call.version, call.tenant, *begun)
@@ -193,7 +194,7 @@ async def _digest(ready: Ready) -> str:
 
 async def served_model(call: AdmittedCall, name: str) -> ServedModel:
     gateway = call.gateway
-    version, model = _version(call, name)
+    version, model = version_of(call, name)
     if model.generation is None:
         raise InvalidRequestError(
             f"model {name!r} generates no text; use /v1/embeddings or /v2",

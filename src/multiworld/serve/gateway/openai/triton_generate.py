@@ -22,7 +22,12 @@ from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.request_body import Body
 from multiworld.serve.gateway.openai.choices import Pieces
 from multiworld.serve.gateway.openai.completion_requests import Wanted, wanted_of
-from multiworld.serve.gateway.openai.preparation import TEXT, Ready, prepared
+from multiworld.serve.gateway.openai.preparation import (
+    TEXT,
+    Ready,
+    prepared,
+    version_of,
+)
 from multiworld.serve.gateway.openai.request_fields import (
     CompletionBody,
     GenerateBody,
@@ -69,7 +74,7 @@ async def generate_stream(call: AdmittedCall) -> Response:
 
 async def _generated(call: AdmittedCall, *, is_streamed: bool) -> Response:
     # Refuse an unknown model before the body is read, because the body may be long.
-    call.gateway.model(call.name, call.version, call.tenant)
+    version_of(call, call.name)
     given, asked, wanted = await call.parsed(partial(_parsed, call.name, is_streamed))
     ready = await prepared(call, TEXT, asked, wanted)
     ready = replace(ready, id=given.id)

@@ -101,6 +101,7 @@ class Dispatcher:
         timing: Timing | None = None,
         version: str = "",
         origin: Origin = NOWHERE,
+        is_resumed: bool = False,  # another gateway has admitted the request
     ) -> Tensors:
         """Answer a request; cancelling withdraws it and cancels its attempts."""
         route = self.table.routes.get(model)
@@ -119,6 +120,7 @@ class Dispatcher:
             share=share,
             rows=rows,
             version=version,
+            is_resumed=is_resumed,
         )
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Tensors] = loop.create_future()

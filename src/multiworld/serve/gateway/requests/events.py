@@ -22,6 +22,7 @@ class Submitted:
     rows: int = 1  # cost in fair queueing
     # Model version against which the request was checked; empty: any version.
     version: str = ""
+    is_resumed: bool = False  # another gateway has admitted it, so no queue refuses it
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,8 @@ class Router:
         if self._is_outdated(job):
             return [Reject(job.number, _outdated(job))]
         queue = self._queues.setdefault(job.model, Queue())
-        if job.via is None and self._is_full(queue, job):
+        is_limited = job.via is None and not job.is_resumed
+        if is_limited and self._is_full(queue, job):
             own = queue.unsent.of(job.share.tenant)
             return [Reject(job.number, refusals.overloaded(job.model, own))]
         self._requests[job.number] = request = Request(job)

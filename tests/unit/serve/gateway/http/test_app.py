@@ -45,6 +45,7 @@ from tests.unit.serve.gateway.fakes import (
 )
 
 INFER = "/v2/models/m/infer"
+SCRIPT = "/static-offline-docs/swagger-ui-bundle.js"
 ACME = Tenant(name="acme", models=("m",))
 OPERATOR = Tenant(name="boss", is_operator=True)
 
@@ -642,3 +643,28 @@ async def test_forgotten_versions_are_those_that_left_the_table() -> None:
     fake.gateway.table_changed()
     assert fake.gateway.models == {"m": {}, "t": {"2": TEXT}}
     assert fake.gateway.text_frontends == {}
+
+
+async def test_files_of_the_docs_are_sent_in_one_piece() -> None:
+    """No record tells another gateway which part of a file was sent."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": SCRIPT,
+        "root_path": "",
+        "headers": [],
+        "query_string": b"",
+    }
+    await Fake().app(scope, receive, send)
+    start, only = sent
+    assert dict(start["headers"])[b"content-type"].startswith(b"text/javascript")
+    assert len(only["body"]) > 1_000_000
+    assert not only.get("more_body")

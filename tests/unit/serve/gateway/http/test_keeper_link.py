@@ -224,6 +224,58 @@ async def test_gateway_that_leaves_does_not_wait_for_a_keeper_that_hangs(
     assert "abandon" not in connection.done
 
 
+async def test_gateway_that_leaves_may_ask_the_next_keeper(
+    ends: tuple[KeeperLink, Keeper],
+) -> None:
+    link, keeper = ends
+    keeper.read()
+    moved = Kept(1)
+    link.add(moved)
+    leaving = asyncio.ensure_future(link.leave(HANG_S))
+    await until(lambda: Kind.LEAVING in keeper.kinds)
+    assert keeper.channel is not None
+    keeper.channel.close()
+    assert await leaving is None
+    await keeper.joined()
+    keeper.read()
+    await until(lambda: link.is_protected)
+    leaving = asyncio.ensure_future(link.leave(HANG_S))
+    await until(lambda: keeper.kinds.count(Kind.LEAVING) == 2)
+    keeper.channel.send(frame([entry(Kind.HAND_OVER, 0, 1)]))
+    assert await leaving is True
+    assert moved.done[-1] == "abandon"
+
+
+async def test_gateway_that_leaves_hands_over_what_has_just_been_given_to_it(
+    tmp_path: Path,
+) -> None:
+    """The protocol of a connection begins a moment after its record arrives."""
+    keeper, given = Keeper(tmp_path / "keeper"), list[ConnectionRecord]()
+    link = KeeperLink(
+        tmp_path / "keeper", "gateway/1", 5.0, lambda sock, record: given.append(record)
+    )
+    running = asyncio.ensure_future(link.run())
+    await keeper.joined()
+    keeper.read()
+    await until(lambda: link.is_protected)
+    leaving = asyncio.ensure_future(link.leave(HANG_S))
+    await until(lambda: Kind.LEAVING in keeper.kinds)
+    assert keeper.channel is not None
+    for data in ConnectionRecord(7, is_detached=True).frames():
+        keeper.channel.send(data)
+    keeper.channel.send(frame([entry(Kind.HAND_OVER, 0, 1)]))
+    await until(lambda: given)
+    await asyncio.sleep(0.05)
+    assert not leaving.done()
+    late = Kept(7)
+    link.add(late)
+    assert await leaving
+    assert late.done == ["abandon"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    keeper.close()
+
+
 async def test_keeper_that_dies_as_it_is_greeted_holds_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -351,6 +351,8 @@ def test_queue_is_bounded_and_replays_are_not_refused() -> None:
     assert rejected(actions) == {3: OverloadedError}
     run.handle(Lost("a"))  # 1 waits again, but it is not a new request
     assert rejected(run.submit(4)) == {4: OverloadedError}
+    resumed = Submitted(number=5, model="m", deadline_at=100.0, is_resumed=True)
+    assert not rejected(run.handle(resumed))  # another gateway has admitted it
     assert dispatched(run.handle(Connected("a"))) == [("a", 1, 2, False)]
 
 
