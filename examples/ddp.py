@@ -48,7 +48,7 @@ def train() -> None:
             except MemberLostError as error:
                 print(f"rank {world.rank}, step {step}: rank {error.rank} was lost")
                 world = world.reform()
-                print(f"rank {world.rank} goes on in a world of {world.size}")
+                print(f"rank {world.rank} continues in a world of {world.size}")
         weights = world.all_gather(model.weight.detach().clone())
         is_equal = all(torch.equal(one, weights[0]) for one in weights)
         print(f"rank {world.rank}: {step} steps, equal weights: {is_equal}")

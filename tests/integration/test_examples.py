@@ -115,5 +115,5 @@ def test_single_world_shows_that_one_failure_stops_all() -> None:
 def test_ddp_names_the_lost_member_and_continues() -> None:
     output = run("ddp")
     assert output.count("rank 2 was lost") == 2
-    assert output.count("goes on in a world of 2") == 2
+    assert output.count("continues in a world of 2") == 2
     assert output.count("20 steps, equal weights: True") == 2

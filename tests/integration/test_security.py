@@ -359,7 +359,7 @@ async def test_certificate_of_another_authority_is_refused(
 
 @pytest.mark.parametrize(
     ("has_client", "words"),
-    [(True, "the store may not use TLS"), (False, "the store may require TLS")],
+    [(True, "the store does not use TLS"), (False, "the store requires TLS")],
 )
 async def test_tls_on_one_side_only_is_named(
     tls: Tls, has_client: bool, words: str

@@ -12,8 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "routes.md"
 HEAD = """# Routes of a gateway
 
 Each gateway serves these routes. `/openapi.json` describes them with every field, and
-`/docs` shows that as a page. What is in brackets may be absent; with a version, that
-must be the active one. `GET` includes `HEAD`. Keys are needed only if
+`/docs` shows that as a page. The part of a path in brackets is optional; a version must
+be the active one. `GET` includes `HEAD`. Keys are needed only if
 [tenants](../serve/tenants.md) are on.
 """
 

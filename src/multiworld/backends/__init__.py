@@ -1,5 +1,5 @@
 """Backends, which move tensors between the members of a world: ``direct`` (our own
-sockets), ``memory`` (inside one process), or any that is registered with torch."""
+sockets), ``memory`` (inside one process), or any backend registered with torch."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ class Channel:
         # between.
         lane = self.lanes.get(source)
         if self._received >= TURN_MESSAGES:
-            # The caller posts a receive, which yields to the loop and keeps its
-            # position.
+            # The caller then posts a receive, which lets the loop's other tasks run but
+            # keeps its position among the receives.
             return None
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None

@@ -1,6 +1,6 @@
-"""Polling time before a receive parks, learned from earlier waits. Pure. Parking costs
-as much as several round trips of a Unix socket. How soon a message arrives depends on
-the processor and on the peer's program."""
+"""Polling time before a receive parks (lets the event loop run until its message has
+come), learned from earlier waits. Pure. Parking costs as much as several round trips of
+a Unix socket. How soon a message comes depends on the processor and on the peer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def chaos(
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 
-    To inject it into a gateway, give the MODEL `gateway`, and no STAGE.
+    To inject it into a gateway, write `gateway` in place of MODEL, and omit STAGE.
 
     kill: send SIGKILL. stop: send SIGSTOP. cut: drop all traffic from and to the
     replica for --seconds.

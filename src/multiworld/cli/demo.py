@@ -41,10 +41,11 @@ def demo(
 ) -> None:
     """Stream chats from a language model in three stages, and inject faults.
 
-    Eight chats stream at once. A replica of each stage is killed, one is stopped, and
-    the bottleneck is scaled to 3 and back. Every token is compared with what the
-    undisturbed model would choose. Exits with 1 if a stream was cut or a token was
-    wrong. The first time, the model (98 MB) is fetched and converted.
+    Eight chats stream at once. A replica of each stage and a gateway are killed, a
+    replica is stopped, and the bottleneck stage is scaled to 3 replicas and back. Every
+    token is compared with what the undisturbed model would choose. Exits with 1 if a
+    stream was cut or a token was wrong. The first time, the model (98 MB) is fetched
+    and converted.
     """
     end_as_ctrl_c()
     if context.invoked_subcommand is None:

@@ -104,7 +104,7 @@ def _worker_work(report: WorkerReport) -> str:
         count = _count(report.waiting_for_next, "output")
         parts.append(f"{count} waiting for room at {names}")
     if report.handed:
-        parts.append(f"{report.handed} handed on but not started")
+        parts.append(f"{report.handed} sent to the next stage but not started there")
     if report.queued:
         parts.append(f"{_count(report.queued, 'request')} waiting to be computed")
     return "; ".join(parts) or "waits for work from upstream"

@@ -70,7 +70,7 @@ Examples:
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of a full or failing disk
 
-# By command: the extra of the package that it needs; other commands need ``serve``.
+# The extra of the package that a command needs; all other commands need ``serve``.
 EXTRAS = {"demo": "demo"}
 
 

@@ -97,7 +97,8 @@ def replicas_that_fit(weight_bytes: int, machine: Node) -> tuple[int, str]:
     gib = 2**30
     return count, (
         f"one replica only: each needs about {need / gib:.1f} GiB, and the machine has "
-        f"{machine.memory_bytes / gib:.1f} GiB; when it dies, streams wait for another"
+        f"{machine.memory_bytes / gib:.1f} GiB; after a "
+        "loss, streams wait until another replica has started"
     )
 
 
@@ -110,7 +111,7 @@ def warnings_of(options: ModelOptions, weight_bytes: int, machine: Node) -> list
     if need > SHARE * machine.memory_bytes:
         found.append(
             f"{count} replicas need about {need / gib:.1f} GiB, and the machine has "
-            f"{machine.memory_bytes / gib:.1f} GiB; they may be killed for want of it"
+            f"{machine.memory_bytes / gib:.1f} GiB; the kernel may kill some of them"
         )
     processes = count * options.stages
     if processes > machine.cpus:

@@ -30,7 +30,7 @@ CONTEXT = click.option(
     "--context",
     type=click.IntRange(1, 2**20),
     default=256,
-    help="Number of tokens of each text, if the model generates text.",
+    help="Context length of each sequence, in tokens, if the model generates text.",
 )
 STATE = click.option(
     "--state",

@@ -117,7 +117,7 @@ def profile(
     console.print(
         f"ms (n): time of {_batch(meter)}. peak: memory beyond the "
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
-        "book, which is the sum of these two, plus 25 %"
+        f"book: peak plus {mib(found.base_bytes)}, and 25 % of that sum in addition"
     )
     if any(size < 0 for each in built.inputs for size in each.shape[1:]):
         console.print(

@@ -60,7 +60,7 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
                 "--served-model-name",
                 "name",
                 callback=_checked_name,
-                help="Name for clients.",
+                help="Name of the model that clients give as `model`.",
             ),
             click.option("--host", help="Address to listen on; 127.0.0.1 by default."),
             click.option(
@@ -89,9 +89,13 @@ def _of_model(command: Callable[..., None]) -> Callable[..., None]:
                 help="Number format to compute in.",
             ),
             click.option(
-                "--quantization", type=click.Choice(["int8"]), help="int8, on CPUs."
+                "--quantization",
+                type=click.Choice(["int8"]),
+                help="Number format of the weights, on CPUs.",
             ),
-            click.option("--engine", help="vllm or llama.cpp, in place of our own."),
+            click.option(
+                "--engine", help="vllm or llama.cpp; multiworld's own by default."
+            ),
             click.option(
                 "--stages",
                 type=click.IntRange(1, 26),
@@ -157,7 +161,7 @@ def _load(
             f"{target} is neither a file nor a model; give a spec (a YAML file), the "
             "folder of a model, OWNER/NAME of one on the Hugging Face Hub, or smollm2"
         )
-    # A folder without a spec is refused before the options are.
+    # For a folder, report that it is no spec before any problem with the options.
     spec = load_spec(Path(target)) if path.is_dir() else None
     api_key = given.pop("api_key", None)
     if given or revision or is_shown:
@@ -175,7 +179,7 @@ def _load(
 
 
 def _check_start(app: AppSpec, folder: StateFolder) -> None:
-    """Raise what would prevent a start; importing torch first takes seconds."""
+    """Raise an error if a start cannot succeed, before torch is imported (seconds)."""
     if folder.is_controlled():
         raise already_served(folder.path)
     # A running gateway, or a keeper that waits for this service, may hold the port.

@@ -325,12 +325,12 @@ def _table(scores: Sequence[Score], app: AppSpec) -> Table:
     multiple=True,
     help="spec (the spec's own), queued (Ray Serve's rule), threshold, fixed, "
     "fixed:N,N,…, oracle, or package.module:function. May be repeated; by default "
-    "every policy that has a name.",
+    "spec, queued, threshold, and, unless a model generates text, fixed and oracle.",
 )
 @click.option(
     "--by-tokens",
     is_flag=True,
-    help="Compute each request for a time proportional to its number of tokens.",
+    help="Make the computing time of a request proportional to its tokens.",
 )
 @click.option(
     "--stretch",

@@ -55,8 +55,8 @@ class Subscription:
 
 class EventHub:
     def __init__(self) -> None:
-        # Weak references: a subscription that the program drops before it reads from it
-        # is removed.
+        # Weak references: a subscription is removed if the program drops it without
+        # having read from it.
         self.subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         # Strong references: a subscription that a task waits for must not be
         # garbage-collected.

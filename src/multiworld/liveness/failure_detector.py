@@ -5,14 +5,14 @@ no peer lost before it has read what arrived during the delay. A process that it
 reports as stopped counts as silent. A process whose event loop does not respond is
 *stalled*, which is a loss only after ``stalled_limit_s``.
 
-Two intervals are added to every limit: the last heartbeat before an outage may be one
-interval old, and the first after it may take another interval. A heartbeat says how
-long ago its sender heard this process, so both sides detect a one-way network
-partition.
+Two intervals are added to every limit: when an outage begins, the last heartbeat may
+be one interval old, and after its end, the next heartbeat may take another interval. A
+heartbeat says how long ago its sender heard this process, so both sides detect a
+one-way network partition.
 
 If the helpers of all other processes on this host are silent while this process runs,
-the host is short of memory or processors: each of these processes gets twice the time,
-until it is heard.
+the host lacks memory or CPU time: each of these processes gets twice the time, until
+its next heartbeat arrives.
 """
 
 from __future__ import annotations

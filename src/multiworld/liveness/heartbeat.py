@@ -27,7 +27,7 @@ logger = logging.getLogger("multiworld.watchdog")
 # Seconds without a report after which the helper is replaced. This is well below the
 # default ``silence_s``, because the peers may hear nothing in the meantime.
 MISSED_S = 0.8
-# The same limit until the first report, because a helper may start slowly.
+# Until a helper's first report, this limit applies instead: it may start slowly.
 START_S = 5.0
 
 REAP_S = 0.1  # seconds to wait until a killed helper exits
@@ -105,7 +105,7 @@ class Heartbeat:
         """Also send a connection's heartbeats over a UDP socket, and own the socket."""
         if number in self._sockets:
             self._datagrams[number] = sock
-            # Without a helper, the next one gets the socket.
+            # If no helper runs now, the next helper gets the socket when it starts.
             if self._control is not None:
                 self._send_sockets(number)
         else:

@@ -288,7 +288,8 @@ class LinkTable:
             return
         # No attempt succeeded, so end the link: without heartbeats, every world that
         # uses the link would break.
-        self.give_up(key, "its heartbeat connection ended", "and cannot be opened")
+        evidence = "each attempt to open another one failed"
+        self.give_up(key, "its heartbeat connection ended", evidence)
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
         """Open another connection: a lost one does not mean a lost process."""

@@ -79,7 +79,7 @@ class Left(AboutWorld, frozen=True, tag="Left"):
 
 
 class Broken(AboutWorld, frozen=True, tag="Broken"):
-    """The sender's world is broken; ``rank`` was lost, if a member is to blame."""
+    """The sender's world is broken; ``rank`` is the lost member, if one is known."""
 
     rank: int | None
     reason: str

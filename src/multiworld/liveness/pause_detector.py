@@ -24,8 +24,8 @@ class PauseDetector:
         late_s = now - self._looked_at - self._period_s
         before_s, self._late_s = self._late_s, late_s if late_s > LATE_S else 0.0
         self._looked_at = now
-        # If the previous look was as late, this is no pause but a slow process, which
-        # must still judge its peers.
+        # If the previous look was at least half as late, the process is not paused but
+        # slow, and must still judge its peers.
         if self._late_s <= 2 * before_s:
             return False
         self.resumed_at = now
@@ -33,7 +33,7 @@ class PauseDetector:
 
     @property
     def late_s(self) -> float:
-        """Seconds by which the last look was late, if it was a pause."""
+        """Seconds by which the last look was late; 0 if that was at most ``LATE_S``."""
         return self._late_s
 
     def rest(self) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 
 class Descriptors(Protocol):
-    """An owner of descriptors that are no socket objects."""
+    """An owner of descriptors that have no socket objects."""
 
     def filenos(self) -> list[int]:
         """Return the descriptors that are open now."""

@@ -28,8 +28,8 @@ ELSEWHERE = ("198.51.100.1", 9)
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it.
 
-    The connection ends after about five minutes without an answer (before Linux 6.15:
-    15), or earlier if the failure detector declares the member lost.
+    The connection ends after about five minutes without an answer (15 minutes before
+    Linux 6.15), or earlier if the failure detector declares the member lost.
     ``TCP_USER_TIMEOUT`` is not set, because it would also end a connection whose
     receiver answers but stays full.
     """

@@ -31,7 +31,7 @@ class StoreHello(Hello, frozen=True):
 
 
 class SealedMember(msgspec.Struct, frozen=True):
-    """A member; ``proof`` shows that a holder of the secret made all but the rank."""
+    """A member; ``proof`` shows that a holder of the secret set all fields but rank."""
 
     member: Member
     proof: str = ""

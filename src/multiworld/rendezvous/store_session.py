@@ -256,8 +256,9 @@ async def _open(
     except ConnectionError as error:
         stream.close()
         has_tls = security.tls is not None
-        hint = "the store may not use TLS" if has_tls else "the store may require TLS"
-        raise ConnectionResetError(f"{error} in the handshake; {hint}") from error
+        hint = "does not use TLS" if has_tls else "requires TLS"
+        why = f"{error} in the handshake; perhaps the store {hint}"
+        raise ConnectionResetError(why) from error
     except BaseException:
         stream.close()
         raise

@@ -1,5 +1,5 @@
 """Keys and values of the store, as c10d needs them. Pure. The bytes of c10d travel as
-Latin-1, and a counter is its decimal text. A ``get`` of a missing key waits."""
+Latin-1; counters are stored as decimal text. A ``get`` of a missing key waits."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ WAIT_S, ENGINE_S = 60.0, 600.0
 # that are not connected to each other.
 KEPT_S, DOUBTED_S = 1.0, 0.5
 
-# If a chain returns a stream and loses a replica within this many seconds, the stream
-# may still be the cause.
+# If a chain loses a replica within this many seconds after it returned a stream to its
+# gateway, the stream may still be the cause.
 LEFT_S = 2.0
-PREPARE_S = 60.0  # seconds after which a move is abandoned
+PREPARE_S = 60.0  # seconds after which the move of a stream is abandoned
 STALL_S = 30.0  # seconds until a client that reads none of its answer is cut off
 KEEPER_S = 1.0  # seconds of silence beyond ``silence_s`` until a keeper counts as hung
 
@@ -43,8 +43,8 @@ OVERDUE_S = 10.0
 # late.
 LATE_FACTOR, LATE_S = 3.0, 0.1
 
-# Seconds for which a sequence may be missing, because the message that ends it may be
-# in flight. Also the seconds between two checks.
+# Seconds for which a sequence may be missing from the results of its step, because the
+# message that ends the sequence may be in flight. Also the seconds between two checks.
 GRACE_S = 1.0
 
 # Seconds that the gateway has to announce a sequence that the previous stage already

@@ -242,7 +242,8 @@ class World(BlockingWorld):
 class WorldManager(BlockingManager[World]):
     """A manager for threads; ``multiworld.WorldManager`` describes each method in full.
 
-    Use it with ``with``, or call ``close``, outside of event loops (``ConfigError``).
+    Use it with ``with``, or call ``close`` at the end. Inside an event loop, creating a
+    manager or calling its methods raises ``ConfigError``.
 
     Args:
         enable_monitor, config, security: As for ``multiworld.WorldManager``.

@@ -30,8 +30,8 @@ Notice = messages.MemberGaveUp | messages.NewcomerWaits
 # Maximum number of notices kept for a world that this process has not yet entered.
 MAX_EARLY = 256
 
-# Minimum seconds after the admission before a join that times out declares members
-# lost: at the admission, the deadline may already have been near.
+# A join that times out declares members lost only if the admission was at least this
+# many seconds ago: the deadline may already have been near then.
 CONNECT_S = 2.0
 
 LATE = "it was admitted and did not connect in time"

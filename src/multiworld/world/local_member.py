@@ -36,8 +36,8 @@ T = TypeVar("T")
 # read.
 LINK_GRACE_S = 1.0
 
-# Seconds to wait for data of a lost member on another host that is still in the
-# network: the end of the control link may overtake it.
+# Maximum seconds to wait for data that a lost member on another host has sent: the end
+# of the control link may overtake it.
 ENDING_S = 1.0
 
 logger = logging.getLogger("multiworld")

@@ -169,7 +169,7 @@ class World(CollectiveMethods):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Descriptions of the members, by rank, for people."""
+        """Human-readable descriptions of the members, by rank."""
         return tuple(map(str, self._member.incarnation.members))
 
     def statistics(self) -> WorldStatistics:

@@ -27,8 +27,8 @@ from multiworld.net.streams import Stream
 # Bytes that a lane may move before the loop's other tasks run.
 TURN_BYTES = FRAGMENT_BYTES
 
-# This many bytes copied to shared memory count as one byte written to the socket. A
-# lane then yields after filling the whole ring: well under a millisecond.
+# This many bytes copied to shared memory count as one byte written to the socket. So a
+# lane may fill the whole ring, in well under a millisecond, before it yields.
 SHARED_IS_FASTER = 16
 # Bytes of a large payload to wait for before TCP wakes the reader.
 LOW_WATER_BYTES = 256 * 1024

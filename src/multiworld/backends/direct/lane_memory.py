@@ -1,6 +1,6 @@
-"""The shared memory of a lane: a ring to send through, and the peer's window. The
-socket carries a ring's descriptor once, then headers, and a bell for each freed slot
-that the sender waits for."""
+"""The shared memory of a lane: a ring to send through, a window onto the peer's ring,
+and lent blocks. The socket carries the descriptor of each once, then the headers, and a
+bell when slots are free for which the sender waits."""
 
 from __future__ import annotations
 

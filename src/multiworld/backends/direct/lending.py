@@ -29,9 +29,9 @@ from multiworld.backends.direct.memory_maps import (
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 from multiworld.backends.header import HeaderError
 
-# Bytes of messages that are lent. A larger message does not fit into the cache, while
-# its pieces in the ring do, and reading it back from memory would cost as much as the
-# second copy that lending saves.
+# Minimum and maximum bytes of a message whose memory is lent. A larger message does not
+# fit into the cache, while its pieces in the ring do; reading it back from memory would
+# cost as much as the second copy that lending saves.
 MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
 # Unit of the sizes of blocks in bytes, so that messages of similar sizes use the same
 # block.

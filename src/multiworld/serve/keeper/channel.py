@@ -18,7 +18,10 @@ BUFFER_BYTES = 1024 * 1024  # send buffer to request; the kernel may allow less
 
 
 def add_socket(number: int, known: list[socket.socket]) -> socket.socket | None:
-    """Add a descriptor's socket to ``known``; close a duplicate, and return None."""
+    """Add a descriptor's socket to ``known``, and return it.
+
+    If ``known`` has that socket already, close the descriptor, and return None.
+    """
     sock = socket.socket(fileno=number)
     if any(os.path.sameopenfile(number, each.fileno()) for each in known):
         sock.close()

@@ -82,12 +82,13 @@ class ConnectionRecord:
     # Encoded tokens of the current answer, in order.
     items: list[bytes] = field(default_factory=list)
     events: int = 0  # number of the current answer's events in the recorded output
-    # Number of gateways lost after they had begun to read the current request, since a
-    # part of its answer was last recorded.
+    # Number of gateways that were lost after they began to read the current request.
+    # Each recorded part of the answer resets the number to 0.
     losses: int = 0
     has_interim: bool = False  # the current answer's interim response is recorded
     has_begun: bool = False  # bytes of the current answer are recorded
-    # Last bytes for the client, of all answers, and number of bytes before them.
+    # Bytes for the client that are not dropped yet (of all answers on the connection),
+    # and number of bytes before them.
     output: bytearray = field(default_factory=bytearray)
     output_at: int = 0
     is_closing: bool = False  # the connection closes after ``output``
@@ -219,7 +220,7 @@ class ConnectionRecord:
         self.output.clear()
 
     def split(self, number: int) -> ConnectionRecord:
-        """Move the current stream to a new record without a client; return that."""
+        """Return a new record, without a client, to which the current stream moves."""
         self.settle()
         made = ConnectionRecord(number, is_detached=True)
         made.input, made.items = bytearray(self.input), list(self.items)
@@ -246,7 +247,7 @@ class ConnectionRecord:
         return has_read and self.output_at <= written - self.written_before <= end
 
     def entries(self) -> Iterator[bytes]:
-        """Yield the record's entries; send the client's descriptor with the first."""
+        """Yield the entries; the client's descriptor must be sent with the first."""
         counters = COUNTERS.pack(*(getattr(self, name) for name in COUNTED))
         yield entry(Kind.CONNECTION, self.number, self.is_detached, counters)
         for piece in _pieces(self.input):
@@ -262,7 +263,7 @@ class ConnectionRecord:
         yield entry(Kind.COMPLETE, self.number, list(State).index(self.state))
 
     def frames(self) -> list[bytes]:
-        """Return the record as frames; send the client's descriptor with the first."""
+        """Return the frames; the client's descriptor must be sent with the first."""
         return frames(self.entries(), PIECE_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Frames between the stream keeper and the gateways of its host. Pure.
 
-The receiver applies only complete frames, so it ignores the part of a frame that a
-sender wrote before it died.
+The receiver applies only complete frames. If a sender dies while it writes a frame, the
+receiver ignores the incomplete frame.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Kind(IntEnum):
     SKIPPED = 28  # bytes were read, but are not recorded; value: number of bytes
     KEPT = 29  # clients may read the current answer again; payload: id of its stream
     WRITTEN = 30  # bytes of the answer that are not recorded; value: number of bytes
-    # The gateway begins to read a request that another one had. From now on, the
-    # request may be the cause of the gateway's death.
+    # The gateway begins to read a request that it took over from another gateway. From
+    # now on, the request may be the cause of the gateway's death.
     TAKEN = 31
     # About the gateway of a connection.
     # The gateway releases the connection. payload: id of a stream, so that the

@@ -230,8 +230,8 @@ class Keeper:
         self.size += made.size + record.size - before
         self._name(made)
         self._own(gateway, made)
-        # Streams without clients must not displace the records of others: they have
-        # half of the memory.
+        # Streams without clients may use at most half of the memory, so that they do
+        # not displace the records of other connections.
         kept = sum(self.records[number].size for number in self.streams.values())
         if kept > self._max_bytes // 2:
             self._give_up_record(made)

@@ -182,7 +182,7 @@ class KeeperProcess:
             first = entries[0]
             if first.kind is not Kind.HELLO or first.value != PROTOCOL:
                 raise FrameError(f"first entry is not HELLO of version {PROTOCOL}")
-            # The receiver sends them to the next keeper if this keeper is lost.
+            # If this keeper is lost, the receiver sends the listeners to the next one.
             for sock in self._listeners:
                 self._send(number, [entry(Kind.LISTENER)], [sock.fileno()])
             if number not in self._channels:
@@ -430,7 +430,8 @@ def _is_locked(path: Path) -> bool:
 
 def _bind(own: socket.socket, path: Path) -> int:
     """Listen at ``path``, in place of an earlier keeper; return the path's inode."""
-    first = path.with_name(f"k{os.getpid()}")  # not longer than that of the keeper
+    # No longer than ``path``, because the kernel limits the length of a socket's path.
+    first = path.with_name(f"k{os.getpid()}")
     first.unlink(missing_ok=True)
     own.bind(str(first))
     first.chmod(0o600)
@@ -449,7 +450,11 @@ def _is_replaced(path: Path, inode: int) -> bool:
 
 
 async def run(args: argparse.Namespace, own: socket.socket, inode: int) -> None:
-    """Run a keeper until a signal or its own end; gateways connect at ``own``."""
+    """Run a keeper, to which gateways connect at ``own``.
+
+    It ends at a signal, when another keeper replaces it, or when no process of the
+    service is left.
+    """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,9 +2,9 @@
 
 The leash is a pipe: its wearer has the read end, its holders have the write end. When
 the last holder exits, for whatever reason, the kernel sends SIGKILL to the wearer
-(``F_SETSIG`` in fcntl(2)), even if the wearer is stopped or hangs. A leash thus ties a
-process to one that is not its parent. ``python leash.py FD COMMAND …`` puts its process
-group on the leash whose read end is FD, and then executes the command.
+(``F_SETSIG`` in fcntl(2)), even if the wearer is stopped or hangs. So a process can be
+made to die with another one that is not its parent. ``python leash.py FD COMMAND …``
+puts its process group on the leash whose read end is FD, and then executes the command.
 """
 
 from __future__ import annotations

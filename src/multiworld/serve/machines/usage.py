@@ -49,7 +49,7 @@ def usage_of(pid: int) -> Usage:
 
 
 def own_cpu_s() -> float:
-    """Return the CPU seconds of this process and of its children, ended ones too."""
+    """Return the CPU seconds of this process and its descendants, also exited ones."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     living = sum(map(_cpu_s, family_of(os.getpid())[1:]))
     return time.process_time() + living + ended.ru_utime + ended.ru_stime

@@ -10,9 +10,9 @@ from multiworld.serve.queueing.fair_queue import Share
 class WaitingTenants:
     """Number of waiting requests of each tenant.
 
-    If only one tenant has waiting requests, it may fill the queue up to its limit. When
-    others arrive, the queue may grow to twice the limit; each tenant may then have its
-    weighted share of the limit, but at least one request.
+    A tenant that waits alone may fill the queue up to the limit. While several tenants
+    wait, the queue may grow to twice the limit; beyond the limit, a tenant may have its
+    weighted share of the limit, but always at least one request.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def without_replica(
     model: str, stage: int, *, is_refused: bool = False
 ) -> errors.NoReplicaError:
     """Return the error; ``is_refused``: files of the model version have changed."""
-    why = "retry later, a replacement is starting"
+    why = "a replacement is starting; retry later"
     if is_refused:
         why = (
             "files of this version have changed, so no replica of it can start until "

@@ -213,7 +213,10 @@ class TokenPipeline(Pipeline):
         super()._ready(replica, now)
 
     def _begin_moves(self, now: float) -> None:
-        """Move sequences off draining replicas; if none move, move some to new ones."""
+        """Move sequences off draining replicas.
+
+        If no sequence is moving, move some to new replicas.
+        """
         for replicas in self._replicas:
             for replica in replicas:
                 assert isinstance(replica, TextReplica)

@@ -50,8 +50,8 @@ def _of_folder(path: Path) -> SpecError:
             f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
         )
     return SpecError(
-        f"the folder {path} has no config.json, so it is not a model, and it does "
-        "not have exactly one YAML file; give a spec, or the folder of a model"
+        f"the folder {path} has neither the config.json of a model nor exactly one "
+        "YAML file; give a spec, or the folder of a model"
     )
 
 

@@ -34,7 +34,7 @@ PATTERNS = {
 """Remedies for strings that do not match a pattern, by pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
-# Limit after which a process is replaced. A limit under 0.1 s would replace all.
+# Seconds after which a process is replaced. Below 0.1 s, every process would be.
 Patience = Annotated[float, Field(ge=0.1, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Mark = Annotated[str, Field(min_length=1, max_length=64)]
@@ -618,7 +618,9 @@ class ModelSpec(_Strict):
                         "it to a stage if stages have this field"
                     )
             if not self.exact:
-                raise ValueError("exact is for models with an engine; remove it")
+                raise ValueError(
+                    "exact: false has an effect only with engine: openai; remove exact"
+                )
             return self
         self._check_engine_gpus()
         if self.engine == OPENAI and self.engine_python is not None:

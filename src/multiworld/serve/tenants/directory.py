@@ -95,7 +95,7 @@ class TenantDirectory:
         self.put(tenants.values())
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
-        """Return the tenant of a key, suspended or not; None if it is not valid."""
+        """Return a key's tenant, suspended or not; None if the key is not valid."""
         # The duration of this check reveals neither whether the id exists nor how much
         # of the digest matches.
         key, name = self._keys.get(key_id, (None, ""))

@@ -34,8 +34,8 @@ class ControlTokens:
     def check(self, text: str, made: int) -> None:
         """Raise InvalidRequestError if ``text`` has fewer than ``made`` control tokens.
 
-        ``made`` is their number after encoding. The additional ones came from
-        characters that the tokenizer changed.
+        ``made`` is the number of control tokens in the encoded ``text``. If it is
+        larger, the tokenizer has turned other characters into control tokens.
         """
         if made > len(self._tokens.findall(text)):
             raise InvalidRequestError(REFUSED, param="messages", code="invalid_value")
@@ -49,7 +49,7 @@ class ControlTokens:
         return Marks(self._finder, self._inside, begin, end)
 
     def marks_like(self, other: Marks) -> Marks:
-        """Return the same marks for another part of the same chat."""
+        """Return marks with the digits of ``other``, for another part of its chat."""
         return Marks(self._finder, self._inside, other.begin, other.end)
 
 

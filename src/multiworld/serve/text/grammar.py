@@ -172,7 +172,7 @@ def _checked_schema(schema: Any, param: str) -> Any:
 
 
 def _without_idle(node: dict[str, Any]) -> dict[str, Any]:
-    """Drop keywords that have no effect but that llguidance refuses."""
+    """Drop keywords without effect, because llguidance would refuse the schema."""
     # An unknown ``format`` has no effect: JSON Schema treats it as an annotation.
     return {
         name: value
@@ -371,8 +371,9 @@ def _checked(grammar: str, param: str, trial: Trial | None) -> str:
 def _unforced(grammar: str) -> str:
     """Return a grammar that allows every token that fits.
 
-    By default, where only one string can follow, llguidance forces the first token of
-    the string's encoding: if the string spells a control token, that token.
+    By default, where only one string can follow, llguidance allows only the first token
+    of the string's encoding. If the string spells a control token, that is the control
+    token.
     """
     if grammar.startswith("{"):
         (part,) = json.loads(grammar)["grammars"]

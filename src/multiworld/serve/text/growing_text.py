@@ -158,7 +158,7 @@ class _Window:
     def _split(self, text: str) -> str:
         """Return the text of all tokens except the last ones, which are incomplete.
 
-        If tokens never became a character, each further token would otherwise decode
+        Otherwise, while tokens do not form a character, each further token would decode
         all of them again.
         """
         for cut in range(len(self._tokens) - 1, self._settled, -1):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 Digest = bytes  # hash that identifies a prefix
 KNOWN = 65536  # maximum pairs of a prefix and a stage that a gateway remembers
-# This many cached tokens at a replica are worth as much as one stream less in its load.
+# In the choice of a replica, this many cached tokens count as much as one stream less.
 TOKENS_PER_STREAM = 128
 
 

@@ -168,7 +168,8 @@ def _is_within(code: int, ranges: Iterable[Range]) -> bool:
 
 def _foreign(pattern: str) -> SchemaError:
     return SchemaError(
-        f"has the pattern {_short(pattern)}, which means something else in ECMA 262"
+        f"has the pattern {_short(pattern)}, which in ECMA 262 is not valid or means "
+        "something else; rewrite it"
     )
 
 

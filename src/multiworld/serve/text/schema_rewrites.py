@@ -1,4 +1,4 @@
-"""Rewriting of JSON schemas without keywords that llguidance does not support. Pure.
+"""Replacement of JSON Schema keywords that llguidance does not support. Pure.
 
 This module replaces ``if``, ``not`` and ``oneOf`` over schemas that can be negated,
 ``uniqueItems`` over an enum, and rules about property names. Other unsupported keywords

@@ -1,7 +1,7 @@
 """The tokenizer of sentence encoders, from the files of a Hugging Face folder.
 
-transformers loads it, because it merges the folder's files. The tokenizer for chats
-(``tokenizer.py``) uses ``loaded`` too.
+transformers loads the tokenizer, because transformers merges the folder's files. The
+tokenizer for chats (``tokenizer.py``) uses ``loaded`` too.
 """
 
 from __future__ import annotations

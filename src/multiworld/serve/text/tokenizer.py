@@ -104,7 +104,10 @@ class Tokenizer:
         return max(sizes, default=1)
 
     def check_length(self, size: int, tokens: int, param: str = "prompt") -> None:
-        """Refuse a text before it is encoded if ``size`` bytes need over ``tokens``."""
+        """Refuse a text that is too long for ``tokens`` tokens, before it is encoded.
+
+        ``size``: the text's bytes; a token has at most ``longest`` bytes.
+        """
         if size > tokens * self.longest:
             raise InvalidRequestError(
                 f"This model's maximum context length is {tokens} tokens. However, the "

@@ -43,7 +43,7 @@ class RequestTrace:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is known already that the spans are exported."""
+        """Whether the spans will be exported, whatever the status of the request."""
         return self.own.is_sampled or self.is_recovered
 
     def add(
@@ -127,7 +127,7 @@ class WorkTrace:
         }
 
     def hedge(self, number: int, replica: str, now: float) -> None:
-        """Begin the span of a hedged attempt, sent because the first one is silent."""
+        """Begin the span of a hedged attempt; the first attempt's replica is silent."""
         self._trace.is_recovered = True
         about: dict[str, Value] = {
             "multiworld.attempt": number,

@@ -113,9 +113,9 @@ class Tracer:
         self._scope = scope.InstrumentationScope("multiworld", multiworld.__version__)
 
     def root(self, parent: Parent | None, trace: str, span: str, name: str) -> Parent:
-        """Return span ``span`` of a request, sampled or not.
+        """Return the span with id ``span`` for a request; decide whether it is sampled.
 
-        The trace is that of ``parent`` (the client's span) or, without one, ``trace``.
+        Its trace is that of ``parent`` (the client's span) or, without one, ``trace``.
         """
         context = None
         if parent is None and self._bound is not None:

@@ -118,7 +118,7 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             continue
         raise ModelFailedError(
             f"stage {stage!r} returned {got} for {name!r}; return a tensor with {rows} "
-            "rows (dimension 0), one for each that came in",
+            "rows (dimension 0), one for each input row",
             stage=stage,
         )
 

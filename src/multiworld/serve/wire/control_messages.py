@@ -94,7 +94,7 @@ class InjectPartition(Message, frozen=True, tag="inject_partition"):
 
 
 class InjectHang(Message, frozen=True, tag="inject_hang"):
-    """Controller → replica: simulate a hang by sending SIGSTOP to your own process."""
+    """Controller → replica: to simulate a hang, the replica sends itself SIGSTOP."""
 
 
 # Upper bounds of the batch size histogram, in rows; a last bucket has no bound.

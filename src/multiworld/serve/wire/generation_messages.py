@@ -94,7 +94,7 @@ class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
 
 
 class KvHeld(Message, frozen=True, tag="kv_held"):
-    """Stage k → stage k-1, starting at the last stage: number of tokens with KV."""
+    """Stage k → stage k-1, last stage first: number of tokens whose KV k keeps."""
 
     key: Key
     # The receiver replays the tokens after these; stage 0 then starts the sequence.

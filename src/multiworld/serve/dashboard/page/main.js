@@ -95,7 +95,7 @@ function Confirm({ asked, close }) {
     draw(0);
   };
   return html`<${Dialog} close=${close} label="confirm"><p>${asked.text}</p>
-    ${asked.field && html`<p><input value=${words} onInput=${(e) => setWords(e.target.value)} placeholder="what its clients are told"
+    ${asked.field && html`<p><input value=${words} onInput=${(e) => setWords(e.target.value)} placeholder="reason that its clients see"
       aria-label="reason" maxlength="500" /></p>`}
     ${said && html`<p class="bad" role="alert">${said}</p>`}
     <div class="row"><button class="act danger" onClick=${go} disabled=${isBusy.current}>Do it</button><button class="act" onClick=${close} autofocus>Leave it</button></div></${Dialog}>`;
@@ -124,8 +124,8 @@ function Details({ name, process, facts, act, close }) {
     <pre tabindex="0">${log || "its log is empty"}</pre>
     <div class="row"><button class="act" onClick=${show}>Read the log again</button>
       <button class="act" onClick=${() => act(`Replace ${name}? It ends when its replacement is ready.`, "drain", { name })}>Drain</button>
-      ${model && html`<button class="act danger" onClick=${() => chaos("kill")}>Kill one of its stage</button>
-        <button class="act danger" onClick=${() => chaos("stop")}>Stop one of its stage</button>`}
+      ${model && html`<button class="act danger" onClick=${() => chaos("kill")}>Kill a replica of this stage</button>
+        <button class="act danger" onClick=${() => chaos("stop")}>Stop a replica of this stage</button>`}
       <button class="act" onClick=${close}>Close</button></div></${Dialog}>`;
 }
 

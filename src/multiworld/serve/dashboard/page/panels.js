@@ -25,8 +25,8 @@ export function Numbers({ facts }) {
     ${one("waiting at gateways", sum("waiting"), sum("waiting") ? "warn" : "", "without a replica yet")}
     ${one("errors/s", rate(sum("failures_s")), sum("failures_s") ? "bad" : "")}
     ${one("saved", facts.replayed + facts.handed_over, "good",
-      `${facts.replayed} streams and requests went on after the loss of a replica, ` +
-      `${facts.handed_over} connections after that of a gateway`)}
+      `${facts.replayed} streams and requests continued after the loss of a replica, ` +
+      `and ${facts.handed_over} connections after the loss of a gateway`)}
     ${one("streams cut", facts.cut, facts.cut ? "bad" : "good", "ended with an error after their first token")}
     ${one("tokens", facts.tokens.toLocaleString("en"), "", "delivered since the service started")}
   </dl>`;
@@ -34,7 +34,7 @@ export function Numbers({ facts }) {
 
 export function Alerts({ facts, isCut }) {
   const found = [...(facts.troubles || [])];
-  if (isCut) found.unshift(`the page has lost its server; everything below is out of date; it connects again by itself`);
+  if (isCut) found.unshift(`the page has lost the connection to its server, and reconnects by itself; everything below is out of date`);
   if (!found.length) return null;
   return html`<section class="alert" role="status"><h2 class="bad">Needs attention</h2>
     <ul>${found.map((each) => html`<li>${each}</li>`)}</ul></section>`;
@@ -145,7 +145,7 @@ export function Streams({ facts, look, act }) {
   const go = (event) => { event.preventDefault(); if (given.trim()) look(given.trim()); };
   return html`<section><h2>Streams <span class="quiet">${found.length ? `${found.length} shown` : "none runs"}</span>
       <form class="find" onSubmit=${go}><input value=${given} onInput=${(e) => give(e.target.value)} placeholder="id of a request"
-        aria-label="id of a request" /><button class="act">Its way</button></form></h2>
+        aria-label="id of a request" /><button class="act">Show request</button></form></h2>
     ${found.length > 0 && html`<div class="scroll" tabindex="0"><table><thead><tr><th>request</th><th>tenant</th><th>model</th><th>state</th>
       <th class="number">tokens</th><th class="number">for</th><th class="number">longest pause</th><th>chain</th><th></th></tr></thead>
     <tbody>${found.map(([key, s]) => html`<tr key=${key} class=${s.losses ? "warn" : ""}>
@@ -233,7 +233,7 @@ export function Machines({ facts }) {
 
 export function Thoughts({ facts }) {
   if (!facts.thoughts.length) return null;
-  return html`<section><h2>Why it is as it is</h2><ul class="thoughts">${facts.thoughts.map((each) =>
+  return html`<section><h2>Reasons for scale and placement</h2><ul class="thoughts">${facts.thoughts.map((each) =>
     html`<li><b>${each.kind}${each.about ? ` of ${each.about}` : ""}</b>: ${each.what} <span class="quiet">${clock(each.at)}</span></li>`)}</ul></section>`;
 }
 
@@ -254,7 +254,7 @@ export function Spec({ facts, act }) {
       <button class="act" onClick=${show}>Read it again</button></div></section>`;
 }
 
-/** Tenants and their keys: new ones, new keys, keys that end, and suspension. */
+/** Tenants and their keys: creates tenants and keys, revokes keys, suspends tenants. */
 export function Keys({ act }) {
   const [found, setFound] = useState(null);
   const [made, setMade] = useState(null);

@@ -113,7 +113,7 @@ class CompiledAttention(Attention):
         count = sum(each.count for each in self._rows)
         if any(each.shape[1] != count for each in given):
             raise ValueError(
-                f"query, key and value must have {count} rows, as the step"
+                f"query, key and value must have {count} rows, like the step"
             )
         is_large = max(query.shape[2], value.shape[2]) > self._max_size
         if call.softcap is not None or is_large or not all(map(_is_for, given)):

@@ -134,8 +134,8 @@ class KvCache:
     ) -> array[int]:
         """Return the ``Rows`` of the C code: six numbers for each sequence."""
         # The numbers: address of the keys, address of the values, capacity of each in
-        # tokens, position of the first row, number of rows, and number of earlier
-        # sequences' rows in the step.
+        # tokens, position of the first row, number of rows, and number of rows of the
+        # sequences before this one in the step.
         found, offset = array("q"), 0
         for each in rows:
             keys, values, room = self._memory.address(each.sequence, layer, like)

@@ -65,8 +65,7 @@ class ServerChoice:
         self.args, self._check = _arguments(settings.args), check
         self._silence_s = 2 * settings.hung_s
         self._longest = settings.longest
-        # Start with another server in each replica, so that not all replicas use the
-        # first.
+        # Replicas start with different servers, so that not all use the first one.
         number = settings.replica.rpartition("/")[2]
         first = int(number) % len(self.args.urls) if number.isdecimal() else 0
         self._urls = [*self.args.urls[first:], *self.args.urls[:first]]
@@ -167,7 +166,10 @@ class ServerChoice:
         )
 
     async def wait_lost(self, server_lost: Awaitable[str]) -> str:
-        """Wait until this server is lost or another is unused; return the reason."""
+        """Wait until the server is lost, or an unused server can replace it.
+
+        Return the reason.
+        """
         lost = asyncio.ensure_future(server_lost)
         tasks = [lost]
         try:

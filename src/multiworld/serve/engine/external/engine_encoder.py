@@ -70,7 +70,7 @@ def model(
     args: Mapping[str, Any],
     load: Callable[[StageContext], EngineEncoder],
 ) -> Model:
-    """Return the model in a folder, as the only stage of an engine that embeds.
+    """Return the model in a folder with one stage, which an engine's server computes.
 
     Inputs are ``input_ids`` and ``attention_mask``, [rows, length], int64; the output
     is ``embedding``, [rows, hidden], float32, as the engine pools it.
@@ -191,7 +191,7 @@ class EngineEncoder:
             ) from error
 
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Exit this process once the server is lost or one of its processes stopped."""
+        """Exit once the server is lost, or one of its processes has been stopped."""
         assert self._server is not None
         try:
             why = asyncio.run(lost())
@@ -250,9 +250,13 @@ class EngineEncoder:
                     await asyncio.sleep(LOOK_S)
 
     async def _later(self, body: Mapping[str, Any]) -> bytes:
-        """Repeat a request, with pauses while the server is busy, or as it asks."""
+        """Repeat a request, with pauses while the server is busy.
+
+        A pause is longer if the server asks for that (Retry-After).
+        """
         assert self._server is not None
-        # Afterwards, this replica would count as hung.
+        # All pauses together must be shorter than ``hung_s``, after which this replica
+        # would count as hung.
         left_s = BUSY_SHARE * self._settings.hung_s
         for pause_s in PAUSES_S:
             try:

@@ -1,4 +1,4 @@
-"""An engine's HTTP server, which is a child of this replica or somebody else's."""
+"""An engine's HTTP server: a child of this replica, or one that somebody else runs."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class EngineServer:
     async def post(
         self, path: str, body: Mapping[str, Any], *, is_timed: bool = True
     ) -> bytes:
-        """Return an answer; if it is not timed, the server may be silent for long."""
+        """Return an answer; unless ``is_timed``, silence of any length is allowed."""
         more = {} if is_timed else {"timeout": _timeout(None)}
         async with self._answered(path, body, **more) as answer:
             return await _body(answer)

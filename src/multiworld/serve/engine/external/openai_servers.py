@@ -67,7 +67,10 @@ class OpenAiEngine(TokenServerEngine):
         await other.warm_up()
 
     async def wait_lost(self) -> str:
-        """Wait until this server is lost or another is unused; return the reason."""
+        """Wait until the server is lost, or an unused server can replace it.
+
+        Return the reason.
+        """
         return await self._choice.wait_lost(super().wait_lost())
 
     async def _dialect_of(

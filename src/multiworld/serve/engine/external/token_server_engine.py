@@ -37,10 +37,10 @@ class Slots:
         self._places = asyncio.Semaphore(count)
 
     async def take(self, run: Run) -> tuple[int, bool]:
-        """Wait for the free slot with the longest common prefix.
+        """Wait for a free slot; return the free one with the longest common prefix.
 
-        Also return whether its keys and values may be used: they must be of the same
-        tenant and adapter.
+        Also return whether the slot's keys and values may be used: they must be of the
+        same tenant and adapter.
         """
         await self._places.acquire()
         wanted, given = (run.tenant, run.adapter), tuple(run.tokens)

@@ -161,7 +161,8 @@ class LlamaCpp(Dialect):
     async def answers(
         self, server: EngineServer, body: dict[str, Any], run: Run
     ) -> AsyncGenerator[list[EngineToken]]:
-        # A long prompt takes long without a byte; the worker knows how long it may.
+        # No timeout: the server sends nothing while it computes a long prompt. The
+        # replica's worker limits that time.
         data = await server.post(self.path, body, is_timed=False)
         found = answer_of(self._decoder, data)
         count, scores = run.sampling.logprobs, found.completion_probabilities

@@ -430,12 +430,12 @@ def sampling_of(run: Run) -> dict[str, Any]:
 
     vLLM's prompt includes the output tokens so far, so everything that vLLM counts from
     the end of its prompt needs a correction: ``min_tokens`` gets it here, penalties get
-    it in the logits processor. Positions are absolute, and need none.
+    it in the logits processor. Positions are absolute, and need no correction.
     """
     given = run.sampling
     made = len(run.tokens) - run.prompt
-    # With a grammar, our logits processor holds ends back: a grammar that is complete
-    # allows nothing else, and vLLM would forbid that, too.
+    # With a grammar, our logits processor applies ``min_tokens``: a complete grammar
+    # allows only end tokens, and vLLM would forbid even those.
     least = 0 if given.grammar else given.min_tokens
     return {
         "temperature": given.temperature,

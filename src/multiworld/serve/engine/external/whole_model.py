@@ -36,7 +36,7 @@ PART = re.compile(r"-\d+-of-\d+$")
 
 
 def model(path: str, spec: ModelSpec) -> Model:
-    """Return the model in a folder, as the only stage of a whole engine."""
+    """Return the model in a folder with one stage, which a whole engine computes."""
     assert spec.engine is not None
     folder = Path(path).expanduser()
     if spec.embeddings:
@@ -70,7 +70,9 @@ def model(path: str, spec: ModelSpec) -> Model:
     if wrong := wrong_in(made):
         raise SpecError(f"engine: the object that {spec.engine} returned {wrong}")
     if spec.adapters and not getattr(made, "has_adapters", False):
-        raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
+        raise SpecError(
+            f"engine {spec.engine} does not support LoRA adapters; remove `adapters`"
+        )
     return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)
 
 

@@ -1,8 +1,8 @@
 /* Matrix products of bfloat16 numbers, for x86 with AVX2, AVX-512, AVX512-BF16 or AMX.
  *
  * Every output of every row is summed over the inputs in the same order, whatever the
- * number of rows and threads: a row has the same bits in a call of any size. Kinds of
- * instructions round differently from each other.
+ * number of rows and threads: a row has the same bits in a call of any size. Results of
+ * different kinds of instructions may differ in their rounding.
  *
  * Weights are stored in blocks of 32 outputs. For every two inputs, a block has the two
  * numbers of each output side by side; one instruction multiplies and adds both. All
@@ -283,7 +283,8 @@ static void multiply_avx2(const uint16_t *weights, const float *bias,
 }
 
 /* Multiply rows, [count, inputs], by packed weights, to [count, outputs]. For tiles,
- * ``rows`` has room for a multiple of 32 rows. ``kind`` is at most the best. */
+ * ``rows`` has room for a multiple of 32 rows. ``kind`` is at most
+ * ``multiworld_best()``. */
 void multiworld_multiply(const Packed *packed, const uint16_t *rows, long count,
                          uint16_t *found, int threads, int kind) {
     long inputs = packed->inputs, outputs = packed->outputs;

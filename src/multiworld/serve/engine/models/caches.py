@@ -37,7 +37,7 @@ def _in_temporary_folder(name: str) -> Path:
     is_own = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode)
     if not is_own or found.st_mode & 0o077:
         raise ServeError(
-            f"{folder} is not a private folder of this user, who has no home "
-            "directory; set MULTIWORLD_STATE and MULTIWORLD_CACHE"
+            f"{folder}, used because this user has no writable home directory, is not "
+            "a private folder of the user; set MULTIWORLD_STATE and MULTIWORLD_CACHE"
         )
     return folder / name

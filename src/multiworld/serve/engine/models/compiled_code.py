@@ -2,7 +2,7 @@
 
 Compilation takes a second; its result is kept in the cache folder. The code runs in the
 threads of torch's OpenMP, because a second pool of threads would compete for the cores.
-Without a C compiler, x86-64, Linux or GNU OpenMP, torch has to compute instead.
+The code needs Linux on x86-64, a C compiler and GNU OpenMP; elsewhere, torch computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One stage of a decoder: transformers' own layers with our attention.
 
-The rows of a step are one row of a batch, [1, tokens, hidden], with explicit positions.
-transformers calls our attention by its registered name; the attention of the current
+transformers gets all rows of a step as a batch of one, [1, rows, hidden], with explicit
+positions. It calls our attention by its registered name; the attention of the current
 step is in ``_step``.
 """
 
@@ -33,7 +33,7 @@ REMEDY = "use `engine: vllm`, or another model"
 OTHER_ATTENTION = {
     "s_aux": "sinks",
     "sinks": "sinks",
-    "position_bias": "a bias of positions",
+    "position_bias": "a position bias",
     "indices": "chosen tokens",
     "block_indices": "chosen blocks",
 }

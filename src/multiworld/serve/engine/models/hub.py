@@ -52,7 +52,8 @@ def is_hub_name(path: str) -> bool:
 def fetched(name: str, revision: str | None = None) -> Path | None:
     """Return a model's folder in the hub's cache; None if there is none.
 
-    Without a revision, it is that of the latest known commit, which names the folder.
+    Without a revision, return the folder of the latest commit in the cache. The name of
+    the folder is its commit.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -66,7 +67,7 @@ def folder_of(path: str, revision: str | None) -> str:
     """Return the folder of a model, fetched into the cache of ``huggingface_hub``."""
     if not is_hub_name(path):
         if revision is not None:
-            raise SpecError(f"{path} is a folder; remove `revision:`")
+            raise SpecError(f"{path} is a path on disk; remove `revision:`")
         return path
     if revision is None:
         raise SpecError(

@@ -106,7 +106,7 @@ def model(
 
 
 def title_of(begin: int, end: int) -> str:
-    """Name a stage with the layers ``begin`` to ``end`` (exclusive)."""
+    """Return the name of a stage with the layers ``begin`` to ``end`` (exclusive)."""
     return f"layer {begin}" if end == begin + 1 else f"layers {begin}-{end - 1}"
 
 

@@ -84,7 +84,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def usable_folder(identity: Identity, folder: str) -> str:
-    """Return ``folder``, or that of the copies if a file of the version has changed."""
+    """Return ``folder``; if a file of the version has changed, the copies' folder."""
     changed = difference(identity, Path(folder))
     if not changed:
         return folder

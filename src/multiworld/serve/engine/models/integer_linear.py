@@ -4,10 +4,9 @@ A weight is one byte, and each output has a scale. Each row of activations is sc
 its largest magnitude. Each number is written as two integers of 7 bits, ``high + low /
 128``; the high and the low integers are two rows of one call. Sums of integers do not
 round, and each of the operations that follow is correctly rounded. So a row has the
-same bits in a call of any size, at any
-position, with any number of threads, and on any processor. With 7 bits no kernel
-saturates, as kernels for AVX2 would with 8 bits: the sum of two products is at most 2 x
-128 x 127, which fits into 16 bits.
+same bits in a call of any size, at any position, with any number of threads, and on any
+processor. With integers of 8 bits, kernels for AVX2 could saturate. With 7 bits they
+cannot: the sum of two products is at most 2 x 128 x 127, which fits into 16 bits.
 
 Code that is compiled on this machine computes the products. If it is not available,
 torch computes them with oneDNN or FBGEMM. FBGEMM is used if the processor has no

@@ -36,7 +36,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
     if module.ragged and stages > 1:
         raise SpecError(
             "ragged= is for a Module of one stage, because tensors between stages are "
-            "not padded; remove it, and requests of equal length share a batch"
+            "not padded; remove it: then only requests of equal length share a batch"
         )
     _check_cut(cut, stages)
     made = [

@@ -49,8 +49,8 @@ def pack_linears(module: nn.Module) -> None:
     """Pack the weights of linears; the module then cannot be trained."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
-    # Number of modules that use each parameter. A weight that several use is not
-    # packed.
+    # Number of modules that use each parameter. The unpacked weight is freed only if no
+    # other module uses it.
     users: dict[int, int] = {}
     for user in module.modules():
         for used in user.parameters(recurse=False):

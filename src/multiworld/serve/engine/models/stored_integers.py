@@ -86,7 +86,7 @@ def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
             weight = _unpacked(weight, shape[f"{name}.weight_shape"].tolist())
         if weight.dtype != torch.int8 or scale.numel() not in (1, len(weight)):
             raise SpecError(
-                f"{folder}: {key} is {weight.dtype} with {scale.numel()} scales; "
+                f"{folder}: {key} is {weight.dtype} with {scale.numel()} scales; only "
                 "int8 with one scale, or one for each output, can be loaded"
             )
         found[name] = weight, scale.float().reshape(-1).expand(len(weight)).clone()

@@ -281,7 +281,7 @@ def _trace(
     except Exception as error:
         reason = str(error.__cause__ or error)
         raise SpecError(
-            f"{type(whole).__name__} cannot be traced with any number of rows: "
+            f"{type(whole).__name__} cannot be traced with a dynamic number of rows: "
             f"{reason[:600]}; write a factory that returns its stages"
         ) from error
     interfaces = interfaces_of(

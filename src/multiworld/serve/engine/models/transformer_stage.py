@@ -57,7 +57,7 @@ def load(
 
 
 def kind_of(folder: Path, config: Any, kinds: Any, what: str, remedy: str) -> Any:
-    """Return transformers' class for a config, which must be one chain of layers."""
+    """Return transformers' class for a config; refuse encoder-decoder models."""
     try:
         kind = kinds[type(config)]
     except KeyError as error:
@@ -187,7 +187,8 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     # differently.
     if span.end - span.begin < span.count:
         config.num_hidden_layers = span.end - span.begin
-        # Such as ``layer_types``: ``forward`` counts the layers of this stage.
+        # Cut lists with one item for each layer, such as ``layer_types``: ``forward``
+        # counts only the layers of this stage.
         for key, value in list(vars(config).items()):
             if isinstance(value, list | tuple) and len(value) == span.count:
                 setattr(config, key, value[span.begin : span.end])

@@ -162,7 +162,7 @@ def test_error_without_a_text_is_named_by_its_kind(
 def test_hub_name_needs_a_revision_and_a_folder_has_none(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="add `revision:` with a commit"):
         hub.folder_of("some/model", None)
-    with pytest.raises(SpecError, match="is a folder; remove `revision:`"):
+    with pytest.raises(SpecError, match="is a path on disk; remove `revision:`"):
         hub.folder_of(str(tmp_path), "main")
     assert hub.folder_of(str(tmp_path), None) == str(tmp_path)
     assert not hub.is_hub_name("~/models/x")

@@ -236,7 +236,7 @@ ROW = TensorSpec("x", "FP32", (-1, 4))
 @pytest.mark.parametrize(
     ("options", "stages", "cut", "reason"),
     [
-        ({"make": Deciding}, 2, None, "cannot be traced with any number of rows"),
+        ({"make": Deciding}, 2, None, "traced with a dynamic number of rows"),
         ({"make": Totalling}, 2, [1], "is not the number of input rows"),
         ({"make": Twice}, 2, [1], "one tensor twice"),
         ({"make": chain, "inputs": [IMAGE]}, 2, None, "cannot be run on its example"),

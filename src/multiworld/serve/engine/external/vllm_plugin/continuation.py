@@ -7,9 +7,9 @@ the true one, as V2 itself does after a preemption: its kernels count penalties 
 words from there. Second, tokens that a structure forbids are masked, by a matcher that
 has consumed the output tokens so far.
 
-The host computes the masks. At the start of a step, copies to the host are enqueued
-after the previous step: of the last tokens of sequences with a structure. A thread
-waits for the copies, and computes the masks while the model computes.
+The host computes the masks. At the start of a step, copies of the last tokens of
+sequences with a structure are enqueued on the device, behind the previous step. A
+thread waits for these copies, and computes the masks while the model computes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sequence:
         self, name: str, ends: Any, structure: Structure | None, least: int = 0
     ) -> None:
         self.name, self.ends, self.structure = name, ends, structure
-        self.least = least  # output tokens before which it should not end
+        self.least = least  # minimum number of output tokens, if the grammar allows it
         self.prompt = 0  # number of tokens of the prompt
         # True until its output tokens so far are copied from the device.
         self.is_fresh = True

@@ -209,7 +209,10 @@ class MultiworldSampling(LogitsProcessor):
         return logits
 
     def _tokens(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        """Return a token for each row; report failures, and return an end token."""
+        """Return a token for each row.
+
+        A row that fails is reported, and gets an end token.
+        """
         found: dict[int, int | Exception]
         try:
             found = self._chosen(logits, rows)
