@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from multiworld.errors import SpecError
 from multiworld.serve.engine.models import hub
 
@@ -97,8 +99,8 @@ def replicas_that_fit(weight_bytes: int, machine: Node) -> tuple[int, str]:
     gib = 2**30
     return count, (
         f"one replica only: each needs about {need / gib:.1f} GiB, and the machine has "
-        f"{machine.memory_bytes / gib:.1f} GiB; after a "
-        "loss, streams wait until another replica has started"
+        f"{machine.memory_bytes / gib:.1f} GiB; after a loss, streams wait until "
+        "another replica has started"
     )
 
 
@@ -194,8 +196,14 @@ def name_of(path: str) -> str:
 def weight_bytes_of(folder: Path, dtype: str | None) -> int:
     """Return the bytes of a model's weights in memory, approximately."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
-    size = sum(file.stat().st_size for file in files)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        size = sum(file.stat().st_size for file in files)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("config.json has no object")
+    except (OSError, ValueError) as error:
+        text = f"{folder} is not a complete model: {error}; fetch it again"
+        raise SpecError(text) from error
     stored = config.get("dtype") or config.get("torch_dtype")
     return 2 * size if dtype == "float32" and stored != "float32" else size
 
@@ -220,4 +228,6 @@ def curl_of(url: str, name: str, *, is_chat: bool, has_key: bool = False) -> str
 
 
 def _quoted(text: str) -> str:
-    return text if re.fullmatch(r"[a-zA-Z/][\w/.-]*", text) else json.dumps(text)
+    # YAML reads words such as "on" and "null" as other values.
+    is_plain = re.fullmatch(r"[a-zA-Z/][\w/.-]*", text) and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text)

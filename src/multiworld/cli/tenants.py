@@ -61,7 +61,7 @@ VALID = click.option(
 
 
 def _path(name: str) -> str:
-    return f"/tenants/{quote(name, safe='')}"
+    return f"/tenants/{quote(name, safe='', errors='replace')}"
 
 
 def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> None:

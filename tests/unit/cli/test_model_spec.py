@@ -234,11 +234,14 @@ def test_folder_is_served_without_a_spec(tmp_path: Path) -> None:
         (["app.yaml", "--port", "1"], "--port needs a model"),
         (["app.yaml", "--print-spec"], "this option needs a model"),
         (["none.yaml", "--port", "1"], "is neither a file nor a model"),
-        (["empty", "--port", "1"], "has no config.json"),
+        (["empty", "--port", "1"], "neither the config.json"),
         (["none.yaml"], "is neither a file nor a model"),
-        (["empty"], "has no config.json"),
+        (["empty"], "neither the config.json"),
         (["Tiny", "--max-model-len", "100000000"], "--max-model-len"),
         (["Tiny", "--max-num-seqs", "0"], "--max-num-seqs"),
+        (["cut"], "is not a complete model: "),
+        (["list"], "is not a complete model: config.json has no object"),
+        (["dangling"], "is not a complete model: "),
         (["Tiny", "--served-model-name", "a b"], "--served-model-name"),
         (
             ["open.yaml", "--api-key", "sk-0123456789-abc"],
@@ -251,10 +254,21 @@ def test_mistakes_are_named(words: list[str], text: str, tmp_path: Path) -> None
     (tmp_path / "app.yaml").write_text("models: {}")
     open_spec = text_of("/m", None, ModelOptions(), GIB, LARGE)
     (tmp_path / "open.yaml").write_text(open_spec)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "cut", "list", "dangling"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": "lla')
+    (tmp_path / "list" / "config.json").write_text("[]")
+    (tmp_path / "dangling" / "config.json").write_text("{}")
+    (tmp_path / "dangling" / "model.safetensors").symlink_to(tmp_path / "none")
     found = CliRunner().invoke(cli, ["serve", str(tmp_path / words[0]), *words[1:]])
     assert found.exit_code != 0
     assert text in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize("name", ["on", "no", "null", "true", "41e2"])
+def test_names_that_yaml_reads_as_other_values_are_quoted(name: str) -> None:
+    app = parse_spec(text_of(name, None, ModelOptions(), GIB, LARGE))
+    assert list(app.models) == [name]
 
 
 def test_key_of_the_command_is_that_of_a_tenant(tmp_path: Path) -> None:

@@ -53,8 +53,11 @@ class Service:
             for name, value in (params or {}).items()
         }
         # The caller has quoted ``path``.
-        target = f"{path}?{urlencode(query)}" if query else path
-        body = None if json is None else orjson.dumps(json)
+        try:
+            target = f"{path}?{urlencode(query)}" if query else path
+            body = None if json is None else orjson.dumps(json)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ServeError("an argument is not valid UTF-8") from error
         try:
             status, content = self._exchange(method, target, body, limit_s)
         except (OSError, HTTPException) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from multiworld.serve.keeper import kill_notes
 from multiworld.serve.machines.amounts import Location, Need, needs_of
 from multiworld.serve.machines.usage import MemoryKills
 from multiworld.serve.wire.process_args import ProcessArgs
+
+logger = logging.getLogger("multiworld.serve")
 
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
@@ -106,6 +109,11 @@ class ProcessLifecycle:
             running = await self._processes.launch(args, spot, need)
         except LaunchError as error:
             self._launch_failed(name, error)
+            return
+        except Exception as error:  # a user's launcher may raise anything
+            logger.exception("the launcher failed to start %s", name)
+            text = f"the launcher raised {type(error).__name__}: {error}"
+            self._launch_failed(name, LaunchError(text))
             return
         if name in self._fleet.processes:
             self._processes.add(running)

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 import yaml
 
 from multiworld.serve.controller.answers import SpecShown, StatusAnswer
+from multiworld.serve.spec.loader import RESOLVERS
 from multiworld.serve.spec.schema import AppSpec
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes texts that are numbers by the rules of the loader, such as 1e3."""
+
+
+for tag, rule in RESOLVERS.items():
+    _Dumper.add_implicit_resolver(tag, rule, list("-+.0123456789"))
 
 
 def text_of(app: AppSpec) -> str:
@@ -19,7 +28,7 @@ def text_of(app: AppSpec) -> str:
         # a folder that is not known here.
         exclude={"models": {"__all__": {"identity", "profile"}}},
     )
-    return yaml.safe_dump(found, sort_keys=False)
+    return yaml.dump(found, Dumper=_Dumper, sort_keys=False)
 
 
 def shown(app: AppSpec, before: str, status: StatusAnswer) -> SpecShown:

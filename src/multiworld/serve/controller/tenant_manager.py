@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -30,6 +34,9 @@ rare_log = RareLog(logger)
 
 CHUNK = 500  # maximum number of tenants in one message to a gateway
 POISON = 1024  # maximum number of poison requests to remember for later gateways
+CLOSE_S = 5.0  # maximum seconds to store usage when the service ends
+
+T = TypeVar("T")
 Send = Callable[[str, messages.Order], None]  # sends an order to the named gateway
 
 
@@ -61,10 +68,27 @@ class TenantManager:
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
+        # Batches of usage that are being stored: meter and number.
+        self._storing: set[tuple[str, int]] = set()
+        # Its own thread, because the threads that all others share would wait, too,
+        # while another program locks the database.
+        self._writer = ThreadPoolExecutor(1, "multiworld usage")
 
     async def close(self) -> None:
-        await self.settled()
-        self.registry.close()
+        """Store what is reported, for at most ``CLOSE_S``, and close the registry.
+
+        Gateways report again what is not confirmed.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.settled()
+        for task in self._writing:
+            task.cancel()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        try:
+            await asyncio.to_thread(self.registry.close)
+        except ServeError as error:
+            logger.warning("%s", error)
 
     async def settled(self) -> None:
         """Wait until all reported usage is stored, or its storage has failed."""
@@ -124,15 +148,22 @@ class TenantManager:
 
     def used(self, gateway: str, usage: messages.UsageReport) -> None:
         """Store the usage that a gateway reports, then confirm it."""
-        self._spawn(self._keep(gateway, usage))
+        key = usage.meter, usage.number
+        if key not in self._storing:  # else the gateway has become impatient
+            self._storing.add(key)
+            self._spawn(self._keep(gateway, usage))
 
     async def _keep(self, gateway: str, usage: messages.UsageReport) -> None:
-        add = self.registry.add_usage
+        meter, number = usage.meter, usage.number
         try:
-            is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
+            is_new = await self._write(
+                self.registry.add_usage, meter, number, usage.rows
+            )
         except ServeError as error:
             rare_log.error("the usage of tenants cannot be stored", error)
             return  # without a confirmation, the gateway reports it again
+        finally:
+            self._storing.discard((meter, number))
         changed = self._ledger.add(usage.rows) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]
         self._send(gateway, messages.UsageStored(usage.number))
@@ -154,20 +185,21 @@ class TenantManager:
         self._history.say("budget", f"{tenant.name} has used up its {limit}")
         act = f"{limit} of {tenant.name} is used up"
         try:
-            found = await asyncio.to_thread(
-                self.registry.usage, tenant.name, since, by_minute=False
-            )
+            usage = partial(self.registry.usage, by_minute=False)
+            found = await self._write(usage, tenant.name, since)
             what = {
                 "budget": getattr(tenant, limit),
                 "prompt_tokens": sum(row.prompt_tokens for row in found),
                 "generated_tokens": sum(row.generated_tokens for row in found),
             }
-            number = await asyncio.to_thread(
-                self.registry.audit, "the service", act, what
-            )
-            await asyncio.to_thread(self.registry.audit_outcome, number, "done")
+            number = await self._write(self.registry.audit, "the service", act, what)
+            await self._write(self.registry.audit_outcome, number, "done")
         except ServeError as error:
             rare_log.error("the audit log cannot be written", error)
+
+    async def _write(self, call: Callable[..., T], *args: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, partial(call, *args))
 
     def _spawn(self, body: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(body)

@@ -38,6 +38,8 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
+BUSY_S = 5.0  # maximum seconds to wait for a thread or a program that uses the file
+
 # Batch numbers to remember per gateway; a gateway resends fewer batches than this.
 KEPT = 4 * MAX_UNCONFIRMED
 
@@ -60,7 +62,7 @@ class TenantDatabase:
             )
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA busy_timeout = 5000")
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
             # Write nothing if the format is current, because the disk may be full.
             if self._check_format() != FORMAT:
                 self._db.executescript(SCHEMA)
@@ -81,14 +83,24 @@ class TenantDatabase:
         return found
 
     @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=BUSY_S):
+            raise ServeError(f"{self._path} is busy; does another program hold it?")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._locked():
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._db
                 except BaseException:
-                    self._db.execute("ROLLBACK")
+                    if self._db.in_transaction:  # SQLite may have ended it by itself
+                        self._db.execute("ROLLBACK")
                     raise
                 self._db.execute("COMMIT")
             except sqlite3.Error as error:
@@ -96,13 +108,13 @@ class TenantDatabase:
 
     def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         try:
-            with self._lock:
+            with self._locked():
                 return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise _unusable(self._path, error) from error
 
     def close(self) -> None:
-        with self._lock:
+        with self._locked():
             self._db.close()
 
     # Tenants.
@@ -181,7 +193,10 @@ class TenantDatabase:
     # Audit.
 
     def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
-        entry = time.time(), who, act, json.dumps(what, default=str), "begun"
+        text = json.dumps(what, default=str, ensure_ascii=False)
+        # JSON may have surrogates that no encoding accepts.
+        text = text.encode(errors="replace").decode()
+        entry = time.time(), who, act, text, "begun"
         with self._transaction() as db:
             done = db.execute(
                 "INSERT INTO audit (at, who, act, what, outcome) "

@@ -65,6 +65,7 @@ GATEWAY_REPORT: dict[str, Any] = {
     "generated_tokens": {},
     "cpu_s": 1.5,
     "tenants": {"acme": [3, 1, 0, 40]},
+    "models": {"m": [2, 40, 0]},
     "oldest_s": {"m": 0.5},
     "streams": [["r-1", 7, "acme", "m", 5, 2, 1.5, "computing", ["m/0/1"], 0, 0]],
     "chains": [[["m/0/1"], 1]],

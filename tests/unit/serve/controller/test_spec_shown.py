@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from multiworld.serve.controller.answers import StatusAnswer, decode
 from multiworld.serve.controller.spec_shown import shown, text_of
 from multiworld.serve.spec.loader import parse_spec
@@ -89,3 +91,13 @@ def test_service_that_runs_its_spec_has_no_differences() -> None:
     processes = [examples.process(), other]
     found = shown(app, "", status(wanted=wanted, processes=processes))
     assert found.differences == ()
+
+
+@pytest.mark.parametrize("text", ["1e3", "41e2", "1.5e3", "12e4567", "017"])
+def test_texts_that_look_like_numbers_stay_texts(text: str) -> None:
+    given = TEXT.replace(
+        'version: "2"', f'version: "{text}"\n    options: {{a: "{text}"}}'
+    )
+    app = parse_spec(given, "here")
+    assert app.models["m"].options == {"a": text}
+    assert parse_spec(text_of(app), "here") == app

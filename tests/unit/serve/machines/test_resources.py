@@ -135,6 +135,15 @@ def test_all_of_it_is_admitted_or_nothing() -> None:
     assert set(error.value.short) == {"n0", "n1"}
 
 
+def test_policy_that_returns_no_location_places_nothing() -> None:
+    places = ReplicaBookings(nodes(1), policy=lambda *given: None)  # type: ignore[arg-type]
+    need = Need(memory_bytes=50 * MIB)
+    with pytest.raises(PlacementError, match="returned None instead of a Location"):
+        places.take("m/0/1", "m/0", need)
+    with pytest.raises(PlacementError, match="returned None instead of a Location"):
+        places.admit([("m/0", "m", 1, need)])
+
+
 def test_admission_counts_what_runs_once() -> None:
     places = ReplicaBookings(nodes(1))
     need = Need(memory_bytes=50 * MIB)

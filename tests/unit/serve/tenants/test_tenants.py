@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import resource
 import sqlite3
 import time
 from dataclasses import replace
@@ -22,6 +24,7 @@ from multiworld.errors import (
     ServeError,
     UnauthorizedError,
 )
+from multiworld.serve.controller import tenant_manager
 from multiworld.serve.controller.fleet.decision_log import DecisionLog
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.tenant_manager import (
@@ -56,7 +59,7 @@ from multiworld.serve.wire.control_messages import (
     UsageStored,
 )
 from tests.memory import objects_in
-from tests.unit.waiting import until
+from tests.unit.waiting import HANG_S, until
 
 
 def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
@@ -567,3 +570,49 @@ def test_one_bad_row_of_the_tenants_is_skipped_and_named(
         assert [*database.tenants()] == ["acme", "beta"]
         assert "tenant 'bad' cannot be read" in caplog.text
     database.close()
+
+
+async def test_locked_database_holds_one_thread_and_no_shutdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways report unconfirmed usage again and again."""
+    monkeypatch.setattr(tenant_manager, "CLOSE_S", 0.1)
+    registry = TenantDatabase(tmp_path / "r.db")
+    told: list[Any] = []
+    tenanting = TenantManager(
+        registry, History(), lambda: [], lambda name, order: told.append(order)
+    )
+    other = sqlite3.connect(tmp_path / "r.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    for _ in range(20):
+        for number in range(3):
+            tenanting.used("g", UsageReport("meter", number, ()))
+    await asyncio.sleep(0.05)
+    writing = [t for t in asyncio.all_tasks() if "_keep" in repr(t.get_coro())]
+    assert len(writing) == 3
+    async with asyncio.timeout(HANG_S):  # threads for the record and the audit log
+        await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.0) for _ in range(64)))
+        assert not told
+        closing = asyncio.ensure_future(tenanting.close())
+        await asyncio.sleep(0.2)
+        other.execute("ROLLBACK")
+        await closing
+    other.close()
+
+
+def test_error_of_a_full_disk_is_shown(tmp_path: Path) -> None:
+    """SQLite ends the transaction by itself."""
+    registry = TenantDatabase(tmp_path / "r.db")
+    registry.audit("me", "act", {})
+    log = tmp_path / "r.db-wal"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size, limits[1]))
+    try:
+        with pytest.raises(ServeError, match="disk"):
+            registry.audit("me", "act", {"long": "y" * 5_000_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    registry.audit("me", "again", {"name": "\ud800"})
+    assert [entry.act for entry in registry.audited(9)] == ["act", "again"]
+    assert registry.audited(1)[0].what == {"name": "?"}
+    registry.close()

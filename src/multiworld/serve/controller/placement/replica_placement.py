@@ -46,12 +46,17 @@ class ReplicaBookings:
 
     def _choose(self, ledger: Bookings, post: object, need: Need) -> Location:
         try:
-            return self._policy(ledger, post, need, self.plan)
+            found: object = self._policy(ledger, post, need, self.plan)
         except PlacementError:
             raise
         except Exception as error:  # a user's policy may raise anything
             text = f"the placement policy raised {type(error).__name__}: {error}"
             raise PlacementError(text) from error
+        if not isinstance(found, Location):
+            raise PlacementError(
+                f"the placement policy returned {found!r} instead of a Location"
+            )
+        return found
 
     def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
         """Return bookings with all requests; raise PlacementError if one lacks room."""
