@@ -171,6 +171,9 @@ class _Budget:
 
     def spend(self, node: dict[str, Any]) -> None:
         maps = (node.get(name) for name in MAPS)
+        pattern, named = node.get("pattern"), node.get("patternProperties")
+        self._characters += len(pattern) if isinstance(pattern, str) else 0
+        self._characters += sum(map(len, named)) if isinstance(named, dict) else 0
         self._nodes += 1 + sum(len(each) for each in maps if isinstance(each, dict))
         for part in parts_of(node.get("enum")):
             self._characters += len(part) if isinstance(part, str) else 1
@@ -179,7 +182,7 @@ class _Budget:
         if self._nodes > MAX_NODES or self._characters > MAX_ENUMS:
             raise SchemaError(
                 f"has rules that expand to more than {MAX_NODES} schemas, or to enums "
-                f"of more than {MAX_ENUMS} characters"
+                f"and patterns of more than {MAX_ENUMS} characters"
             )
 
 
@@ -270,19 +273,29 @@ def _check_bounds(schema: Any) -> None:
         for name in BOUNDS
         if name in node
     ]
+    # A bound for each integer part, rounded either way: first upper bounds, then lower.
+    known: tuple[dict[object, tuple[str, float]], ...] = {}, {}
+    for name, bound, _ in every:
+        for part in _integer_parts(bound):
+            known[_is_lower(name)].setdefault(part, (name, bound))
     for name, bound, is_integer in every:
         if not name.startswith("exclusive") or is_integer:
             continue
-        for other_name, other, _ in every:
-            is_pair = ("Min" in name or name == "minimum") != (
-                "Min" in other_name or other_name == "minimum"
-            )
-            same = math.floor(bound) == math.floor(other) or int(bound) == int(other)
-            if is_pair and same:
+        for part in _integer_parts(bound):
+            other_name, other = known[not _is_lower(name)].get(part, ("", 0.0))
+            if other_name:
                 raise SchemaError(
                     f"has {name} {bound:g} beside {other_name} {other:g}, which cannot "
                     "be enforced exactly; give inclusive bounds"
                 )
+
+
+def _is_lower(bound: str) -> bool:
+    return bound in ("minimum", "exclusiveMinimum")
+
+
+def _integer_parts(bound: float) -> tuple[object, object]:
+    return ("floor", math.floor(bound)), ("whole", int(bound))
 
 
 def _with_patterns(node: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ NEGATED = {
 }
 
 MAX_EXCLUSIVE = 8  # maximum alternatives of a ``oneOf`` that is rewritten
+MAX_CASES = 512  # maximum alternatives of a negation
 MAX_ARRANGEMENTS = 512  # maximum arrays to list for a ``uniqueItems`` over an enum
 MAX_CHARACTERS = 1024  # maximum total length of the strings that a value must not equal
 # Maximum length of one such string. A pattern of all other strings nests three levels
@@ -197,8 +198,9 @@ def _referred(reference: str, root: Schema) -> Any:
 def negations(schema: Any, beside: Any) -> list[Any] | None:
     """Return the negation of a schema, as alternatives of which at least one holds."""
     # ``beside`` is a schema that holds in any case; its enums limit the possible
-    # values. Returns None if the negation cannot be written without ``not``, and an
-    # empty list if ``schema`` always holds.
+    # values. Returns None if the negation cannot be written without ``not``, or has
+    # more than ``MAX_CASES`` alternatives, and an empty list if ``schema`` always
+    # holds.
     if isinstance(schema, bool):
         return [] if schema else [{}]
     if schema.keys() - NEGATED:
@@ -231,10 +233,10 @@ def negations(schema: Any, beside: Any) -> list[Any] | None:
             if cases is None:
                 return None
             found += cases
-    found += [
-        {"type": "object", "properties": {name: False}}
-        for name in schema.get("required", [])
-    ]
+    required = schema.get("required", [])
+    if len(required) > MAX_CASES:
+        return None
+    found += [{"type": "object", "properties": {name: False}} for name in required]
     properties = beside.get("properties", {}) if isinstance(beside, dict) else {}
     for name, each in schema.get("properties", {}).items():
         cases = negations(each, properties.get(name))
@@ -244,6 +246,8 @@ def negations(schema: Any, beside: Any) -> list[Any] | None:
             {"type": "object", "required": [name], "properties": {name: case}}
             for case in cases
         ]
+        if len(found) > MAX_CASES:
+            return None
     return [e for e in found if e is not False and (e is True or e.get("type") != [])]
 
 

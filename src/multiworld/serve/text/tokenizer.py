@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,8 @@ from multiworld.serve.text.grammar import import_grammars
 from multiworld.serve.text.tokenizer_files import chat_tokenizer
 
 logger = logging.getLogger("multiworld.serve")
+
+CACHED = 16_384  # maximum number of tokens whose texts are kept
 
 # A token of one byte, in SentencePiece models.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -133,7 +135,12 @@ class Tokenizer:
         tokens = self.encode("a", has_special=False)[-1:]
         return tokens, len(self.decode(tokens, skips_special=False))
 
-    def _text_of(self, token: int) -> str:
+    @functools.cached_property
+    def _text_of(self) -> Callable[[int], str]:
+        # Log probabilities need the texts of up to 21 tokens for each token.
+        return functools.lru_cache(CACHED)(self._read_text)
+
+    def _read_text(self, token: int) -> str:
         before, length = self._anchor
         return self.decode([*before, token], skips_special=False)[length:]
 
@@ -146,6 +153,13 @@ class Tokenizer:
 
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be part of a character."""
+        return self._raw(token)
+
+    @functools.cached_property
+    def _raw(self) -> Callable[[int], bytes]:
+        return functools.lru_cache(CACHED)(self._read_raw)
+
+    def _read_raw(self, token: int) -> bytes:
         name = self.fast.id_to_token(token) or ""
         byte = BYTE_TOKEN.fullmatch(name)
         if byte is not None:

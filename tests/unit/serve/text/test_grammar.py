@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from multiworld.serve.text.grammar import (
 )
 from multiworld.serve.text.tokenizer import Tokenizer
 from multiworld.serve.wire.generation_messages import Sampling
+from tests.lines import lines_of
 from tests.tiny_decoder import VOCABULARY, save_tokenizer
 
 SCHEMA = {
@@ -507,3 +509,38 @@ def test_refusal_does_not_show_our_own_grammar() -> None:
             grammar_of_schema({"type": "string", "not": {"const": "x" * length}}, "x")
     with pytest.raises(InvalidRequestError, match=r"unclosed group$"):
         grammar_of_regex("(a", "x")
+
+
+def test_rules_that_expand_to_long_patterns_are_refused() -> None:
+    """Each alternative of a ``oneOf`` excludes the values of all others."""
+
+    def words(seed: str) -> dict[str, Any]:
+        return {"enum": [(f"{seed}{n:02}" * 80)[:78] for n in range(13)]}
+
+    one = [{"oneOf": [words(f"{n}{k}") for k in range(8)]} for n in range(6)]
+    with pytest.raises(InvalidRequestError, match="patterns of more than"):
+        grammar_of_schema({"type": "array", "items": {"anyOf": one}}, "x")
+
+
+@pytest.mark.parametrize("depth", [2, 100])
+def test_negation_of_many_required_properties_is_refused(depth: int) -> None:
+    """Each level would repeat each of the cases."""
+    negated: dict[str, Any] = {"required": [f"p{n}" for n in range(5000)]}
+    for _ in range(depth):
+        negated = {"properties": {"a": negated}}
+    tracemalloc.start()
+    with pytest.raises(InvalidRequestError):
+        grammar_of_schema({"type": "object", "not": negated}, "x")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000
+
+
+def test_bounds_are_compared_in_linear_time() -> None:
+    def lines(count: int) -> int:
+        parts = [{"exclusiveMinimum": -2 * n - 1} for n in range(count)]
+        parts += [{"exclusiveMaximum": 2 * n + 1} for n in range(count)]
+        schema = {"anyOf": [{"type": "number", **part} for part in parts]}
+        return lines_of(lambda: grammar_of_schema(schema, "x"))
+
+    assert lines(400) < 5 * lines(100)

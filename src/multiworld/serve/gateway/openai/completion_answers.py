@@ -22,11 +22,12 @@ from multiworld.serve.gateway.openai.choices import (
     text_logprobs,
 )
 from multiworld.serve.gateway.openai.preparation import Ready
-from multiworld.serve.gateway.openai.reasoning import AnswerParser, Thought
+from multiworld.serve.gateway.openai.reasoning import NO_TOKEN, AnswerParser, Thought
 from multiworld.serve.gateway.openai.request_lifecycle import Form
 from multiworld.serve.gateway.openai.tool_calls import Call
 from multiworld.serve.wire.generation_messages import TokenItem
 
+MAX_HELD = 64  # maximum tokens without visible output that wait for one event
 MAX_LOGPROBS = 500_000  # maximum logprobs of the output in one whole answer
 
 
@@ -74,6 +75,8 @@ class ChoiceOutput:
 def _parts(parser: AnswerParser, piece: Piece) -> Iterator[str | Call | Thought]:
     if piece.item is not None:
         yield from parser.feed(piece.text, piece.item.token)
+    elif piece.text:  # held back until the deadline cut the choice
+        yield from parser.feed(piece.text, NO_TOKEN)
     if piece.finish:
         yield from parser.end()
 
@@ -252,6 +255,11 @@ def _parsed_events(
         held.clear()  # omits the tokens of the reasoning, too
     for delta in deltas:
         yield _event(ready, piece.choice, delta, held)
+        held.clear()
+    if len(held) >= MAX_HELD and not piece.finish:
+        # Rendering the log probabilities of too many tokens at once would block the
+        # event loop.
+        yield _event(ready, piece.choice, {}, held)
         held.clear()
     if piece.finish:
         has_calls = parser.has_calls and not _is_cut(ready, piece.choice)

@@ -15,6 +15,7 @@ KNOWN = (
     ("<seed:think>", "</seed:think>"),
 )
 LAST = 128  # number of last prompt tokens in which to look for a mark
+NO_TOKEN = -1  # the token of text that belongs to earlier tokens
 MAX_SPACE = 64  # maximum characters of space held back because a mark may follow
 
 
@@ -156,11 +157,14 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, token: int) -> Iterator[str | Call | Thought]:
-        """Parse the text of one more token; yield the parts that can be sent."""
+        """Parse the text of one more token; yield the parts that can be sent.
+
+        ``token``: ``NO_TOKEN`` for text of earlier tokens.
+        """
         if self._thinking is None:
             yield from self._said(text)
             return
-        self._tokens += 1
+        self._tokens += token != NO_TOKEN
         was_thinking = self._thinking.is_thinking
         for part in self._thinking.feed(text, token):
             yield from self._said(part)

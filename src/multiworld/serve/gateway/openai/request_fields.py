@@ -224,6 +224,7 @@ MEANINGFUL = frozenset(
         *("mirostat_mode", "dry_multiplier", "dry_base", "dry_allowed_length"),
         *("dry_sequence_breakers", "xtc_probability", "xtc_threshold", "num_beams"),
         *("do_sample", "max_new_tokens", "max_output_tokens", "n_predict"),
+        *("min_length", "max_length", "guided", "watermark"),
         *("num_predict", "thinking", "enable_thinking", "stop_sequences", "system"),
         *("repeat_penalty", "return_tokens_as_token_ids", "mm_processor_kwargs"),
         *("prompt_logprobs", "input", "instructions", "lora", "adapter"),

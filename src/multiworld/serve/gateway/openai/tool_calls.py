@@ -27,6 +27,7 @@ MAX_TOOLS = 128  # maximum tools of a request, as in OpenAI's API
 BEGIN, END = "<tool_call>", "</tool_call>"
 NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # name of a tool, as in OpenAI's API
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+MAX_SPACE = 1000  # maximum characters of white space to hold back before a call
 MAX_MARKS = 8  # maximum end marks to try for a call; each try parses the call
 # Start of a text that may be a call in Llama 3's format, and the separator before each
 # further call.
@@ -216,7 +217,8 @@ class CallParser:
             before, mark, rest = self._held.partition(BEGIN)
             if not mark:
                 safe = len(self._held) - overlap(self._held, BEGIN)
-                if self.calls and not self._held[:safe].strip():
+                is_space = not self._held[:safe].strip()
+                if self.calls and is_space and safe <= MAX_SPACE:
                     return  # space between calls is not part of the text
                 text, self._held = self._held[:safe], self._held[safe:]
                 if text:
@@ -255,7 +257,8 @@ class CallParser:
     def _is_not_a_call(self) -> bool:
         """Return whether the output is certainly not a call in Llama 3's format."""
         is_call = self._family is not None and CALL_BEGUN.match(self._held)
-        return self._is_free or not is_call
+        is_space = len(self._held) > MAX_SPACE and not self._held.strip()
+        return self._is_free or is_space or not is_call
 
     def _rest(self) -> Iterator[str]:
         self._is_free = True

@@ -238,6 +238,36 @@ async def test_answer_whose_deadline_passes_has_what_was_generated(
     assert last["usage"]["completion_tokens"] == 6
 
 
+@pytest.mark.parametrize("has_tools", [False, True])
+async def test_answer_whose_deadline_passes_has_the_start_of_a_stop_string(
+    tokenizer: Tokenizer, has_tools: bool
+) -> None:
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode("so far. The", has_special=False)
+    played.streams.late = DeadlineExceededError("deadline passed")
+    asked = {"messages": PROMPT, "stop": [". The end"]}
+    asked |= {"tools": TOOLS} if has_tools else {}
+    (choice,) = (await played.post(CHAT, asked))[1]["choices"]
+    assert choice["message"]["content"] == "so far. The"
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content") or "" for c in found) == "so far. The"
+
+
+async def test_long_call_is_reported_token_by_token_in_several_events(
+    tokenizer: Tokenizer,
+) -> None:
+    """Rendering all of its log probabilities at once would block the event loop."""
+    played = Played(tokenizer)
+    text = '<tool_call>{"name": "f", "arguments": {"a": "' + "so far " * 200
+    wanted = [*tokenizer.encode(text, has_special=False), 0]
+    played.streams.text, played.streams.finish = wanted, "length"
+    asked = {"messages": PROMPT, "tools": TOOLS, "logprobs": True}
+    found = await played.choices(CHAT, asked)
+    scored = [len(c["logprobs"]["content"]) for c in found if c["logprobs"]]
+    assert sum(scored) == len(wanted)
+    assert max(scored) <= completion_answers.MAX_HELD
+
+
 async def test_answer_without_a_token_at_its_deadline_is_an_error(
     tokenizer: Tokenizer,
 ) -> None:

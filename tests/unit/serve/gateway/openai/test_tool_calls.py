@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.openai.tool_calls import (
+    MAX_SPACE,
     Call,
     Calling,
     CallParser,
@@ -252,3 +253,26 @@ def test_tools_that_do_not_fit_are_refused(
 def test_arguments_are_read_as_models_write_them(arguments: str, wanted: Any) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
     assert parsed(FREE, "hermes", [text]) == ("", [("now", wanted)])
+
+
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("llama3_json", ""),
+        ("hermes", f"<tool_call>{CALL}</tool_call>"),
+        ("hermes", ""),
+    ],
+)
+def test_output_of_spaces_is_not_held_back_without_limit(
+    family: Family, before: str
+) -> None:
+    """Each token would be joined with all tokens before it."""
+    parser, space = CallParser(FREE, family), " " * 32
+    found = [*parser.feed(before)]
+    for _ in range(100):
+        found += parser.feed(space)
+    shown = "".join(part for part in found if isinstance(part, str))
+    assert len(shown) > 100 * 32 - 2 * MAX_SPACE
+    found += parser.end()
+    calls = [part for part in found if isinstance(part, Call)]
+    assert len(calls) == bool(before)
