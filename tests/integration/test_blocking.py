@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld import ConfigError, MemberLeftError, WorldClosedError, WorldReady
+from multiworld import (
+    ConfigError,
+    MemberLeftError,
+    WorldClosedError,
+    WorldConfig,
+    WorldReady,
+)
 from multiworld import World as WorldOnLoop
 from multiworld.testing import no_leaks
 from multiworld.world import blocking
@@ -74,6 +80,30 @@ def test_every_operation_without_an_event_loop() -> None:
             world.send_bundle({"x": torch.ones(1)}, meta={"a": 1}, dst=0)
 
     in_threads(leader, worker)
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.37, 1.15])
+def test_iterators_of_other_threads_end_when_the_manager_is_closed(
+    after_s: float,
+) -> None:
+    """In a join that nobody answers, and in the pause before the next one."""
+    manager = blocking.WorldManager(config=WorldConfig(join_s=0.3))
+    events = manager.events()
+    for number in range(4):
+        manager.join(f"w{number}", rank=0, size=1, store="memory://x", backend="memory")
+
+    def listen() -> None:
+        assert len(list(events)) >= 4
+
+    def keep() -> None:
+        store = f"tcp://127.0.0.1:{free_port()}"
+        assert not list(manager.keep("k", rank=1, size=2, store=store))
+
+    def close() -> None:
+        time.sleep(after_s)
+        manager.close()
+
+    in_threads(listen, keep, close)
 
 
 def _collectives(world: blocking.World) -> None:

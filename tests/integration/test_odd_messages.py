@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -18,10 +19,12 @@ from multiworld import (
     World,
     WorldConfig,
     WorldManager,
+    blocking,
 )
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, Role
+from tests.ports import free_port
 from tests.until import until
 
 HANG_S = 20.0
@@ -37,6 +40,40 @@ async def test_two_announcements_of_memory_in_one_read(elements: int) -> None:
             await left.send(torch.full((size,), float(size)), dst=1)
         for size in sizes:
             assert torch.equal(await right.recv(src=0), torch.full((size,), size))
+
+
+async def test_message_of_a_cancelled_receive_comes_before_later_ones() -> None:
+    """A later receive of the tag finds the next message in the same read."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    config = WorldConfig(shared_memory_bytes=0)
+    go, sent, end = threading.Event(), threading.Event(), threading.Event()
+
+    def sender() -> None:
+        with blocking.WorldManager(config=config) as manager:
+            world = manager.join("w", rank=0, size=2, store=store)
+            go.wait(HANG_S)
+            for number, size in ((1, 270_000), (2, 1000), (3, 1000)):
+                world.send(torch.full((size,), number, dtype=torch.uint8), dst=1)
+            sent.set()
+            end.wait(HANG_S)
+
+    thread = threading.Thread(target=sender)
+    thread.start()
+    async with asyncio.timeout(HANG_S), WorldManager(config=config) as manager:
+        world = await manager.join("w", rank=1, size=2, store=store)
+        go.set()
+        sent.wait(HANG_S)
+        first = asyncio.ensure_future(world.recv(src=0))
+        await asyncio.sleep(0)
+        found = [await world.recv(src=0)]
+        first.cancel()
+        got = await asyncio.gather(first, return_exceptions=True)
+        found = [each for each in got if isinstance(each, Tensor)] + found
+        while len(found) < 3:
+            found.append(await world.recv(src=0))
+        assert [int(each[0]) for each in found] == [1, 2, 3]
+        end.set()
+    thread.join(HANG_S)
 
 
 @pytest.mark.parametrize("backend", ["direct", "gloo", "memory"])

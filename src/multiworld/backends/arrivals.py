@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.base import Handler
-from multiworld.backends.dtypes import DTYPES, memory_of
+from multiworld.backends.dtypes import DTYPES, flat, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
 # Approximate memory of a held message besides its payload, in bytes: for the message
@@ -73,9 +73,9 @@ class Arrival:
         if not self.is_borrowed:
             return
         tensor = allocate(self.description)
-        source = self.tensor.view(-1).view(torch.uint8)[: self.received]
+        source = flat(self.tensor).view(torch.uint8)[: self.received]
         # Copy with torch: a copy through a memoryview would hold the GIL.
-        tensor.view(-1).view(torch.uint8)[: self.received].copy_(source)
+        flat(tensor).view(torch.uint8)[: self.received].copy_(source)
         self.tensor, self.memory = tensor, memory_of(tensor)
         self.is_borrowed = False
 

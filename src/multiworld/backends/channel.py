@@ -207,7 +207,9 @@ class Channel:
             if found is None and not lane.is_held:
                 self._has_spun = self._polls_in_vain(lambda: lane.is_held, lane.poll)
                 found = lane.held(tag)
-        return found
+        # The poll may have completed a message for an earlier receive; if that is
+        # cancelled now, its message comes before this one.
+        return found if self.mailbox.is_clear(source, tag) else None
 
     def _polls_in_vain(
         self, is_there: Callable[[], bool], poll: Callable[[], None]

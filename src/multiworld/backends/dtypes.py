@@ -56,6 +56,14 @@ _WRITABLE = 0x200
 _EMPTY = memoryview(bytearray())
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor with one dimension, whose stride is 1."""
+    if tensor.numel() > 1:
+        return tensor.view(-1)
+    # A dimension with at most one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """Return a writable view of a contiguous host tensor, which must outlive it."""
     size = tensor.numel() * tensor.element_size()

@@ -262,7 +262,7 @@ class LaneCollectives:
 
     async def _finish(self, receive: Receive, target: Target) -> None:
         arrival = await self._channel.wait(receive)
-        source = arrival.tensor.view(-1).view(torch.uint8)
+        source = dtypes.flat(arrival.tensor).view(torch.uint8)
         if isinstance(target, Sum):
             if not arrival.is_merged:
                 await offload(source.numel(), target.add, 0, source)
@@ -355,7 +355,7 @@ def checked(tensor: Tensor, *, is_written: bool = False) -> Tensor:
 
 
 def flat_copy(tensor: Tensor) -> Tensor:
-    return dtypes.plain(tensor).view(-1).clone()
+    return dtypes.flat(dtypes.plain(tensor)).clone()
 
 
 async def copy_into(target: Tensor, source: Tensor) -> None:
@@ -369,7 +369,7 @@ class Buffer:
 
     def __init__(self, tensor: Tensor, whole: Tensor) -> None:
         self._tensor = tensor
-        self.flat = whole.view(-1)
+        self.flat = dtypes.flat(whole)
         self._is_copy = whole is not tensor
 
     @classmethod

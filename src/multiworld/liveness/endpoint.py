@@ -70,7 +70,7 @@ async def reach(address: Address, hello: ManagerHello, security: Security) -> St
     for pause_s in CROWDED_S:
         try:
             return await dial(address, hello, security)
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):
             await asyncio.sleep(pause_s)
     return await dial(address, hello, security)
 

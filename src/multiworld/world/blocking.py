@@ -44,6 +44,8 @@ __all__ = ["World", "WorldManager"]
 
 T = TypeVar("T")
 
+CLOSED = "this WorldManager was closed"
+
 # Seconds for which a closing manager waits for the operations of other threads.
 END_S = 10.0
 
@@ -95,6 +97,10 @@ class _Loop:
                     f"{name} did not finish within {timeout_s:g} s and was cancelled; "
                     "give a larger timeout_s"
                 ) from None
+        except CancelledError:
+            if self._is_closed:
+                raise WorldClosedError(CLOSED) from None
+            raise
         except BaseException:  # e.g. KeyboardInterrupt
             operation.cancel()
             wait([operation.ended])
@@ -158,7 +164,7 @@ class _Operation(Generic[T]):
     def give_up(self) -> None:
         """Fail an operation that had not ended when its loop stopped."""
         with contextlib.suppress(InvalidStateError):
-            self.ended.set_exception(WorldClosedError("this WorldManager was closed"))
+            self.ended.set_exception(WorldClosedError(CLOSED))
 
     def _begin(self, step: Coroutine[Any, Any, T]) -> None:
         self._task = self._loop.create_task(step)
@@ -289,7 +295,9 @@ class WorldManager(BlockingManager[World]):
         return World(self._loop.call(step, timeout_s), self._loop)
 
     def _each(self, worlds: AsyncIterator[_world.World]) -> Iterator[World]:
-        return (World(world, self._loop) for world in self._items(worlds))
+        with contextlib.suppress(WorldClosedError):  # the manager was closed
+            for world in self._items(worlds):
+                yield World(world, self._loop)
 
     def _items(self, items: AsyncIterator[T]) -> Iterator[T]:
         while True:

@@ -62,6 +62,38 @@ async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
 
 
 @check
+async def takes_columns_of_any_length(arena: Arena) -> None:
+    """Check columns with one element or none, which torch calls contiguous."""
+    worlds = await arena.world(2)
+    for rows in (0, 1, 3):
+
+        def columns(rows: int = rows) -> list[Tensor]:
+            return [torch.full((rows, 2), rank + 1.0)[:, 0] for rank in range(2)]
+
+        found = columns()
+        await every(worlds, lambda w, t=found: w.all_reduce(t[w.rank]))
+        assert all(torch.equal(t, torch.full((rows,), 3.0)) for t in found)
+        found = columns()
+        await every(worlds, lambda w, t=found: w.broadcast(t[w.rank], src=1))
+        assert all(torch.equal(t, torch.full((rows,), 2.0)) for t in found)
+        parts = columns()
+        lists = await every(worlds, lambda w, t=parts: w.all_gather(t[w.rank]))
+        for each in lists:
+            assert all(torch.equal(t, parts[rank]) for rank, t in enumerate(each))
+        outs = columns()
+        await every(
+            worlds,
+            lambda w, o=outs, p=parts: w.scatter(
+                o[w.rank], p if w.rank == 0 else None, src=0
+            ),
+        )
+        assert all(torch.equal(t, parts[rank]) for rank, t in enumerate(outs))
+        await every(worlds, lambda w, o=outs: w.reduce_scatter(o[w.rank], columns()))
+        for rank, out in enumerate(outs):
+            assert torch.equal(out, torch.full((rows,), 2.0 * (rank + 1)))
+
+
+@check
 async def all_reduces(arena: Arena) -> None:
     for size in SIZES:
         worlds = await arena.world(size)

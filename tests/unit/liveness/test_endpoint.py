@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -189,6 +190,23 @@ async def test_overloaded_listener_is_tried_again(
         with pytest.raises(ConnectionResetError):
             await reach(at(crowded.port), HELLO, NONE)
         assert len(crowded.accepted) == 4
+
+
+async def test_listener_that_is_overloaded_as_it_hears_the_proof_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a secret, the dialer writes again after the first message."""
+    monkeypatch.setattr(endpoint_module, "CROWDED_S", (0.0, 0.0))
+    left = [BrokenPipeError(), ConnectionResetError()]
+    stream = object()
+
+    async def dialed(*given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return stream
+
+    monkeypatch.setattr(endpoint_module, "dial", dialed)
+    assert await reach(at(1), HELLO, SECRET) is stream
 
 
 async def test_refused_connection_is_not_tried_again(bench: Bench) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multiworld.backends.dtypes import overwrite, require_host
+from multiworld.backends.dtypes import flat, overwrite, require_host
 from multiworld.errors import TensorMismatchError
 
 
@@ -34,20 +34,20 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
 
 def flat_of(tensor: Tensor) -> Tensor:
     """Return ``tensor`` flat and contiguous: as a view if possible, else as a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
-def as_bytes(flat: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, so that groups can move every dtype."""
-    return flat.view(-1).view(torch.uint8)
+    return flat(tensor).view(torch.uint8)
 
 
-def write_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy ``flat`` into ``tensor``, unless ``flat`` is a view of it."""
-    if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
-        overwrite(tensor.detach(), flat.view(tensor.shape))
+def write_back(tensor: Tensor, source: Tensor) -> None:
+    """Copy the flat ``source`` into ``tensor``, unless it is a view of ``tensor``."""
+    if tensor.data_ptr() != source.data_ptr() or not tensor.is_contiguous():
+        overwrite(tensor.detach(), source.view(tensor.shape))
 
 
 def write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    for tensor, flat in zip(tensors, flats, strict=True):
-        write_back(tensor, flat)
+    for tensor, source in zip(tensors, flats, strict=True):
+        write_back(tensor, source)
