@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import yaml
 
 from multiworld.serve.controller.answers import SpecShown, StatusAnswer
-from multiworld.serve.spec.loader import RESOLVERS
 from multiworld.serve.spec.schema import AppSpec
+from multiworld.serve.spec.yaml_numbers import RESOLVERS
 
 
 class _Dumper(yaml.SafeDumper):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +15,9 @@ from multiworld.errors import SpecError
 from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
+from multiworld.serve.spec.yaml_numbers import RESOLVERS
 
 MAX_BYTES = 1024 * 1024  # maximum bytes of a spec
-INT = "tag:yaml.org,2002:int"
-FLOAT = "tag:yaml.org,2002:float"
-RESOLVERS = {  # rules for numbers, as in YAML 1.2
-    INT: re.compile("[-+]?(0|[1-9][0-9_]*)$"),
-    FLOAT: re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
-        r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
-    ),
-}
 
 MAX_NODES = 100_000  # maximum keys, values and lists of a spec, with aliases expanded
 

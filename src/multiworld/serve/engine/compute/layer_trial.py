@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import ModelFailedError
+from multiworld.serve.engine.compute.batch_invariant_layers import InvariantFunctions
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
 # Number of the sequence (0 or 1), and number of its next rows to compute.
@@ -25,6 +26,14 @@ STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
 COUNT = 64  # rows of each sequence
 
 
+def calls_functions(stage: Any, cache: Callable[[], KvCache]) -> bool:
+    """Return whether a stage calls elementwise functions, instead of modules."""
+    given = [stage.example(COUNT, 0)]
+    with torch.inference_mode(), InvariantFunctions() as mode:
+        _computed(stage, cache(), given, ((((0, COUNT),)),))
+    return bool(mode.found)
+
+
 def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
     """Raise ModelFailedError unless rows are bit-identical in all ``STEPS``."""
     given = [stage.example(COUNT, seed) for seed in (0, 1)]
@@ -32,11 +41,12 @@ def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
         wanted = _computed(stage, cache(), given, ((((0, COUNT),)),))
         for steps in STEPS:
             if not torch.equal(_computed(stage, cache(), given, steps), wanted):
+                threads = torch.get_num_threads()
+                remedy = "set threads: 1 for the stage, or " if threads > 1 else ""
                 raise ModelFailedError(
                     "deterministic: true is not possible: on this machine, rows are "
-                    "not bit-identical in different steps "
-                    f"({torch.get_num_threads()} threads); set threads: 1 for the "
-                    "stage, or remove deterministic"
+                    f"not bit-identical in different steps ({threads} threads); "
+                    f"{remedy}remove deterministic"
                 )
 
 

@@ -18,6 +18,7 @@ from multiworld.serve.engine.compute.batch_invariant_attention import (
 )
 from multiworld.serve.engine.compute.batch_invariant_layers import (
     make_elements_invariant,
+    make_functions_invariant,
     make_linears_invariant,
     make_routers_invariant,
 )
@@ -31,7 +32,7 @@ from multiworld.serve.engine.compute.kv_cache import (
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.engine.compute.layer_trial import check_layers
+from multiworld.serve.engine.compute.layer_trial import calls_functions, check_layers
 from multiworld.serve.engine.compute.paged_kv_cache import PagedKvCache
 from multiworld.serve.engine.compute.prefix_blocks import Block, BlockSpan
 from multiworld.serve.engine.compute.sampler import (
@@ -156,7 +157,6 @@ def engine_of(
         if getattr(function, "is_recordable", False):
             graphs = StepGraphs(function, paged, recorder(transfers.device))
         return StageEngine(function, is_last, model, paged, transfers, graphs)
-    is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
         if isinstance(function, nn.Module):
             split_experts(function)
@@ -175,8 +175,12 @@ def engine_of(
     # Use the largest granule until the first step sets the granule.
     attention = compiled(InvariantAttention)
     make = functools.partial(KvCache, attention=attention, granule=PIECE)
-    if is_module and hasattr(function, "example"):
-        check_layers(function, make)
+    has_example = hasattr(function, "example")
+    if isinstance(function, nn.Module):
+        if not has_example or calls_functions(function, make):
+            make_functions_invariant(function)
+        if has_example:
+            check_layers(function, make)
     return StageEngine(function, is_last, model, make())
 
 

@@ -111,7 +111,13 @@ def _check_attention(
             f"not form one chain; {REMEDY}"
         )
     if len(seen.layers) != span.end - span.begin:
-        raise _without_interface(folder, len({*seen.layers}), span)
+        count = len({*seen.layers})
+        if count == span.end - span.begin:
+            raise SpecError(
+                f"{folder}: its layers call their attention more than once, so text "
+                f"cannot be generated in steps; {REMEDY}"
+            )
+        raise _without_interface(folder, count, span)
     if kv_numbers is not None and seen.kv_numbers > kv_numbers:
         raise SpecError(
             f"{folder}: its layers cache {seen.kv_numbers} numbers per token, but its "

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.engine.models import padding_check
+from multiworld.serve.engine.models.padding_check import UNPADDED
 from multiworld.serve.engine.models.partition import Span, chain_partition
 from multiworld.serve.engine.models.pooling import Pooling
 from multiworld.serve.engine.models.stored_integers import check_config
@@ -22,6 +25,8 @@ from multiworld.serve.text.text_inputs import Tokenizer
 
 # Number of tokens in the example: about one sentence, as in typical requests.
 EXAMPLE_TOKENS = 24
+
+SOME_IDS = 1000  # number of token ids from which a trial chooses
 
 # Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``.
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
@@ -63,8 +68,15 @@ def model(
         if pooling
         else TensorSpec("last_hidden_state", datatype, (-1, -1, hidden))
     )
+    vocabulary = int(config.get("vocab_size", 2**31))
+    kind, pad = str(config.get("model_type", "")), config.get("pad_token_id")
+    if kind == "big_bird" and config.get("attention_type") != "original_full":
+        # A short text would change the attention of all later ones.
+        raise SpecError(
+            f'{folder}: set "attention_type": "original_full" in config.json'
+        )
     padding = {
-        "input_ids": config.get("pad_token_id") or 0,
+        "input_ids": pad if isinstance(pad, int) and 0 <= pad < vocabulary else 0,
         "attention_mask": 0,
         "hidden": 0.0,
         "last_hidden_state": 0.0,
@@ -78,13 +90,13 @@ def model(
                 dtype,
                 pooling,
                 quantization,
+                (vocabulary, hidden),
             ),
             name=title_of(begin, end),
-            ragged=padding,
+            ragged={} if kind in UNPADDED else padding,
         )
         for begin, end in cuts
     ]
-    vocabulary = int(config.get("vocab_size", 2**31))
     longest = longest_of(config, 2**31)
     tokens = min(max_length or max_length_of(folder, config), longest)
     return Model(
@@ -98,7 +110,7 @@ def model(
         check=functools.partial(check_ids, vocabulary, longest),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config, folder),
-        preload=preloaded_modules(str(config.get("model_type", ""))),
+        preload=preloaded_modules(kind),
         parts=functools.partial(
             model, path, layers, max_length, dtype=dtype, quantization=quantization
         ),
@@ -302,14 +314,34 @@ def _load_stage(
     dtype: str,
     pooling: Pooling | None,
     quantization: str | None,
+    sizes: tuple[int, int],  # of the vocabulary, and of a hidden row
     context: StageContext,
 ) -> Callable[[Tensors], Tensors]:
     from multiworld.serve.engine.models import transformer_stage
 
+    vocabulary, hidden = sizes
     device = context.device
     if quantization and device != "cpu":
         raise SpecError(
             f"{folder}: quantization: int8 is for CPUs only, not for {device}; remove "
             "it, or `device`"
         )
-    return transformer_stage.load(folder, span, dtype, pooling, device, quantization)
+    part = transformer_stage.load(folder, span, dtype, pooling, device, quantization)
+    if part.whole.config.model_type in UNPADDED:
+        return part
+    chance = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> Tensor:
+        table = part.whole.get_input_embeddings()
+        few = min(vocabulary, getattr(table, "num_embeddings", 2), SOME_IDS)
+        return torch.randint(few, (1, length), generator=chance).to(device)
+
+    def rows(length: int) -> Tensor:
+        made = torch.randn(1, length, hidden, generator=chance)
+        return made.to(device, getattr(torch, dtype))
+
+    if span.is_first:
+        padding_check.check(part, ids, "input_ids", folder)
+    else:
+        padding_check.check(part, rows, "hidden", folder)
+    return part

@@ -199,7 +199,8 @@ class LayerPart(nn.Module):
 
     def __init__(self, whole: nn.Module, span: Span, pooling: Pooling | None) -> None:
         super().__init__()
-        self.whole, self._span, self._pooling = whole, span, pooling
+        self.whole: Any = whole
+        self._span, self._pooling = span, pooling
 
     def forward(self, tensors: Tensors) -> Tensors:
         """Compute the layers from ``input_ids`` or (later stages) ``hidden``."""

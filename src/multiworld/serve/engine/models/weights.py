@@ -150,5 +150,7 @@ def _tensors_in(folder: Path) -> list[tuple[str, int, int]]:
                 raise ValueError(f"{file} is not a safetensors file")
             header = json.loads(opened.read(size))
         header.pop("__metadata__", None)
-        found += ((name, *tensor["data_offsets"]) for name, tensor in header.items())
+        for name, tensor in header.items():
+            begin, end = map(int, tensor["data_offsets"])
+            found.append((name, begin, end))
     return found

@@ -45,11 +45,13 @@ from multiworld.serve.engine.compute.compiled_attention import (
 )
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 from multiworld.serve.engine.compute.layer_trial import check_layers
+from multiworld.serve.engine.compute.stage_engine import engine_of
 from multiworld.serve.engine.models import decoder_stage
 from multiworld.serve.engine.models.experts import split_experts
 from multiworld.serve.engine.models.packed_linear import pack_linears
 from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.replica.scheduling.scheduler import Scheduler
+from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text.engine_limits import GROWTH, EngineLimits
 from tests.tiers import some
 from tests.tiny_decoder import KINDS, save_decoder
@@ -463,3 +465,44 @@ def test_layers_may_have_heads_of_different_sizes(
                 torch.testing.assert_close(
                     found[:, here], wanted, msg=f"{layer} {each}"
                 )
+
+
+class Own(nn.Module):
+    """A user's stage, whose activation is a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 100), nn.Linear(100, 64)
+        self.function = function
+
+    def forward(self, rows: Tensor, *others: Any) -> Tensor:
+        found: Tensor = rows + self.down(self.function(self.up(rows)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "function",
+    [functional.silu, torch.sigmoid, Tensor.tanh, lambda x: functional.softplus(x, 2)],
+)
+def test_functions_that_a_stage_calls_have_the_same_bits_in_every_step(
+    function: Any, threads: int
+) -> None:
+    engine = engine_of(
+        Own(function).eval(),
+        is_last=False,
+        model=Generation(
+            tokenizer=lambda: None,
+            end_tokens=(),
+            vocabulary=100,
+            max_tokens=1000,
+            kv_bytes=(0,),
+        ),
+        is_deterministic=True,
+    )
+    rows = torch.randn(600, 64)
+    own: Any = engine.function
+    with torch.inference_mode():
+        many = own(rows)
+        alone = torch.cat([own(row) for row in torch.split(rows, 1)])
+    assert torch.equal(many, alone)

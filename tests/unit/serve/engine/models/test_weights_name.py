@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.models.weights import name_of
+from multiworld.serve.engine.models.weights import bytes_by_stage, name_of
 
 
 def folder(at: Path) -> Path:
@@ -64,6 +66,16 @@ def test_damaged_index_is_reported(text: str, tmp_path: Path) -> None:
     (made / "model.safetensors.index.json").write_text(text)
     with pytest.raises(SpecError, match="save the model again"):
         name_of(made)
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 8], ["a", "b"], None])
+def test_damaged_header_leaves_the_sizes_unknown(offsets: Any, tmp_path: Path) -> None:
+    """Loading the model reports the error, with the name of the file."""
+    made = folder(tmp_path / "a")
+    header = json.dumps({"w": {"dtype": "F32", "data_offsets": offsets}}).encode()
+    data = struct.pack("<Q", len(header)) + header
+    (made / "model.safetensors").write_bytes(data)
+    assert bytes_by_stage(made, [(0, 1)]) == [0]
 
 
 def test_file_of_the_hub_is_identified_by_its_content(tmp_path: Path) -> None:
