@@ -42,6 +42,15 @@ class Seen:
             return self.status.operations[-OPERATIONS_SHOWN:]
         return [each for each in self.facts.events if each.at >= self.since]
 
+    @property
+    def heading(self) -> str:
+        known, since = self.facts.events, self.since
+        # The facts have the latest events only.
+        is_cut = since is not None and bool(known) and known[0].at >= since
+        if is_cut and known[0].number > 1:
+            return f"last {len(known)} events (earlier ones are not shown):"
+        return "last events:"
+
 
 def _status(service: Service) -> StatusAnswer:
     return service.ask("GET", "/status", StatusAnswer, params={"reports": True})
@@ -102,7 +111,7 @@ def _shown(seen: Seen) -> Group:
         for version, identity in versions.items()
     ]
     if seen.events:
-        parts.append("last events:")
+        parts.append(seen.heading)
     for event in seen.events:
         at = time.strftime("%H:%M:%S", time.localtime(event.at))
         parts.append(f"  {at} {event.kind}: {escape(event.text)}")

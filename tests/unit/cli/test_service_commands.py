@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +10,25 @@ from types import SimpleNamespace
 import click
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from multiworld.cli.logs import logs
 from multiworld.cli.main import cli
+from multiworld.cli.status import Seen
 from multiworld.errors import ServeError
-from multiworld.serve.controller.answers import ShuttingDown, Updated
+from multiworld.serve.controller.answers import (
+    ShuttingDown,
+    StatusAnswer,
+    Updated,
+    decode,
+)
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import HistoryEntry
 from multiworld.serve.controller.fleet.record import Record, StateFolder
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
+from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.spec.loader import parse_spec
+from tests.unit.serve.controller import examples
 
 LOGS = (
     *("shop-0-2", "shop-1-3", "shop-1-0-4", "shop-eu-0-5", "gateway-1"),
@@ -50,6 +60,23 @@ def test_logs_of_models_with_similar_names_are_apart(
     done = CliRunner().invoke(logs, [name, "--state", str(tmp_path), "-n", "1"])
     shown = [line for line in done.output.splitlines() if line.startswith("of ")]
     assert shown == [f"of {stem}" for stem in found]
+
+
+@pytest.mark.parametrize(
+    ("first", "since", "is_cut"),
+    [(52, 0.0, True), (1, 0.0, False), (52, 60.0, False), (52, None, False)],
+)
+def test_status_says_that_earlier_events_are_not_shown(
+    first: int, since: float | None, is_cut: bool
+) -> None:
+    """The facts have the latest events only."""
+    status = decode(json.dumps(examples.STATUS), StatusAnswer)
+    facts = decode(json.dumps(examples.FACTS), Facts)
+    events = tuple(
+        HistoryEntry(first + n, 50.0 + n, "lost", "x", "") for n in range(200)
+    )
+    seen = Seen(status, structs.replace(facts, events=events), since)
+    assert ("earlier ones are not shown" in seen.heading) == is_cut
 
 
 def test_refusal_of_a_shutdown_is_shown(
