@@ -69,7 +69,9 @@ USAGE_S = 1.0  # seconds between usage reports
 FLEET_S = 2.0
 # Maximum seconds for the keeper to answer whether another gateway takes over.
 LEAVE_S = 1.0
-LEAVE_AGAIN_S = 0.1  # seconds until a leaving gateway looks for the next keeper
+# Seconds until a leaving gateway looks for the next keeper again, and maximum for which
+# it does so. A keeper is replaced within a second or two.
+LEAVE_AGAIN_S, LEAVE_LOOK_S = 0.1, 5.0
 # Maximum seconds to send the last report to the controller, and the last entries to the
 # keeper.
 LAST_S = 0.5
@@ -338,7 +340,7 @@ class GatewayProcess:
     async def _leave(self) -> None:
         """Hand over all connections, if there is another gateway, and stop serving."""
         keeper, loop = self._stream_keeper, asyncio.get_running_loop()
-        until = loop.time() + self._spec.shutdown_s
+        until = loop.time() + LEAVE_LOOK_S
         while keeper is not None:
             is_handed_over = await keeper.leave(LEAVE_S)
             if is_handed_over:
