@@ -227,8 +227,8 @@ def status(service: Service, watch: bool, since: float | None, as_json: bool) ->
     """Show the processes of a service and its last events.
 
     `done` counts finished requests and completions; `lost` counts the processes of the
-    stage that were lost; `step` is the mean time of a step in the last ten seconds, and
-    `cores` the processor time per second.
+    stage that were lost; `step` is the mean time of the latest steps, and `cores` the
+    processor time per second.
 
     Exits with 1 unless every desired process is ready. This does not mean that the
     service is down: it also answers while replacements or an update get ready.

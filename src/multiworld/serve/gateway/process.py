@@ -71,7 +71,7 @@ FLEET_S = 2.0
 LEAVE_S = 1.0
 # Seconds until a leaving gateway looks for the next keeper again, and maximum for which
 # it does so. A keeper is replaced within a second or two.
-LEAVE_AGAIN_S, LEAVE_LOOK_S = 0.1, 5.0
+LEAVE_AGAIN_S, LEAVE_LOOK_S = 0.1, 2.0
 # Maximum seconds to send the last report to the controller, and the last entries to the
 # keeper.
 LAST_S = 0.5
@@ -345,7 +345,7 @@ class GatewayProcess:
             is_handed_over = await keeper.leave(LEAVE_S)
             if is_handed_over:
                 logger.info("other gateways continue this gateway's connections")
-            is_empty = not self._server.server_state.connections
+            is_empty = not keeper.has_connections
             if is_handed_over is not None or is_empty or loop.time() > until:
                 break
             await asyncio.sleep(LEAVE_AGAIN_S)  # the keeper is being replaced
@@ -414,8 +414,8 @@ class GatewayProcess:
                     self._fleet.set_result(None)
 
     def _report(self, asked: messages.ReportRequest) -> messages.Report:
-        counted = tuple(self._gateway.counted()) if asked.has_counts else ()
         report = self._gateway.report()
+        counted = tuple(self._gateway.counted(report)) if asked.has_counts else ()
         if asked.has_streams:
             report = self._streams.shown(report)
         return messages.Report(asked.number, gateway=report, counted=counted)

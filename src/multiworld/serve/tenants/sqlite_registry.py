@@ -98,11 +98,11 @@ class TenantDatabase:
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._db
+                    self._db.execute("COMMIT")
                 except BaseException:
                     if self._db.in_transaction:  # SQLite may have ended it by itself
                         self._db.execute("ROLLBACK")
                     raise
-                self._db.execute("COMMIT")
             except sqlite3.Error as error:
                 raise ServeError(f"{self._path}: {error}") from error
 

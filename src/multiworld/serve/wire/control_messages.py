@@ -169,7 +169,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
 
     waiting: int = 0
     prompt_tokens: int = 0  # of their streams
-    structured: int = 0  # those whose output has a grammar
+    compiling: int = 0  # those whose grammar is being compiled
 
 
 Load = TypeVar("Load", TenantLoad, ModelLoad)

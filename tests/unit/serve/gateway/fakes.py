@@ -173,7 +173,7 @@ class Fake:
     def requests(self) -> dict[tuple[str, str], float]:
         return {
             (labels[0], labels[1]): value
-            for kind, labels, value in self.gateway.counted()
+            for kind, labels, value in self.gateway.counted(self.gateway.report())
             if kind == "requests"
         }
 

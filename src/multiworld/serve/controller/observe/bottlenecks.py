@@ -53,7 +53,7 @@ def bottleneck_of(
         text += f", with {waiting} waiting" if waiting else ", with nothing waiting yet"
         more = f"; slow: {', '.join(slow)}" if slow else ""
         return f"{text}: scale it, or give its replicas more cores{more}"
-    waiting = max(waiting, load.structured)  # those whose grammar is being compiled
+    waiting = max(waiting, load.compiling)  # those whose grammar is being compiled
     if waiting:
         return f"{waiting} waiting, and no stage is saturated: {_cause(load)}"
     return ""
@@ -64,7 +64,7 @@ def _cause(load: ModelLoad) -> str:
     causes = []
     if load.waiting and load.prompt_tokens > LONG * load.waiting:
         causes.append("long prompts hold them back")
-    if load.structured > MOST * load.waiting:
+    if load.compiling > MOST * load.waiting:
         causes.append("the compilation of grammars holds them back")
     limits = "max_num_seqs, max_ongoing_requests"
     return " and ".join(causes) or f"a limit holds them back ({limits})"

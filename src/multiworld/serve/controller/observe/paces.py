@@ -46,13 +46,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Duration and size of a replica's steps in the last window."""
+    """Duration and size of a replica's steps in its last window."""
 
     stage: tuple[str, str, int]
     step_s: float  # mean seconds per step
     rows: float  # mean rows per step
     cpu: float  # CPU seconds per second of computing
     has_free_cores: bool = False  # whether its machine has some
+    is_idle: bool = False  # whether it has computed nothing for ``WINDOW_S``
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class _Replica:
     past: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
     past_rows: deque[float] = field(default_factory=lambda: deque(maxlen=PAST))
     past_at: float = 0.0
+    past_steps: int = 0  # number of steps when ``past`` was extended last
     why: str = ""  # reason why it is slow; empty: it is not
 
 
@@ -158,7 +160,9 @@ class Paces:
         else:
             is_slow = beside_past > (FAST if replica.why else SLOW_ALONE)
         if not is_slow:
-            if now - replica.past_at >= WINDOW_S:
+            is_new = work.steps > replica.past_steps
+            if is_new and now - replica.past_at >= WINDOW_S:
+                replica.past_steps = work.steps
                 replica.past.append(pace.step_s)
                 replica.past_rows.append(pace.rows)
                 replica.past_at = now
@@ -197,6 +201,7 @@ def _pace(samples: Sequence[tuple[float, Work]]) -> Pace | None:
         rows / steps,
         cpu_s / computed_s,
         0 <= last.machine_busy < FREE,
+        is_idle=not _busy(samples),
     )
 
 
@@ -216,7 +221,9 @@ def _times(pace: Pace, peers: list[Pace]) -> float:
 
 
 def _usual_cpu(peers: list[Pace]) -> float:
-    return median(p.cpu for p in peers) if peers else 1.0
+    # While a replica computes nothing, its other CPU time makes this ratio grow.
+    found = [peer.cpu for peer in peers if not peer.is_idle]
+    return median(found) if found else 1.0
 
 
 def _is_starved(pace: Pace, peers: list[Pace]) -> bool:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
 from multiworld.serve.engine.models.bfloat16_products import Bfloat16Linear
@@ -69,15 +68,6 @@ ELEMENTWISE = (
     nn.Tanh,
     nn.Tanhshrink,
     nn.Threshold,
-)
-FUNCTIONS = frozenset(
-    (
-        *(torch.sigmoid, Tensor.sigmoid, functional.sigmoid, functional.logsigmoid),
-        *(torch.tanh, Tensor.tanh, functional.tanh, torch.exp, Tensor.exp),
-        *(functional.silu, functional.gelu, functional.softplus, functional.mish),
-        *(functional.elu, functional.celu, functional.selu, functional.hardswish),
-        *(functional.hardsigmoid, functional.softsign, torch.erf, Tensor.erf),
-    )
 )
 ROTATED = 8  # rotary embeddings are computed for multiples of this many positions
 
@@ -246,7 +236,7 @@ class InvariantElements:
         self._function = function
 
     def __call__(self, given: Tensor) -> Tensor:
-        # ``InvariantFunctions`` need not see the functions that this one calls.
+        # A mode for functions need not see those that this one calls.
         with DisableTorchFunction():
             return self._computed(given)
 
@@ -264,47 +254,6 @@ class InvariantElements:
                 break
         out = (found[0] if len(found) == 1 else torch.cat(found)).view(padded.shape)
         return out[..., :width] if rest else out
-
-
-class InvariantFunctions(TorchFunctionMode):
-    """Makes elementwise functions that a module calls batch-invariant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False  # whether one was called
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        if func in FUNCTIONS and len(args) > 0 and not given.get("inplace"):
-            first, *others = args
-            if isinstance(first, Tensor) and first.is_floating_point() and first.ndim:
-                self.found = True
-                return InvariantElements(lambda x: func(x, *others, **given))(first)
-        return func(*args, **given)
-
-
-class _InvariantForward:
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with InvariantFunctions():
-            return self._forward(*args, **kwargs)
-
-
-def make_functions_invariant(module: nn.Module) -> None:
-    """Make the elementwise functions that a module calls batch-invariant, in place.
-
-    Each operation of the module then costs about a microsecond more.
-    """
-    each: Any = module
-    each.forward = _InvariantForward(module.forward)
 
 
 class InvariantRotary:

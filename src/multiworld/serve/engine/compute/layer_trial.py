@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.engine.compute.batch_invariant_layers import InvariantFunctions
+from multiworld.serve.engine.compute.batch_invariant_functions import (
+    InvariantFunctions,
+)
 from multiworld.serve.engine.compute.kv_cache import KvCache, Rows
 
 # Number of the sequence (0 or 1), and number of its next rows to compute.

@@ -16,9 +16,11 @@ from multiworld.serve.engine.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
+from multiworld.serve.engine.compute.batch_invariant_functions import (
+    make_functions_invariant,
+)
 from multiworld.serve.engine.compute.batch_invariant_layers import (
     make_elements_invariant,
-    make_functions_invariant,
     make_linears_invariant,
     make_routers_invariant,
 )

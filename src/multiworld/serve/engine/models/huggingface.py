@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ SOME_IDS = 1000  # number of token ids from which a trial chooses
 
 # Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``.
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+
+
+class Sizes(NamedTuple):
+    """Sizes that a trial of a stage needs."""
+
+    vocabulary: int
+    hidden: int  # numbers of a token between two stages
+    longest: int  # maximum number of tokens of a row
+    pad: float  # token with which rows are padded
 
 
 def model(
@@ -69,6 +78,7 @@ def model(
         else TensorSpec("last_hidden_state", datatype, (-1, -1, hidden))
     )
     vocabulary = int(config.get("vocab_size", 2**31))
+    longest = longest_of(config, 2**31)
     kind, pad = str(config.get("model_type", "")), config.get("pad_token_id")
     if kind == "big_bird" and config.get("attention_type") != "original_full":
         # A short text would change the attention of all later ones.
@@ -90,14 +100,13 @@ def model(
                 dtype,
                 pooling,
                 quantization,
-                (vocabulary, hidden),
+                Sizes(vocabulary, hidden, longest, padding["input_ids"]),
             ),
             name=title_of(begin, end),
             ragged={} if kind in UNPADDED else padding,
         )
         for begin, end in cuts
     ]
-    longest = longest_of(config, 2**31)
     tokens = min(max_length or max_length_of(folder, config), longest)
     return Model(
         stages=made,
@@ -314,12 +323,11 @@ def _load_stage(
     dtype: str,
     pooling: Pooling | None,
     quantization: str | None,
-    sizes: tuple[int, int],  # of the vocabulary, and of a hidden row
+    sizes: Sizes,
     context: StageContext,
 ) -> Callable[[Tensors], Tensors]:
     from multiworld.serve.engine.models import transformer_stage
 
-    vocabulary, hidden = sizes
     device = context.device
     if quantization and device != "cpu":
         raise SpecError(
@@ -333,15 +341,15 @@ def _load_stage(
 
     def ids(length: int) -> Tensor:
         table = part.whole.get_input_embeddings()
-        few = min(vocabulary, getattr(table, "num_embeddings", 2), SOME_IDS)
+        few = min(sizes.vocabulary, getattr(table, "num_embeddings", 2), SOME_IDS)
         return torch.randint(few, (1, length), generator=chance).to(device)
 
     def rows(length: int) -> Tensor:
-        made = torch.randn(1, length, hidden, generator=chance)
+        made = torch.randn(1, length, sizes.hidden, generator=chance)
         return made.to(device, getattr(torch, dtype))
 
+    name, inputs, pad = "hidden", rows, 0.0
     if span.is_first:
-        padding_check.check(part, ids, "input_ids", folder)
-    else:
-        padding_check.check(part, rows, "hidden", folder)
+        name, inputs, pad = ("input_ids", ids, sizes.pad)
+    padding_check.check(part, inputs, name, pad, sizes.longest, folder)
     return part

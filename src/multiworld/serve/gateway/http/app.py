@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mimetypes
 import os
 import re
@@ -27,6 +28,8 @@ from multiworld.serve.gateway.http.http_responses import (
 )
 from multiworld.serve.gateway.http.openapi import document_of
 from multiworld.serve.gateway.http.route import Needs, Route, pattern_of, respond
+
+CACHED = "public, max-age=86400"  # for the files of the page ``/docs``
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -84,6 +87,11 @@ def make_app(
     return App(gateway, routes, rest)
 
 
+@functools.lru_cache(maxsize=8)
+def _content(file: Path) -> bytes:
+    return file.read_bytes()
+
+
 class _WholeFiles(StaticFiles):
     """Sends each file in one piece, because no record tells which part was sent."""
 
@@ -95,14 +103,16 @@ class _WholeFiles(StaticFiles):
         status_code: int = 200,
     ) -> Response:
         kind, _ = mimetypes.guess_type(full_path)
-        return Response(Path(full_path).read_bytes(), status_code, media_type=kind)
+        headers = {"cache-control": CACHED}
+        content = _content(Path(full_path))
+        return Response(content, status_code, headers, media_type=kind)
 
 
 def _send_files_whole(app: FastAPI) -> None:
     """Replace the server of the files that the page ``/docs`` needs."""
-    (mount,) = (route for route in app.routes if isinstance(route, Mount))
-    assert isinstance(mount.app, StaticFiles)
-    mount.app = _WholeFiles(directory=mount.app.directory)
+    for route in app.routes:
+        if isinstance(route, Mount) and isinstance(route.app, StaticFiles):
+            route.app = _WholeFiles(directory=route.app.directory)
 
 
 def _endpoint(

@@ -98,14 +98,14 @@ class Gateway:
         self.tracer: Tracer | None = None
         self.is_shutting_down = self.logs_access = self.is_strict = False
 
-    def counted(self) -> Iterator[Counted]:
+    def counted(self, report: GatewayReport) -> Iterator[Counted]:
+        """Yield all counts since the start; ``report``: the current one."""
         yield from self.counts.counted()
         yield from self.streams.timed.counted()
         for kind, count in self.streams.counts.items():
             yield "stream_events", (kind,), count
         for (tenant, why), count in self.authenticator.refused.items():
             yield "refused", (tenant, why), count
-        report = self.report()
         for kind, count in report.counts.items():
             yield "router_events", (kind,), count
         none = dict.fromkeys(self.dispatcher.table.routes, 0)
@@ -145,9 +145,10 @@ class Gateway:
     async def metrics(self) -> bytes:
         await self.ask_fleet()
         sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for kind, labels, value in (*self.fleet.others, *self.counted()):
+        report = self.report()
+        for kind, labels, value in (*self.fleet.others, *self.counted(report)):
             sums[kind, labels] += value  # type: ignore[assignment]
-        gateways = {**self.fleet.gateways, self.dispatcher.name: self.report()}
+        gateways = {**self.fleet.gateways, self.dispatcher.name: report}
         # Render in a thread, because the text is long if there are many tenants.
         return await asyncio.to_thread(
             render, sums, gateways, self.fleet, self.dispatcher.table

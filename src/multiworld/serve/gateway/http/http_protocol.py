@@ -278,8 +278,9 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._recorder.is_single and not self._is_answered_before:
                 # Ignore requests after the first, which their client still waits for.
                 self._is_answered_before = self._has_request
-                self._is_in_message = not self._has_request
                 self._has_request = True
+        if self._recorder.is_single:
+            self._is_in_message = not self._is_answered_before
         self._is_read_again = False
         super().on_message_begin()
         self._scope()[CONNECTION] = self._connection

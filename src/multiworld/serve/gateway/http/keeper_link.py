@@ -387,6 +387,11 @@ class KeeperLink:
         self._flush()
         return True
 
+    @property
+    def has_connections(self) -> bool:
+        """True while this gateway has connections, or kept streams without one."""
+        return bool(self._connections or self._arriving)
+
     async def _is_flushed(self) -> bool:
         """Wait until the keeper has all entries; return False if the keeper is lost."""
         while (channel := self._channel) is not None:

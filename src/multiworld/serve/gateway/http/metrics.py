@@ -344,7 +344,7 @@ def _replicas(
 
 
 def _paces(fleet: messages.FleetReport, table: RoutingTable) -> Iterator[Metric]:
-    text = "Mean seconds of a step or a batch, in the last ten seconds."
+    text = "Mean seconds of the latest steps or batches."
     steps = _gauge("replica_step_seconds", text, *OF_REPLICA)
     text = (
         "1 while a replica is slower than its peers and than before; multiworld "

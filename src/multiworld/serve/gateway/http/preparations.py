@@ -12,7 +12,7 @@ from multiworld.serve.wire.control_messages import ModelLoad, TenantLoad
 @dataclass(slots=True, eq=False)
 class Preparation:
     tenant: str
-    model: str
+    model: str  # as the client names it, until the served one is known
     began_at: float
     is_compiling: bool = False  # its grammar is being compiled, or waits for that
 
@@ -54,7 +54,7 @@ class Preparations:
         for one in self._known:
             before = found.get(one.model, ModelLoad())
             found[one.model] = ModelLoad(
-                before.waiting + 1, 0, before.structured + one.is_compiling
+                before.waiting + 1, 0, before.compiling + one.is_compiling
             )
         return found
 

@@ -256,7 +256,8 @@ def _parsed_events(
     for delta in deltas:
         yield _event(ready, piece.choice, delta, held)
         held.clear()
-    if len(held) >= MAX_HELD and not piece.finish:
+    item = held[0].item if len(held) >= MAX_HELD and not piece.finish else None
+    if item is not None and item.logprob is not None:
         # Rendering the log probabilities of too many tokens at once would block the
         # event loop.
         yield _event(ready, piece.choice, {}, held)

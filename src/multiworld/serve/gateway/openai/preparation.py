@@ -151,6 +151,7 @@ async def _prepared(
     began_at = gateway.authenticator.clock()
     while True:
         served = await served_model(call, name)
+        one.model = served.name
         timeout_s = timeout_of(call.request, wanted.timeout_s)
         detach_s = _detach_s(gateway, wanted)
         timed = replace(wanted, timeout_s=timeout_s, detach_s=detach_s)

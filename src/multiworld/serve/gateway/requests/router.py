@@ -59,7 +59,9 @@ class Router:
         self._requests: dict[int, Request] = {}
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
-        self._disconnected: set[str] = set()  # replicas that were connected before
+        # By replica whose connection ended: attempts that earlier stages held then. It
+        # may have had them, without a report of its own.
+        self._disconnected: dict[str, tuple[Attempt, ...]] = {}
         self._computing: dict[str, tuple[Attempt, ...]] = {}
         # Number of ended attempts that each replica still computes.
         self._abandoned: Counter[str] = Counter()
@@ -123,7 +125,8 @@ class Router:
             case events.TableChanged(table):
                 before = self._view.table.routes
                 self._view.table_changed(table)
-                self._disconnected &= table.replicas.keys()
+                for name in self._disconnected.keys() - table.replicas.keys():
+                    del self._disconnected[name]
                 ended = self._reject_unserved()
                 for name, route in table.routes.items():
                     if name in before and before[name].version != route.version:
@@ -310,7 +313,7 @@ class Router:
         # too long, the service shuts it down.
         is_harmless = event.is_polite or self._view.is_leaving(event.replica)
         self._view.disconnect(event.replica)
-        self._disconnected.add(event.replica)
+        self._disconnected[event.replica] = self._before(event.replica)
         self._computing.pop(event.replica, None)
         self._abandoned.pop(event.replica, None)
         actions: list[Action] = []
@@ -427,25 +430,28 @@ class Router:
         self._view.set_silent(self._view.silent | {replica})
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
-    def _reconnected(self, replica: str) -> list[Action]:
-        """Hedge the requests that a replica may have ended while it was disconnected.
-
-        Its process lives, so the replica before it does not report them as dropped.
-        """
+    def _before(self, replica: str) -> tuple[Attempt, ...]:
+        """Return the attempts that replicas of earlier stages hold."""
         replicas = self._view.table.replicas
         known = replicas.get(replica)
-        if known is None or replica not in self._disconnected:
-            return []
-        self._disconnected.discard(replica)
-        attempts = [
+        if known is None:
+            return ()
+        return tuple(
             attempt
             for name, held in self._held.items()
             if (other := replicas.get(name)) is not None
             and (other.model, other.version) == (known.model, known.version)
             and other.stage < known.stage
             for attempt in held
-        ]
-        return self._stuck(tuple(attempts), f"{replica} was disconnected for a moment")
+        )
+
+    def _reconnected(self, replica: str) -> list[Action]:
+        """Hedge the requests that a replica may have ended while it was disconnected.
+
+        Its process lives, so the replica before it does not report them as dropped.
+        """
+        attempts = self._disconnected.pop(replica, ())
+        return self._stuck(attempts, f"{replica} was disconnected for a moment")
 
     def _stuck(
         self,

@@ -61,10 +61,9 @@ def held_back(streams: Collection[Stream]) -> dict[str, ModelLoad]:
     found: dict[str, list[int]] = {}
     for stream in streams:
         if not stream.made and not stream.via:
-            load = found.setdefault(stream.model, [0, 0, 0])
+            load = found.setdefault(stream.model, [0, 0])
             load[0] += 1
             load[1] += stream.prompt
-            load[2] += bool(stream.sampling.grammar)
     return {name: ModelLoad(*load) for name, load in found.items()}
 
 

@@ -220,6 +220,32 @@ def test_replica_with_long_steps_is_as_busy_as_it_is(step_s: float) -> None:
     assert paces.steps_s == ({"m/0/0": step_s} if step_s < 8.0 else {})
 
 
+def test_burst_is_one_window_of_the_past() -> None:
+    stage = Stage(Replica())
+    stage.run(20.0)
+    replica = stage.replicas["m/0/0"]
+    replica.step_s = 0.012
+    stage.run(2 * TICK_S)
+    replica.is_idle = True
+    stage.run(55.0)
+    replica.is_idle, replica.step_s = False, 0.01
+    assert stage.run(WINDOW_S) == {}
+    assert stage.paces.slower == {}
+
+
+def test_cpu_time_of_an_idle_replica_is_no_measure_for_others() -> None:
+    busy, idle = Replica(), Replica()
+    stage = Stage(busy, idle)
+    stage.run(20.0)
+    idle.is_idle = True
+    for _ in range(20):
+        idle.cpu_s += 1.0  # on other things
+        stage.run(TICK_S)
+    busy.step_s = 0.03
+    why = "".join(stage.run(20.0).values())
+    assert "starved" not in why
+
+
 def test_idle_replica_is_not_judged() -> None:
     stage = Stage(Replica(), Replica(is_idle=True))
     assert stage.run(60.0) == {}

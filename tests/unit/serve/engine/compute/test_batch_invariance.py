@@ -483,7 +483,22 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize(
     "function",
-    [functional.silu, torch.sigmoid, Tensor.tanh, lambda x: functional.softplus(x, 2)],
+    [
+        functional.silu,
+        torch.sigmoid,
+        Tensor.tanh,
+        Tensor.sigmoid_,
+        torch.special.expit,
+        nn.Tanhshrink(),
+        lambda x: functional.softplus(x, 2),
+        lambda x: functional.silu(x, inplace=True),
+        lambda x: functional.silu(input=x),
+        lambda x: torch.sigmoid(x, out=torch.empty_like(x)),
+        lambda x: functional.glu(torch.cat([x, x + 1], -1)),
+        lambda x: torch.sigmoid(x.t()).view(-1, x.shape[0]).t(),
+        lambda x: torch.pow(x.abs(), 1.7),
+        lambda x: torch.sigmoid(x).view(-1).view(x.shape),
+    ],
 )
 def test_functions_that_a_stage_calls_have_the_same_bits_in_every_step(
     function: Any, threads: int

@@ -42,6 +42,31 @@ def test_stages_that_ignore_padding_pass(tmp_path: Path, stages: int) -> None:
         stage.load(StageContext())
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("bert", {"max_position_embeddings": 10}),
+        ("bert", {"max_position_embeddings": 4}),
+        ("roberta", {"max_position_embeddings": 13, "pad_token_id": 1}),
+    ],
+)
+def test_models_of_few_positions_can_be_tried(
+    kind: str, more: dict[str, int], tmp_path: Path
+) -> None:
+    (stage,) = huggingface.model(saved(tmp_path, kind, **more)).stages
+    stage.load(StageContext())
+
+
+def test_trial_that_overflows_shows_nothing() -> None:
+    def part(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"hidden": tensors["hidden"] * 1e30}
+
+    def rows(length: int) -> torch.Tensor:
+        return torch.full((1, length, 4), 1e30)
+
+    padding_check.check(part, rows, "hidden", 0.0, 100, Path("folder"))
+
+
 def test_stage_that_does_not_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,7 +328,7 @@ async def test_answer_says_what_its_time_was_spent_on_if_asked(path: str) -> Non
     assert (phases["queue"], phases["compute"]) == (0.25, 0.5)
     counted = {
         labels[1]: value
-        for kind, labels, value in fake.gateway.counted()
+        for kind, labels, value in fake.gateway.counted(fake.gateway.report())
         if kind == "phase_seconds"
     }
     assert (counted["queue"], counted["compute"]) == (0.5, 1.0)

@@ -119,7 +119,15 @@ def begun(sent: bytes) -> ConnectionRecord:
     return record
 
 
-@pytest.mark.parametrize("rest", [b"", b"{}", b"{}" + post("/third")[:20]])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        b"{}",
+        b"{}" + post("/third")[:20],
+        b"{}" + post("/third", 9, "connection: upgrade\r\nupgrade: h2c\r\n") + b"{}",
+    ],
+)
 async def test_kept_stream_serves_no_request_that_its_client_pipelined(
     rest: bytes,
 ) -> None:

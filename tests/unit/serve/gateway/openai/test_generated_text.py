@@ -266,6 +266,10 @@ async def test_long_call_is_reported_token_by_token_in_several_events(
     scored = [len(c["logprobs"]["content"]) for c in found if c["logprobs"]]
     assert sum(scored) == len(wanted)
     assert max(scored) <= completion_answers.MAX_HELD
+    plain = {name: value for name, value in asked.items() if name != "logprobs"}
+    *found, last = await played.choices(CHAT, plain)
+    assert last["finish_reason"] == "length"
+    assert all(choice["delta"] for choice in found)
 
 
 async def test_answer_without_a_token_at_its_deadline_is_an_error(

@@ -181,10 +181,12 @@ def test_work_for_a_request_does_not_grow_with_the_replicas(
 
 def test_requests_of_a_later_stage_that_was_disconnected_are_hedged() -> None:
     """Its process lives, so the stage before reports nothing as dropped."""
-    run = Run(table(["a"], ["b"]))
+    run = Run(table(["a"], ["b", "c"]))
     assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
     run.handle(begun("a", ((1, 1),), False))  # b is quick, and does not report
     run.handle(Lost("b"))
+    # Meanwhile, b refuses work of this gateway, so that it is returned.
+    assert dispatched(run.submit(2)) == [("a", 2, 1, False)]
     assert dispatched(run.handle(Connected("b"))) == [("a", 1, 2, False)]
     assert dispatched(run.handle(Connected("b"))) == []
     assert Deliver(1) in run.handle(Answered((1, 2)))

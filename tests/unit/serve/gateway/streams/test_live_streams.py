@@ -77,4 +77,4 @@ def test_loads_of_tenants_and_the_longest_wait() -> None:
         3, 2, 2, 3
     )
     assert oldest_of(streams, 10.0) == {"m": 9.0}
-    assert held_back(streams) == {"m": ModelLoad(2, 4, 1)}
+    assert held_back(streams) == {"m": ModelLoad(2, 4)}
