@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.http.http_request import RECORDER
 from multiworld.serve.gateway.http.recorder import Unrecorded
+from multiworld.serve.gateway.openai.choices import REPLAYED, Choice, generate
 from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.keeper.frames import Entry, Kind
 from multiworld.serve.spec.identity import Identity
+from multiworld.serve.text.growing_text import GrowingText
 from multiworld.serve.text.tokenizer import Tokenizer
+from multiworld.serve.wire.generation_messages import Sampling, TokenItem
 from tests.unit.serve.gateway.openai.test_generated_text import (
     CHAT,
     PROMPT,
@@ -185,3 +189,29 @@ async def test_resumed_answer_whose_version_is_gone(
     error, last = rest
     assert "version '1' of model 'g' is gone" in error
     assert last == "data: [DONE]"
+
+
+async def test_replay_of_many_tokens_leaves_the_event_loop_to_others(
+    tokenizer: Tokenizer,
+) -> None:
+    count, turns = 4 * REPLAYED, 0
+    begun = Recording()
+    answer = begun.begin_answer()
+    for index in range(count - 1):
+        answer.add(0, TokenItem(("g", 1, 0), index, 1))
+    answer.add(0, TokenItem(("g", 1, 0), count - 1, 1, finish="length"))
+    resumed = Recording(begun.record).begin_answer()
+    choice = Choice(0, [1], GrowingText(tokenizer))
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(other())
+    unused: Any = None
+    pieces = generate(unused, [choice], [Sampling()], unused, unused, resumed)
+    assert len([piece async for piece in pieces]) == count
+    assert turns >= 3
+    task.cancel()
