@@ -279,7 +279,8 @@ def serve(
     """Serve the models of SPEC (a YAML file), or one MODEL, until Ctrl-C.
 
     MODEL is a Hugging Face folder, OWNER/NAME on the hub, or smollm2. The options from
-    --served-model-name to --print-spec apply to a MODEL only.
+    --served-model-name to --print-spec apply to a MODEL only, except --api-key, which
+    also works with a SPEC that has `authentication: keys`.
 
     If the controller of a running service was lost, this takes over its processes,
     which have kept answering requests.

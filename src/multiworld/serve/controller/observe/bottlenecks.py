@@ -10,7 +10,7 @@ from multiworld.serve.wire.control_messages import ModelLoad
 
 BUSY = 0.85  # minimum share of time spent computing that makes a stage a bottleneck
 FULL = 0.95  # minimum share of KV memory in use that counts as full
-MOST = 0.25  # share of requests with a grammar from which these count as the cause
+MOST = 0.25  # share of requests whose grammar is compiled, above which this is a cause
 LONG = 500  # mean tokens per waiting prompt from which prompts count as long
 READY = "ready"
 NO_LOAD = ModelLoad()

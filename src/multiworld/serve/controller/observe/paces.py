@@ -160,7 +160,7 @@ class Paces:
         else:
             is_slow = beside_past > (FAST if replica.why else SLOW_ALONE)
         if not is_slow:
-            is_new = work.steps > replica.past_steps
+            is_new = work.steps != replica.past_steps
             if is_new and now - replica.past_at >= WINDOW_S:
                 replica.past_steps = work.steps
                 replica.past.append(pace.step_s)
@@ -256,7 +256,8 @@ def _words(
     text = ", ".join(parts)
     if _is_starved(pace, peers):
         usual = _usual_cpu(peers)
-        beside = f", its peers {usual:.2f} s" if peers else ""
+        is_known = any(not peer.is_idle for peer in peers)
+        beside = f", its peers {usual:.2f} s" if is_known else ""
         cause = "something else runs on its cores, or it is throttled"
         if loading:
             cause = (

@@ -450,7 +450,13 @@ class Router:
 
         Its process lives, so the replica before it does not report them as dropped.
         """
-        attempts = self._disconnected.pop(replica, ())
+        stage = self._stage_of(replica)
+        before = self._in_flight(self._disconnected.pop(replica, ()))
+        attempts = tuple(
+            attempt
+            for attempt, _, state in before
+            if self._stage_of(state.replica) < stage
+        )
         return self._stuck(attempts, f"{replica} was disconnected for a moment")
 
     def _stuck(

@@ -497,6 +497,15 @@ class Own(nn.Module):
         lambda x: functional.glu(torch.cat([x, x + 1], -1)),
         lambda x: torch.sigmoid(x.t()).view(-1, x.shape[0]).t(),
         lambda x: torch.pow(x.abs(), 1.7),
+        lambda x: torch.pow(x.abs(), exponent=1.7),
+        lambda x: x.abs().__ipow__(1.7),
+        lambda x: 2.5**x,
+        lambda x: torch.pow(2.5, x),
+        lambda x: functional.elu_(x.clone()),
+        lambda x: torch.sigmoid(x, out=torch.empty(0)),
+        lambda x: (
+            x.abs() ** torch.full((100,), 2.0)
+        ),  # of two tensors: computed plainly
         lambda x: torch.sigmoid(x).view(-1).view(x.shape),
     ],
 )

@@ -192,6 +192,15 @@ def test_requests_of_a_later_stage_that_was_disconnected_are_hedged() -> None:
     assert Deliver(1) in run.handle(Answered((1, 2)))
 
 
+def test_request_that_has_passed_the_disconnected_replica_is_not_hedged() -> None:
+    run = Run(table(["a"], ["b"], ["c"]))
+    run.submit(1)
+    run.handle(begun("a", ((1, 1),), False))
+    run.handle(Lost("b"))
+    run.handle(begun("c", ((1, 1),), False))
+    assert dispatched(run.handle(Connected("b"))) == []
+
+
 def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None:
     """Another request's poison does not count against one that was done before."""
     run = Run(table(["a", "b"], ["c"]))
