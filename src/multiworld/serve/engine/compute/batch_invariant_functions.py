@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from multiworld.serve.engine.compute.batch_invariant_layers import InvariantElements
+from multiworld.serve.engine.compute.batch_invariant_layers import (
+    InvariantElements,
+    is_inside,
+)
 
 # Roots are exact in float32, but not in half precision, and every norm takes some.
 ROOTS = frozenset((torch.rsqrt, Tensor.rsqrt, torch.rsqrt_, Tensor.rsqrt_))
@@ -72,7 +75,7 @@ class InvariantFunctions(TorchFunctionMode):
             return self._glu(*args, **given)
         if func is Tensor.__rpow__:
             func, args = torch.pow, (args[1], args[0])
-        if func not in FUNCTIONS:
+        if func not in FUNCTIONS or is_inside():
             return func(*args, **given)
         plain = IN_PLACE.get(func, func)
         values = [*args] or [given.pop("input", None)]

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
 from torch.nn import functional
 
 from multiworld.serve.engine.compute.hardware_fingerprint import known
@@ -229,6 +229,18 @@ def whole_slices(count: int, threads: int) -> int:
     return count if count <= GRAIN or threads == 1 else GRAIN
 
 
+class _State(threading.local):
+    is_inside = False
+
+
+_state = _State()
+
+
+def is_inside() -> bool:
+    """Return whether this thread is in a call of ``InvariantElements``."""
+    return _state.is_inside
+
+
 class InvariantElements:
     """A batch-invariant version of an elementwise function."""
 
@@ -236,9 +248,11 @@ class InvariantElements:
         self._function = function
 
     def __call__(self, given: Tensor) -> Tensor:
-        # A mode for functions need not see those that this one calls.
-        with DisableTorchFunction():
+        was_inside, _state.is_inside = _state.is_inside, True
+        try:
             return self._computed(given)
+        finally:
+            _state.is_inside = was_inside
 
     def _computed(self, given: Tensor) -> Tensor:
         width = given.shape[-1]
