@@ -273,17 +273,18 @@ def _check_bounds(schema: Any) -> None:
         for name in BOUNDS
         if name in node
     ]
-    # A bound for each integer part, rounded either way: first upper bounds, then lower.
-    known: tuple[dict[object, tuple[str, float]], ...] = {}, {}
+    # A bound of each direction for each integer part, rounded either way.
+    known: dict[tuple[bool, object], tuple[str, float]] = {}
     for name, bound, _ in every:
         for part in _integer_parts(bound):
-            known[_is_lower(name)].setdefault(part, (name, bound))
+            known.setdefault((_is_lower(name), part), (name, bound))
     for name, bound, is_integer in every:
         if not name.startswith("exclusive") or is_integer:
             continue
         for part in _integer_parts(bound):
-            other_name, other = known[not _is_lower(name)].get(part, ("", 0.0))
-            if other_name:
+            found = known.get((not _is_lower(name), part))
+            if found is not None:
+                other_name, other = found
                 raise SchemaError(
                     f"has {name} {bound:g} beside {other_name} {other:g}, which cannot "
                     "be enforced exactly; give inclusive bounds"

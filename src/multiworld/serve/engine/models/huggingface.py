@@ -8,14 +8,13 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.engine.models import padding_check
-from multiworld.serve.engine.models.padding_check import UNPADDED
+from multiworld.serve.engine.models.padding_check import UNPADDED, Sizes
 from multiworld.serve.engine.models.partition import Span, chain_partition
 from multiworld.serve.engine.models.pooling import Pooling
 from multiworld.serve.engine.models.stored_integers import check_config
@@ -26,19 +25,8 @@ from multiworld.serve.text.text_inputs import Tokenizer
 # Number of tokens in the example: about one sentence, as in typical requests.
 EXAMPLE_TOKENS = 24
 
-SOME_IDS = 1000  # number of token ids from which a trial chooses
-
 # Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``.
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
-
-
-class Sizes(NamedTuple):
-    """Sizes that a trial of a stage needs."""
-
-    vocabulary: int
-    hidden: int  # numbers of a token between two stages
-    longest: int  # maximum number of tokens of a row
-    pad: float  # token with which rows are padded
 
 
 def model(
@@ -335,21 +323,5 @@ def _load_stage(
             "it, or `device`"
         )
     part = transformer_stage.load(folder, span, dtype, pooling, device, quantization)
-    if part.whole.config.model_type in UNPADDED:
-        return part
-    chance = torch.Generator().manual_seed(0)
-
-    def ids(length: int) -> Tensor:
-        table = part.whole.get_input_embeddings()
-        few = min(sizes.vocabulary, getattr(table, "num_embeddings", 2), SOME_IDS)
-        return torch.randint(few, (1, length), generator=chance).to(device)
-
-    def rows(length: int) -> Tensor:
-        made = torch.randn(1, length, sizes.hidden, generator=chance)
-        return made.to(device, getattr(torch, dtype))
-
-    name, inputs, pad = "hidden", rows, 0.0
-    if span.is_first:
-        name, inputs, pad = ("input_ids", ids, sizes.pad)
-    padding_check.check(part, inputs, name, pad, sizes.longest, folder)
+    padding_check.check_stage(part, span, sizes, dtype, device, folder)
     return part

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multiworld.errors import SpecError
+from multiworld.serve.engine.models.partition import Span
 from multiworld.serve.spec.stage import Tensors
 
 logger = logging.getLogger("multiworld.serve")
@@ -24,9 +26,48 @@ UNPADDED = frozenset({"fnet", "yoso", "convbert", "nystromformer"})
 
 SHORT, LONG = 5, 12  # tokens of the rows in a trial; a model may take fewer
 
+SOME_IDS = 1000  # number of token ids from which a trial chooses
+
 # Maximum difference between the two results, as a fraction of the largest number. The
 # largest found for an architecture that ignores padding, in bfloat16, is 0.01.
 TOLERANCE = 0.05
+
+
+class Sizes(NamedTuple):
+    """Sizes that a trial of a stage needs."""
+
+    vocabulary: int
+    hidden: int  # numbers of a token between two stages
+    longest: int  # maximum number of tokens of a row
+    pad: float  # token with which rows are padded
+
+
+def check_stage(
+    part: Any,  # a ``LayerPart``
+    span: Span,
+    sizes: Sizes,
+    dtype: str,
+    device: str,
+    folder: Path,
+) -> None:
+    """Raise SpecError if rows of a loaded stage depend on their padding."""
+    if part.whole.config.model_type in UNPADDED:
+        return
+    chance = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> Tensor:
+        table = part.whole.get_input_embeddings()
+        few = min(sizes.vocabulary, getattr(table, "num_embeddings", 2), SOME_IDS)
+        return torch.randint(few, (1, length), generator=chance).to(device)
+
+    def rows(length: int) -> Tensor:
+        made = torch.randn(1, length, sizes.hidden, generator=chance)
+        return made.to(device, getattr(torch, dtype))
+
+    if span.is_first:
+        check(part, ids, "input_ids", sizes.pad, sizes.longest, folder)
+    else:
+        check(part, rows, "hidden", 0.0, sizes.longest, folder)
 
 
 @torch.inference_mode()
