@@ -509,13 +509,13 @@ async def test_update_of_the_gateways_hands_all_streams_over(service: Served) ->
 
 async def test_gateways_are_lost_after_an_update_of_the_model(tmp_path: Path) -> None:
     """Streams that began with a version that is gone continue with its equal."""
-    folder = save_decoder(tmp_path / "decoder", max_position_embeddings=4096)
+    folder = save_decoder(tmp_path / "decoder", max_position_embeddings=1024)
     spec = spec_of(folder)
     spec["drain_s"] = 1.0
     spec["models"]["m"]["version"] = "1"
     spec["models"]["m"]["generation"]["kv_cache_memory_mb"] = 16
     with served(tmp_path, spec) as service:
-        async with Streams(service, tokens=1500) as streams:
+        async with Streams(service, tokens=500) as streams:
             await streams.have(3)
             spec["models"]["m"]["version"] = "2"
             text = yaml.safe_dump(spec, sort_keys=False)
