@@ -117,12 +117,18 @@ class LaneCollectives:
         if self.rank < extra:
             await self.receive_into(operation, self.rank + power, arrived)
             await offload(size_of(flat), combine, flat, arrived)
-        mask = 1
+        # The lower rank's tensor comes first at both partners: MAX of 0.0 and -0.0, and
+        # the bits of a NaN, depend on the order.
+        total, mask = flat, 1
         while mask < power:
             partner = self.rank ^ mask
-            await self.exchange(operation, partner, flat, partner, arrived)
-            await offload(size_of(flat), combine, flat, arrived)
+            await self.exchange(operation, partner, total, partner, arrived)
+            if partner < self.rank:
+                total, arrived = arrived, total
+            await offload(size_of(total), combine, total, arrived)
             mask *= 2
+        if total is not flat:
+            await offload(size_of(flat), flat.copy_, total)
         if self.rank < extra:
             await self.send(operation, self.rank + power, flat)
 

@@ -199,6 +199,22 @@ async def lets_nan_win(arena: Arena) -> None:
 
 
 @check
+async def leaves_the_same_bits_everywhere(arena: Arena) -> None:
+    """Check that members agree on the sign of zero, and on the bits of a NaN."""
+    nans = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+    for size in (2, 3, 5):
+        worlds = await arena.world(size)
+        for op in (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.SUM):
+            totals = [
+                torch.cat([torch.tensor([-0.0, 0.0]).roll(rank), nans.roll(rank)])
+                for rank in range(size)
+            ]
+            await every(worlds, lambda w, t=totals, o=op: w.all_reduce(t[w.rank], o))
+            bits = {tuple(total.view(torch.int32).tolist()) for total in totals}
+            assert len(bits) == 1, (size, op, bits)
+
+
+@check
 async def reduces_large_tensors(arena: Arena) -> None:
     """Check reductions of several segments and fragments, for several element sizes."""
     for size in (2, 3):
