@@ -43,6 +43,8 @@ def _differences(app: AppSpec, status: StatusAnswer) -> Iterator[str]:
             which = f"version {serving} serves" if serving else "no version serves"
             yield f"{name}: {which}, not {model.version}"
         wanted = status.wanted.models.get(name)
+        if wanted is not None and len(wanted.replicas) != len(model.stages):
+            continue  # another version is wanted, with other stages
         for number, stage in enumerate(model.stages):
             ready = sum(
                 p.phase == "ready" and p.version == model.version

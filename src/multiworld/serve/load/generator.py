@@ -79,7 +79,7 @@ class Load:
         self._target, self._rate_per_s, self._check = target, rate_per_s, check
         self._due = due
         self.samples: list[Sample] = []
-        self.sent = 0
+        self.sent = self.answered = 0
         self.began_at = 0.0  # on the loop's clock
         self.offset_s = 0.0  # added to due times, so that loads share one clock
         self._is_ending = False
@@ -135,12 +135,13 @@ class Load:
                 target.url, data=body, headers=target.headers
             ) as response:
                 status = response.status
+                is_cut = status == 200  # until it has been read
                 if target.is_stream and status == 200:
-                    is_cut = True
                     error = await _streamed(response, times, loop.time)
                     is_cut, content = bool(error), b""
                 else:
                     content = await response.read()
+                    is_cut = False
                 phases = phases_of(response.headers.get("Server-Timing"))
             if status != 200:
                 error = content[:200].decode(errors="replace")
@@ -151,18 +152,18 @@ class Load:
         latency_s = loop.time() - self.began_at - due_s
         since = self.began_at + due_s
         parts = tuple(time - since for time in times)
-        self.samples.append(
-            Sample(
-                due_s + self.offset_s,
-                latency_s,
-                status,
-                is_right,
-                error,
-                phases,
-                parts,
-                is_cut,
-            )
+        sample = Sample(
+            due_s + self.offset_s,
+            latency_s,
+            status,
+            is_right,
+            error,
+            phases,
+            parts,
+            is_cut,
         )
+        self.samples.append(sample)
+        self.answered += sample.is_answered
 
 
 async def _streamed(

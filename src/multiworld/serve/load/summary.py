@@ -19,7 +19,7 @@ class Sample:
     # Seconds by phase, if the service reported them.
     phases: Mapping[str, float] | None = None
     times: tuple[float, ...] = ()  # seconds from its due time to each part of a stream
-    is_cut: bool = False  # a stream ended prematurely
+    is_cut: bool = False  # the answer ended prematurely
 
     @property
     def is_answered(self) -> bool:
@@ -39,7 +39,7 @@ class Summary:
     max_s: float
     statuses: dict[int, int]
     errors: dict[str, int]  # by text, the ten most frequent
-    cut: int = 0  # streams that ended prematurely
+    cut: int = 0  # answers that ended prematurely
     first_p50_s: float | None = None  # time to the first part of a stream
     first_p99_s: float | None = None
     gap_p50_s: float | None = None  # time between two parts of a stream

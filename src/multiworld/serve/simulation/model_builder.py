@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from multiworld.errors import PlacementError, SpecError
@@ -142,12 +142,23 @@ class Machines(Room):
         self._ledger, self._needs = ledger, needs
 
     def take(self, name: str, model: str, stage: int) -> bool:
+        return self._book(self._ledger, name, model, stage)
+
+    def fits(self, model: str, more: Sequence[int]) -> bool:
+        trial = self._ledger.copy()
+        return all(
+            self._book(trial, f"{model}/{stage} more {number}", model, stage)
+            for stage, count in enumerate(more)
+            for number in range(count)
+        )
+
+    def _book(self, ledger: Bookings, name: str, model: str, stage: int) -> bool:
         need, post = self._needs[model][stage], (model, stage)
         try:
-            spot = assign(self._ledger, post, need, {})
+            spot = assign(ledger, post, need, {})
         except PlacementError:
             return False
-        self._ledger.book(name, post, spot, need)
+        ledger.book(name, post, spot, need)
         return True
 
     def free(self, name: str) -> None:

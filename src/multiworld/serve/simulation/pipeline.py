@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from multiworld.serve.controller.scaling.limits import keep_starting, within
+from multiworld.serve.controller.scaling.limits import (
+    keep_starting,
+    largest_that_fits,
+    within,
+)
 from multiworld.serve.controller.scaling.samples import PERIODS
 from multiworld.serve.controller.scaling.snapshot import (
     Policy,
@@ -141,6 +145,10 @@ class Room:
     """Unlimited room for replicas; subclasses may limit it."""
 
     def take(self, name: str, model: str, stage: int) -> bool:
+        return True
+
+    def fits(self, model: str, more: Sequence[int]) -> bool:
+        """Return whether there is room for so many more replicas of each stage."""
         return True
 
     def free(self, name: str) -> None:
@@ -365,7 +373,10 @@ class Pipeline:
         live = [self._live(k) for k in range(len(before))]
         starting = [sum(not r.is_ready for r in replicas) for replicas in live]
         there = [len(replicas) for replicas in live]
-        self._wanted = [*keep_starting(decision.replicas, before, starting, there)]
+        wanted = keep_starting(decision.replicas, before, starting, there)
+        if not self._fits(wanted):
+            wanted = tuple(largest_that_fits(before, wanted, self._fits))
+        self._wanted = [*wanted]
         if tuple(self._wanted) != before:
             after = tuple(self._wanted)
             self.decided.append(SimulatedDecision(now, before, after, decision.why))
@@ -376,6 +387,11 @@ class Pipeline:
             self._drain(k, here - count, now)
         self._note(now)
         self._move(now)
+
+    def _fits(self, counts: Sequence[int]) -> bool:
+        here = [len(self._live(k)) for k in range(len(counts))]
+        more = [max(0, n - m) for n, m in zip(counts, here, strict=True)]
+        return self._room.fits(self._model.name, more)
 
     def _snapshot(self, now: float) -> Snapshot:
         stages = [

@@ -394,8 +394,10 @@ class TokenPipeline(Pipeline):
     def _is_good(self, request: Request) -> bool:
         assert isinstance(request, SimulatedSequence)
         wanted = self._model.text
-        if request.ended < 0 or wanted is None:
-            return request.ended >= 0
+        if not 0 <= request.ended - request.at <= self._model.deadline_s:
+            return False
+        if wanted is None:
+            return True
         ttft_s = request.first_at - request.at
         tpot_s = (request.ended - request.first_at) / max(1, request.answer - 1)
         is_first = wanted.ttft_s is None or ttft_s <= wanted.ttft_s

@@ -67,8 +67,13 @@ class RequestTrace:
         """Return whether the spans are exported if the request ends with ``status``."""
         return self.is_wanted or status >= FAILED
 
-    def ended(self, name: str, now: float, status: int) -> list[Span]:
-        """Return all spans to export after the end of the request."""
+    def ended(
+        self, name: str, now: float, status: int, *, is_continued: bool = False
+    ) -> list[Span]:
+        """Return all spans to export after the end of the request.
+
+        If another gateway continues the request, that one exports the root span.
+        """
         is_failed = status >= FAILED
         if not self.is_kept(status):
             return []
@@ -95,7 +100,7 @@ class RequestTrace:
             Span(name, self.own, began_at, ended_at, about, error=error)
             for name, began_at, ended_at, about, error in self._children
         ]
-        return [root, *children]
+        return children if is_continued else [root, *children]
 
 
 class WorkTrace:

@@ -11,6 +11,7 @@ import importlib
 import logging
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -168,7 +169,10 @@ class Tracer:
 
     def close(self) -> None:
         """Export the remaining spans; blocks for at most ``FLUSH_S``."""
-        self._processor.force_flush(int(1000 * FLUSH_S))
+        # In a thread: the SDK ignores the time that ``force_flush`` is given.
+        flush = threading.Thread(target=self._processor.force_flush, daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)
 
 
 def modules(environment: Mapping[str, str]) -> list[str]:

@@ -82,6 +82,15 @@ def test_what_runs_otherwise_is_said() -> None:
     )
 
 
+def test_version_that_was_rolled_back_may_have_had_other_stages() -> None:
+    wanted = {**examples.STATUS["wanted"]}
+    wanted["models"] = {"m": {**wanted["models"]["m"], "replicas": [1]}}
+    found = shown(
+        parse_spec(TEXT, "here"), "", status(active={"m": "1"}, wanted=wanted)
+    )
+    assert found.differences == ("m: version 1 serves, not 2",)
+
+
 def test_service_that_runs_its_spec_has_no_differences() -> None:
     text = TEXT.replace("replicas: 3", "replicas: 1").replace('"2"', '"1"')
     app = parse_spec(text.replace("replicas: 2", "replicas: 1"), "here")

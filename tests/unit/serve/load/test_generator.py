@@ -212,3 +212,21 @@ def test_times_of_streams_are_those_of_all_of_them() -> None:
     assert (found.first_p50_s, found.first_p99_s) == (0.25, 0.75)
     assert (found.gap_p50_s, found.gap_p99_s, found.gap_max_s) == (0.5, 1.25, 1.25)
     assert summarise([]).first_p50_s is None
+
+
+async def test_answer_that_is_cut_is_not_counted_as_answered() -> None:
+    """Its status has arrived; the rest does not come."""
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        load = Load(
+            embeddings(f"http://127.0.0.1:{port}", "m", ["a"]), 1.0, due=AT_ONCE
+        )
+        found = summarise(await load.run())
+    assert (found.answered, found.failed, found.cut) == (0, 5, 5)
+    assert load.answered == 0

@@ -229,7 +229,22 @@ def test_machines_limit_what_is_started() -> None:
     arrivals = traces.gamma(8.0, 60.0)
     (found,) = simulate([model], [arrivals], random.Random(0).random, room)
     assert max(sum(m.ready) for m in found.moments) == 2
-    assert max(sum(m.wanted) for m in found.moments) > 2
+    assert max(sum(m.wanted) for m in found.moments) == 2
+
+
+def test_decision_is_reduced_to_what_fits_as_in_the_service() -> None:
+    """Room for five of eight: not four of the first stage and one of the second."""
+    needs = (Need(cpus=1.0), Need(cpus=1.0))
+    room = Machines(Bookings([Node("a", cpus=5.0, memory_bytes=2**30)]), {"m": needs})
+    seen: list[tuple[int, ...]] = []
+
+    def most(snapshot: Snapshot) -> Decision:
+        seen.append(tuple(stage.replicas for stage in snapshot.stages))
+        return Decision(replicas=(4, 4))
+
+    model = pipeline(0.02, 0.02, policy=most)
+    simulate([model], [traces.gamma(8.0, 30.0)], random.Random(0).random, room)
+    assert seen[-1] in {(3, 2), (2, 3)}
 
 
 # Policies compared.

@@ -83,6 +83,13 @@ def test_deadlines_and_full_queues_count_as_lost() -> None:
     assert found.attained < len(found.requests) - found.late - found.refused
 
 
+def test_sequence_that_ends_after_its_deadline_is_not_attained() -> None:
+    """Also if it has no objectives of its own."""
+    found = run(reference_policies.fixed, deadline_s=10.0, generation={})
+    assert found.late > 0
+    assert found.attained + found.late + found.refused <= len(found.requests)
+
+
 def test_sequences_of_one_scheduler_stay_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

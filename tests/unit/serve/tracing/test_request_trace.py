@@ -106,6 +106,16 @@ def test_span_of_the_client_is_the_parent() -> None:
     assert root.parent == client
 
 
+def test_gateway_that_continues_a_request_exports_its_root() -> None:
+    trace = RequestTrace(OWN, None, 0.0)
+    work = WorkTrace(trace, 0.0)
+    work.attempt(1, ("a",), 1.0)
+    work.ended(2.0)
+    found = trace.ended("x", 2.0, 200, is_continued=True)
+    assert found
+    assert all(each.parent == trace.own for each in found)
+
+
 def test_spans_of_a_request_are_bounded() -> None:
     trace = RequestTrace(OWN, None, 0.0)
     work = WorkTrace(trace, 0.0)

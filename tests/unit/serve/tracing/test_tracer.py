@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
+import threading
+import time
 
 import pytest
 
@@ -117,3 +119,14 @@ def test_exported_span_is_what_was_recorded() -> None:
     assert root["_parent"] is None
     assert root["_end_time"] == root["_start_time"]
     assert found["_name"] == "x"
+
+
+def test_collector_that_hangs_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "FLUSH_S", 0.05)
+    found, memory = made("TraceIdRatioBased", rate=1.0)
+    is_free = threading.Event()
+    memory.force_flush = lambda: is_free.wait(30.0)  # type: ignore[attr-defined]
+    began_at = time.monotonic()
+    found.close()
+    is_free.set()
+    assert time.monotonic() - began_at < 20.0

@@ -5,7 +5,6 @@ was scaled to zero causes a decision at once."""
 from __future__ import annotations
 
 import asyncio
-import bisect
 import functools
 import logging
 import math
@@ -27,7 +26,11 @@ from multiworld.serve.controller.fleet.state import (
 )
 from multiworld.serve.controller.placement.replica_placement import Specs
 from multiworld.serve.controller.scaling import limits
-from multiworld.serve.controller.scaling.limits import keep_starting, within
+from multiworld.serve.controller.scaling.limits import (
+    keep_starting,
+    largest_that_fits,
+    within,
+)
 from multiworld.serve.controller.scaling.policies import policy_of
 from multiworld.serve.controller.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
@@ -44,34 +47,6 @@ POLICY_S = 10.0  # maximum seconds for a policy to decide; later decisions are i
 # order of weight.
 TOGETHER_S = 0.25
 START_S = 1.0  # assumed seconds of a replica's start, until one has been measured
-
-
-def largest_that_fits(
-    before: Sequence[int], after: Sequence[int], fits: Callable[[Sequence[int]], bool]
-) -> list[int]:
-    """Return ``after``, with increases reduced evenly to what fits."""
-    counts = [min(one, other) for one, other in zip(before, after, strict=True)]
-    growing = [k for k, count in enumerate(after) if count > counts[k]]
-
-    def with_more(more: int) -> list[int]:
-        return [
-            min(after[k], count + more) if k in growing else count
-            for k, count in enumerate(counts)
-        ]
-
-    while growing:
-        top = max(after[k] - counts[k] for k in growing)
-        steps = range(1, top + 1)
-        counts = with_more(
-            bisect.bisect_left(steps, True, key=lambda more: not fits(with_more(more)))
-        )
-        for k in list(growing):
-            more = [count + (j == k) for j, count in enumerate(counts)]
-            if counts[k] < after[k] and fits(more):
-                counts = more
-            else:
-                growing.remove(k)
-    return counts
 
 
 class _Model:

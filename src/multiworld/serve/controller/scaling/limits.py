@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from multiworld.serve.controller.scaling.snapshot import (
@@ -57,7 +58,43 @@ def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
         stage.replicas if (limits := stage.limits) is None else limits.within(count)
         for count, stage in zip(counts, stages, strict=True)
     )
-    return replace(decision, replicas=replicas)
+    # A policy is a user's code: other types in these fields would reach all readers.
+    why, facts = str(decision.why), dict(decision.facts)
+    return replace(decision, replicas=replicas, why=why, facts=facts)
+
+
+def largest_that_fits(
+    before: Sequence[int], after: Sequence[int], fits: Callable[[Sequence[int]], bool]
+) -> list[int]:
+    """Return ``after``, with increases reduced evenly to what fits.
+
+    Where a stage would still have no replica, nothing grows: half a pipeline answers
+    nothing, and would take the room of one that could.
+    """
+    counts = [min(one, other) for one, other in zip(before, after, strict=True)]
+    growing = [k for k, count in enumerate(after) if count > counts[k]]
+
+    def with_more(more: int) -> list[int]:
+        return [
+            min(after[k], count + more) if k in growing else count
+            for k, count in enumerate(counts)
+        ]
+
+    while growing:
+        top = max(after[k] - counts[k] for k in growing)
+        steps = range(1, top + 1)
+        counts = with_more(
+            bisect.bisect_left(steps, True, key=lambda more: not fits(with_more(more)))
+        )
+        for k in list(growing):
+            more = [count + (j == k) for j, count in enumerate(counts)]
+            if counts[k] < after[k] and fits(more):
+                counts = more
+            else:
+                growing.remove(k)
+    if 0 in counts and 0 not in after:
+        return [min(one, other) for one, other in zip(before, after, strict=True)]
+    return counts
 
 
 def keep_starting(

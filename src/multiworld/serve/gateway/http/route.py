@@ -197,7 +197,10 @@ async def _respond_counted(
         if trace is not None and gateway.tracer is not None and trace.is_kept(status):
             _describe(trace, route, admitted)
             what = OPERATIONS.get(route.path, f"{route.method} {route.path}")
-            gateway.tracer.export(trace.ended(f"{what} {label}", now, status))
+            spans = trace.ended(
+                f"{what} {label}", now, status, is_continued=not is_ended
+            )
+            gateway.tracer.export(spans)
         return phases
 
     status = CLIENT_CLOSED

@@ -28,7 +28,8 @@ from multiworld.serve.controller.fleet.state import (
     ProcessPhase,
 )
 from multiworld.serve.controller.scaling import autoscaler as module
-from multiworld.serve.controller.scaling.autoscaler import Autoscaler, largest_that_fits
+from multiworld.serve.controller.scaling.autoscaler import Autoscaler
+from multiworld.serve.controller.scaling.limits import largest_that_fits
 from multiworld.serve.controller.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.wire.control_messages import GatewayReport, Reports
@@ -256,6 +257,30 @@ async def test_decision_beyond_the_limits_is_brought_within_them(
         s.scaler.start()
         await until(lambda: s.owner.wanted)
         assert s.replicas() == (4, 1)
+
+
+async def test_reason_of_a_policy_is_a_text_whatever_it_returns(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Clients could not read another type."""
+    async with service() as s:
+        s.serve("m", spec(), 2)
+        policies["one"].decides = to(3, why=0.7)  # type: ignore[arg-type]
+        s.scaler.start()
+        await until(lambda: s.owner.wanted)
+        assert s.reason() == "0.7"
+
+
+async def test_half_a_pipeline_is_not_started(policies: dict[str, FakePolicy]) -> None:
+    """Its replica would take the room of a model that could answer."""
+    async with service() as s:
+        s.serve("m", spec(2, low=0, high=4), 0, 0)
+        s.owner.room = 1
+        policies["one"].decides = to(1, 1)
+        s.scaler.start()
+        await until(lambda: s.owner.trials)
+        await until(lambda: "no room" in s.reason())
+        assert s.replicas() == (0, 0)
 
 
 async def test_policy_gets_its_memory_back(policies: dict[str, FakePolicy]) -> None:
@@ -631,6 +656,8 @@ def test_largest_fit_equals_adding_replicas_one_by_one(
             wanted = more if fits(more) else wanted
             if wanted is not more or wanted[k] == after[k]:
                 growing.remove(k)
+    if 0 in wanted and 0 not in after:
+        wanted = list(map(min, before, after))
     assert found == wanted
     assert tried <= (len(after) + 1) * (4 + len(after))
 
