@@ -260,7 +260,7 @@ class Controller:
         await self.placement.plan_first(desired_state_of(self.app))
 
     async def _await_machines(self) -> None:
-        await await_machines(self.app, self.bookings, self.history, self._clock)
+        await await_machines(lambda: self.app, self.bookings, self.history, self._clock)
 
     def start(self, old: Record | None) -> None:
         adopted = [] if old is None else self._adopt(old)
@@ -536,7 +536,10 @@ class Controller:
 
     def _stalled_s(self) -> float:
         """Return the maximum seconds to hold the GIL: twice the longest batch limit."""
-        stages = (s for model in self.app.models.values() for s in model.stages)
+        # Also those of old versions, which may still run.
+        specs = [of for each in self._versions.specs.values() for of in each.values()]
+        specs += self.app.models.values()
+        stages = (stage for model in specs for stage in model.stages)
         longest_s = max((stage.compute_s or 0.0 for stage in stages), default=0.0)
         return 2 * max(HUNG_S, longest_s)
 

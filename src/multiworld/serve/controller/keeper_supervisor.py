@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.controller.detached_process import start_detached
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
 from multiworld.serve.deadlines import KEEPER_BEAT_S, KEEPER_FOUND_S, KEEPER_START_S
@@ -57,7 +58,7 @@ class KeeperSupervisor:
     ) -> None:
         self._app = app
         self._history = history
-        self._counts = Counts()
+        self._counts: Counts | None = None  # none of this keeper yet
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
         self._silence_s = app().silence_s  # read once, because no update changes it
@@ -95,7 +96,7 @@ class KeeperSupervisor:
                 # The keeper may be of another release.
                 _signal(self.pid, signal.SIGKILL)
                 await asyncio.sleep(AGAIN_S)
-            self.pid = 0
+            self.pid, self._counts = 0, None
 
     def _reach(self) -> Channel | None:
         """Return a channel to the keeper; None if there is none."""
@@ -105,7 +106,6 @@ class KeeperSupervisor:
         except OSError:
             sock.close()
             return None
-        self._counts = Counts()
         self.pid = _pid_of(sock)
         self._lost.clear()
         self._unanswered, self._has_answered = 0, False
@@ -149,6 +149,8 @@ class KeeperSupervisor:
     def _report(self, counts: Counts) -> None:
         """Record changes of the keeper's counts in the history."""
         before, self._counts = self._counts, counts
+        if before is None:
+            return  # of an earlier controller, which has recorded them
         self._history.handed_over += counts.handed_over - before.handed_over
         for name, text in WORDS.items():
             if (more := getattr(counts, name) - getattr(before, name)) > 0:
@@ -166,28 +168,18 @@ class KeeperSupervisor:
         command += ["--active", str(self._gateway.replicas)]
         for number in listeners:
             command += ["--listener", str(number)]
-        with open(self._log, "ab") as errors:  # noqa: ASYNC230 - only opens the log
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                pass_fds=listeners,
-                env={**os.environ, **MALLOC},
-                start_new_session=True,
-            )
-        assert process.stdout is not None
+        process = start_detached(command, self._log, MALLOC, listeners)
         try:
             async with asyncio.timeout(KEEPER_START_S):
-                line = await process.stdout.readline()
+                line = await process.first_line()
             if line.strip() != READY:
                 raise OSError(f"it exited before it was ready; see {self._log}")
         except BaseException:
             # Kill it: otherwise it would accept connections beside the next keeper, but
             # have no gateways to give them to.
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             raise
+        self._counts = Counts()
 
     def ending(self) -> None:
         """Make the keeper hold connections for the next service, if the spec says so.

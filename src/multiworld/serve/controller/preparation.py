@@ -23,18 +23,22 @@ FACTS_S = 10.0  # maximum wait for a cluster's machines to report their bfloat16
 
 
 async def await_machines(
-    app: AppSpec,
+    current: Callable[[], AppSpec],  # an update may change it meanwhile
     bookings: ReplicaBookings,
     history: History,
     clock: Callable[[], float],
 ) -> None:
     """Wait until all replicas fit; raise ``PlacementError`` after ``ready_s``."""
     # Only Ray clusters need the wait: the machines of a new cluster join one by one.
-    if app.launcher != "ray":
+    if current().launcher != "ray":
         return
-    limit, said = clock() + app.ready_s, ""
-    specs = {name: {m.version: m} for name, m in app.models.items()}
+    app: AppSpec | None = None
+    limit, said = 0.0, ""
     while True:
+        if app is not current():
+            app = current()
+            limit = clock() + app.ready_s
+        specs = {name: {m.version: m} for name, m in app.models.items()}
         try:
             bookings.admit(asks_of(desired_state_of(app), specs))
             return

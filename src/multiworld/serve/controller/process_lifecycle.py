@@ -97,6 +97,9 @@ class ProcessLifecycle:
         if model:
             spec = self._versions.get(model, version)
             need = needs_of(spec)[stage]
+            if trouble := self._launcher.trouble():
+                self._reconciliation.happened(events.Unplaced(name, trouble, True))
+                return
             try:
                 spot = self._book(name, (model, version, stage), need)
             except PlacementError as error:
@@ -122,8 +125,6 @@ class ProcessLifecycle:
             self._launcher.kill(running)  # its exit releases its booking
 
     def _book(self, name: str, post: tuple[str, str, int], need: Need) -> Location:
-        if trouble := self._launcher.trouble():
-            raise PlacementError(trouble)
         spot, why = self._bookings.take(name, post, need)
         if len(self._bookings.ledger.nodes) > 1:
             self._history.say("placed", f"{name} on {spot.node}: {why}", name)
@@ -132,7 +133,7 @@ class ProcessLifecycle:
     def _launch_failed(self, name: str, error: LaunchError) -> None:
         if trouble := self._launcher.trouble():
             self._links.close(name)
-            self._reconciliation.happened(events.Unplaced(name, trouble))
+            self._reconciliation.happened(events.Unplaced(name, trouble, True))
         else:
             why = f"it could not be started: {error}"
             self._reconciliation.happened(events.ProcessGone(name, why))

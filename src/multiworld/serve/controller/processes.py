@@ -54,9 +54,9 @@ class Processes:
         """Start a process at a location; None: on the controller's machine."""
         name = args.name
         self._starting.add(name)
-        self._remove_old_logs()
-        self._note_log(name)
         try:
+            self._remove_old_logs()
+            self._note_log(name)
             # If cancelled, the process may still start; a later controller stops it.
             return await self._launcher.launch(
                 name, args, self.log_of(name), location, need

@@ -19,6 +19,7 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
+from multiworld.serve.controller.detached_process import start_detached
 from multiworld.serve.controller.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.controller.launchers.base import began_at
 from multiworld.serve.controller.status import last_words
@@ -48,17 +49,8 @@ async def start_store(
     command += ["--state", str(folder.path / "epochs.json")]
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"
-    with open(log, "ab") as errors:  # noqa: ASYNC230 - only opens the log
-        # If this is cancelled, the store runs unrecorded until all processes exit.
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-    assert process.stdout is not None
+    # If this is cancelled, the store runs unrecorded until all processes exit.
+    process = start_detached(command, log, env)
     began = began_at(process.pid) or 0
     try:
         # Keep the store's process id on disk until the record has it: an unrecorded
@@ -67,16 +59,14 @@ async def start_store(
             # The disk may be full: start the store anyway.
             started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
-            line = await process.stdout.readline()
+            line = await process.first_line()
     except TimeoutError:
         line = b""
     except OSError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         raise
     if not line:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
         raise LaunchError(f"the store did not start: {last_words(log) or f'see {log}'}")
     address = json.loads(line)["store"]
     return StoreRecord(address=address, pid=process.pid, began=began)

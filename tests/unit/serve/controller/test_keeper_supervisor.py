@@ -15,7 +15,9 @@ import pytest
 from multiworld.serve.controller import keeper_supervisor
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.fleet.record import StateFolder
-from multiworld.serve.controller.keeper_supervisor import KeeperSupervisor
+from multiworld.serve.controller.keeper_supervisor import WORDS, KeeperSupervisor
+from multiworld.serve.keeper.frames import Kind, entry, frame
+from multiworld.serve.keeper.process import COUNTS
 from multiworld.serve.spec.schema import AppSpec
 
 OF_ANOTHER_RELEASE = """
@@ -67,12 +69,14 @@ def slow_python(folder: Path) -> str:
     return str(slow)
 
 
-def supervisor_of(path: Path, listener: socket.socket) -> KeeperSupervisor:
+def supervisor_of(
+    path: Path, listener: socket.socket, history: History | None = None
+) -> KeeperSupervisor:
     folder = StateFolder(path)
     folder.make()
     model = {"factory": "a:b", "stages": [{"name": "all"}]}
     app = AppSpec.model_validate({"app": "a", "models": {"m": model}})
-    return KeeperSupervisor(folder, listener, History(), lambda: app)
+    return KeeperSupervisor(folder, listener, history or History(), lambda: app)
 
 
 async def test_client_is_not_refused_while_the_keeper_starts(
@@ -147,3 +151,35 @@ def _is_running(pid: int) -> bool:
     except (ProcessLookupError, FileNotFoundError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_counts_of_a_keeper_that_is_adopted_are_not_news(tmp_path: Path) -> None:
+    """The controller before this one has recorded them."""
+    folder = StateFolder(tmp_path)
+    folder.make()
+    totals = [COUNTS.pack(57, 2, 3, 0, 1)]
+    answered, history = asyncio.Event(), History()
+
+    async def keeper(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while await reader.read(4096):
+            writer.write(frame([entry(Kind.BEAT, 0, 0, totals[-1])]))
+            answered.set()
+        writer.close()
+
+    async with await asyncio.start_unix_server(keeper, folder.keeper):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            supervisor = supervisor_of(tmp_path, listener, history)
+            supervising = asyncio.ensure_future(supervisor.run())
+            try:
+                await answered.wait()
+                totals.append(COUNTS.pack(57, 3, 3, 0, 1))
+                async with asyncio.timeout(40):
+                    while not history.since(0):  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+            finally:
+                supervising.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await supervising
+    assert [event.text for event in history.since(0)] == [WORDS["closed"].format(1)]

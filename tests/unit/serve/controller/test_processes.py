@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -24,7 +25,7 @@ from multiworld.serve.controller.processes import (
     end_words,
     local_words,
 )
-from multiworld.serve.machines.amounts import Need
+from multiworld.serve.machines.amounts import Location, Need, Node
 from multiworld.serve.machines.bookings import Bookings
 from multiworld.serve.wire.process_args import ProcessArgs
 
@@ -116,3 +117,23 @@ def test_log_says_how_its_process_ended(
     assert first == "the stage was loaded"
     assert "this process has ended: it ended with SIGKILL" in last
     assert (last[0] == "{") == (kind == "json")
+
+
+async def test_launch_that_fails_before_it_begins_keeps_no_booking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the logs cannot be listed: too many open files."""
+    ledger, need = Bookings([Node("n", 1.0, 2**30)]), Need(cpus=1.0)
+    processes = Processes(cast("Launcher", StandIn()), ledger, tmp_path)
+    ledger.book("m/0/1", ("m", "1", 0), Location("n"), need)
+    args = ProcessArgs(
+        app="a", name="m/0/1", role="worker", store="", silence_s=1.0, orphan_s=1.0
+    )
+
+    def fail(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "glob", fail)
+    with pytest.raises(OSError, match="Too many"):
+        await processes.launch(args, Location("n"), need)
+    assert not ledger.bookings

@@ -65,10 +65,11 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """No machine has room for a process; ``why`` is for people."""
+    """A process cannot be placed; ``why`` is for people."""
 
     name: str
     why: str
+    is_for_now: bool = False  # nothing can start at all for a moment
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,8 @@ class Reconciler:
                 yield from self._probed(name, error, now)
             case events.ProcessGone():
                 yield from self._gone(event, now)
-            case events.Unplaced(name, why) if name in self.processes:
-                yield from self._unplaced(self.processes.pop(name), why, now)
+            case events.Unplaced(name) if name in self.processes:
+                yield from self._unplaced(event, now)
             case events.CapacityChanged(starts_at_once):
                 self.starts_at_once = starts_at_once
                 self._retry_at.clear()
@@ -306,8 +306,9 @@ class Reconciler:
         if is_first and failures == FIRST_START_FAILURES:
             yield GiveUp(process.model, process.stage, failures, cause)
 
-    def _unplaced(self, process: Process, why: str, now: float) -> Iterator[Action]:
+    def _unplaced(self, event: events.Unplaced, now: float) -> Iterator[Action]:
         """Schedule another attempt: a replica may exit, or a machine may be added."""
+        process, why = self.processes.pop(event.name), event.why
         key = _key_of(process)
         self._retry_at[key] = now + PLACEMENT_RETRY_S
         if self.unplaced.get(key) != why:
@@ -319,7 +320,7 @@ class Reconciler:
             is_outdated = other.options != self.desired.gateway_options
             if other.is_gateway and is_outdated:
                 continue  # it serves until its replacement is ready
-            if other.is_drain_requested:
+            if other.is_drain_requested and not event.is_for_now:
                 # Its replacement cannot be placed, so cancel the drain.
                 other.is_drain_requested = False
                 yield LogEvent(

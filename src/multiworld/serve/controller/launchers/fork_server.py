@@ -13,6 +13,7 @@ server exits with its parent; the forked processes keep running.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -130,8 +131,9 @@ class ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):  # e.g. the disk is full
+                    stream.flush()
             os._exit(code)
 
 
@@ -141,7 +143,12 @@ def _redirect(path: str) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if path:
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:  # e.g. the disk is full: serve without a log
+            with contextlib.suppress(OSError):
+                os.write(2, f"cannot open {path}: {error.strerror}\n".encode())
+            return
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import IO, Generic, TypeVar
 import msgspec
 
 from multiworld.errors import LaunchError
+from multiworld.serve.controller.forked_child import ForkedChild
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
 from multiworld.serve.controller.launchers.protocol import (
     Begin,
@@ -33,32 +33,6 @@ END_S = 5.0  # seconds for a helper process to exit before it is killed
 PING_S = 1.0  # seconds between pings
 MISSED_LIMIT = 5  # unanswered pings after which the process counts as hung
 LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
-
-
-class ForkedChild:
-    """A child of ``os.fork``; it is reaped on exit, like asyncio's subprocesses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._exited = asyncio.Event()
-        self._pidfd = os.pidfd_open(pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
-
-    def _reap(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        _, status = os.waitpid(self.pid, 0)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        self._exited.set()
-
-    def kill(self) -> None:
-        """Kill the child; do nothing if it has exited."""
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    async def wait(self) -> None:
-        await self._exited.wait()
 
 
 Child = asyncio.subprocess.Process | ForkedChild
@@ -161,7 +135,7 @@ class HelperProcess(Generic[M]):
         return waiting.control
 
     async def _ping(self, process: Child) -> None:
-        while self.is_running:
+        while self.is_running and self._process is process:
             if self._unanswered == MISSED_LIMIT:
                 logger.error(
                     "%s (process %d) has not answered for %g s%s",

@@ -53,7 +53,12 @@ class LocalLauncher:
         pid = await self._forks.fork(Launch(name, text, str(log), self._context.env))
         node = "" if spot is None else spot.node
         running = RunningProcess(name, pid, began_at(pid) or 0, node)
-        if not self._watch(running):
+        try:
+            is_running = self._watch(running)
+        except OSError as error:  # too many open files: its exit would go unnoticed
+            self.kill(running)
+            raise LaunchError(f"{name} cannot be watched: {error}") from error
+        if not is_running:
             raise LaunchError(f"{name} exited at once; see {log}")
         return running
 
@@ -61,7 +66,10 @@ class LocalLauncher:
         return memory_above(running.pid, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        return began_at(running.pid) == running.began and self._watch(running)
+        try:
+            return began_at(running.pid) == running.began and self._watch(running)
+        except OSError:  # too many open files
+            return False
 
     def settle(self) -> None:
         """Do nothing: processes that were not adopted exit by themselves."""
@@ -69,7 +77,7 @@ class LocalLauncher:
     def _watch(self, running: RunningProcess) -> bool:
         try:
             pidfd = os.pidfd_open(running.pid)
-        except OSError:
+        except ProcessLookupError:
             return False
         self._watched[running.name] = pidfd
         self._loop.add_reader(pidfd, self._gone, running.name)

@@ -144,6 +144,29 @@ def test_drain_is_withdrawn_without_room_for_a_replacement() -> None:
     assert service.fleet.table.number == number, "the table stays as it is"
 
 
+def test_drain_is_kept_while_nothing_can_start_for_a_moment() -> None:
+    """The fork server is replaced, say; there is room."""
+    service = Service(1, 1, 1)
+    drained = service.a_worker(1)
+    launched: list[str] = []
+
+    def fail(action: Action) -> list[Event]:
+        if isinstance(action, Launch):
+            launched.append(action.name)
+            return [Unplaced(action.name, "the fork server hangs", is_for_now=True)]
+        return Service.carry_out(service, action)
+
+    service.carry_out = fail  # type: ignore[method-assign]
+    service.handle(DrainRequested(drained))
+    service.tick(3.0)
+    assert launched
+    assert "kept" not in service.kinds()
+    del service.carry_out
+    service.tick(10.0)
+    assert drained not in service.fleet.processes
+    assert service.ready() == [1, 1, 1]
+
+
 def test_adopted_replica_that_never_joins_is_replaced() -> None:
     """Its machine may be unreachable, and the replica lost with it."""
     service = Service(1, 1, 1)

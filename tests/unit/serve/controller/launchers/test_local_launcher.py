@@ -235,3 +235,15 @@ async def test_processes_outlive_the_launcher(launched: Launched) -> None:
     assert await again.exit_of("a") is None
     assert launched.exits == []
     await again.launcher.close()
+
+
+async def test_process_whose_log_cannot_be_opened_serves(launched: Launched) -> None:
+    """A full disk does not keep a lost replica from being replaced."""
+    running = await launched.launch("no/such/folder", "says")
+    log = launched.folder / "launcher.log"
+    async with asyncio.timeout(WAIT_S):
+        while f"hello {running.pid}" not in log.read_text():  # noqa: ASYNC110 - a file has no event
+            await asyncio.sleep(0.01)
+    assert "cannot open" in log.read_text()
+    assert began_at(running.pid) == running.began
+    launched.launcher.kill(running)

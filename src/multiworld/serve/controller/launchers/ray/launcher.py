@@ -250,7 +250,9 @@ class RayLauncher:
             async with asyncio.timeout(LAUNCH_S):
                 running = await future
         except TimeoutError:
-            self._starting.pop(name, None)  # ``_on_news`` kills it if it starts later
+            # Killed if it starts later, also if the bridge is replaced meanwhile.
+            self._starting.pop(name, None)
+            self._ending.add(name)
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
         return RunningProcess(name, running.pid, running.began, spot.node)
 
