@@ -17,7 +17,7 @@ from multiworld.serve.controller import answers
 from multiworld.serve.controller.client import WHO
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
+from multiworld.serve.tenants.keys import KEY_ID, KEY_PATTERN, PREFIX, known_as
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -179,6 +179,8 @@ def _audited_body(body: bytes) -> dict[str, object]:
         said = body.decode(errors="replace")
     if not isinstance(said, dict):
         said = {"body": said}
+    if isinstance(key := said.get("key"), str) and not KEY_ID.fullmatch(key):
+        said["key"] = known_as(key)[0]  # a whole key, perhaps one that was not found
     return {name: _cut(value) for name, value in said.items()}
 
 

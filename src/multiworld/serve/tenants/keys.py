@@ -15,6 +15,7 @@ GIVEN = "given-"  # prefix of the ids of keys that an operator chooses
 MIN_GIVEN = 16  # minimum characters of a key that an operator chooses
 ID_BYTES, SECRET_BYTES = 6, 32
 KEY_PATTERN = re.compile(rf"{PREFIX}-([0-9a-f]{{{2 * ID_BYTES}}})-[A-Za-z0-9_-]{{43}}")
+KEY_ID = re.compile(rf"(?:{GIVEN})?[0-9a-f]{{{2 * ID_BYTES}}}")
 
 
 def make_key() -> tuple[str, str, str]:

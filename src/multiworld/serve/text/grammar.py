@@ -419,24 +419,31 @@ class Matchers:
         self._pool = FairPool("multiworld grammar")
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._failures: OrderedDict[str, str] = OrderedDict()
+        # By tenant and grammar: an output of one tenant may fail where others do not.
+        self._failures: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def begin(self, grammar: str, share: Share = DEFAULT_SHARE) -> Matcher:
-        """Start to compile a grammar that a function of this module returned."""
-        call = functools.partial(self._made, grammar)
+    def begin(
+        self, grammar: str, share: Share = DEFAULT_SHARE, *, has_output: bool = False
+    ) -> Matcher:
+        """Start to compile a grammar that a function of this module returned.
+
+        ``has_output``: the sequence continues, so it is tried whatever failed before.
+        """
+        call = functools.partial(self._made, grammar, share.tenant, has_output)
         made = self._pool.submit(share, float(len(grammar)), call)
-        failed = functools.partial(self._failed, grammar)
+        failed = functools.partial(self._failed, grammar, share.tenant)
         return Matcher(made, failed)
 
-    def _failed(self, grammar: str, why: str) -> None:
+    def _failed(self, grammar: str, tenant: str, why: str) -> None:
         """Remember a failed grammar, because a new try would delay all sequences."""
-        self._failures[grammar] = why
+        self._failures[tenant, grammar] = why
         self._compiled.pop(grammar, None)  # frees the grammar's states
         while len(self._failures) > KEPT_FAILURES:
             self._failures.popitem(last=False)
 
-    def _made(self, grammar: str) -> Any:
-        if (why := self._failures.get(grammar)) is not None:
+    def _made(self, grammar: str, tenant: str, has_output: bool) -> Any:
+        why = self._failures.get((tenant, grammar))
+        if why is not None and not has_output:
             raise InvalidRequestError(why, code="invalid_value")
         compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
         self._compiled[grammar] = compiled

@@ -87,8 +87,8 @@ def _drop_negation(node: Schema, every: list[Any]) -> None:
     if "not" not in node:
         return
     cases = negations(node["not"], node)
-    if cases:
-        every.append({"anyOf": cases})
+    if cases is not None:
+        every.append({"anyOf": cases} if cases else False)
         del node["not"]
 
 

@@ -36,6 +36,7 @@ from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.machines.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.tenants.keys import known_as
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import UsageRow
@@ -283,6 +284,16 @@ async def test_keys_in_place_of_names_are_not_logged(client: Client) -> None:
     refused = await client.http.post(f"/tenants/{made.key}/revoke", json={"key": None})
     assert refused.status_code == 404
     assert made.key not in (await client.http.get("/audit")).text
+
+
+async def test_chosen_key_is_not_logged(client: Client) -> None:
+    """It stays valid if the name of its tenant was misspelt."""
+    key = "correct-horse-battery-staple"
+    refused = await client.http.post("/tenants/acmee/revoke", json={"key": key})
+    assert refused.status_code == 404
+    said = (await client.http.get("/audit")).text
+    assert key not in said
+    assert known_as(key)[0] in said
 
 
 async def test_operations_answer_with_their_outcome(client: Client) -> None:

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -590,6 +591,18 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
         g.gateway.on_poison("acme", ("m", "1"), "abc")
         await g.controlled()
         assert await g.received(PoisonFound) == PoisonFound("acme", "m", "1", "abc")
+
+
+async def test_poison_that_is_told_again_counts_once() -> None:
+    """The controller repeats it to a gateway that has joined again after a pause."""
+    async with gateway() as g:
+        await g.up(models(m=double), table(1, REPLICA))
+        told = [PoisonFound("acme", "m", "1", "abc", age_s=1.0 + n) for n in range(5)]
+        await g.order(*told, ReportRequest(1))
+        await g.received(Report)
+        quarantine = g.gateway.authenticator.quarantine
+        assert quarantine.is_poison("acme", ("m", "1"), "abc", time.monotonic())
+        assert not quarantine.remaining_s("acme", ("m", "1"), time.monotonic())
 
 
 FLEET = FleetReport(

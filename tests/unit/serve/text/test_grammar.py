@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
+import string
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.engine.compute.sampler import TokenHistory, sample
+from multiworld.serve.queueing.fair_queue import Share
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.text import grammar as grammars
 from multiworld.serve.text import grammar_trial_process
@@ -544,3 +547,22 @@ def test_bounds_are_compared_in_linear_time() -> None:
         return lines_of(lambda: grammar_of_schema(schema, "x"))
 
     assert lines(400) < 5 * lines(100)
+
+
+def test_failure_by_one_tenants_output_is_no_other_tenants(
+    matchers: Matchers, tokenizer: Tokenizer
+) -> None:
+    """Nor does it end a sequence that continues after a loss."""
+    letters = string.ascii_lowercase
+    ends = "|".join(f"{c}[a-z]{{300}}{ord(c)}" for c in letters)
+    grammar = grammar_of_regex(f"[0-9]{{1,4}}|x[a-z]*({ends})", "structured_outputs")
+    one, other = Share("one", 1.0), Share("other", 1.0)
+    chance = random.Random(1)
+    output = "x" + "".join(chance.choice(letters) for _ in range(2500))
+    tokens = tokenizer.encode(output, has_special=False)
+    with pytest.raises(InvalidRequestError, match="too many"):
+        matchers.begin(grammar, one).allowed(tokens)
+    with pytest.raises(InvalidRequestError, match="too many"):
+        matchers.begin(grammar, one).allowed([])
+    matchers.begin(grammar, one, has_output=True).allowed([])
+    matchers.begin(grammar, other).allowed([])

@@ -293,6 +293,11 @@ KIND = {"type": "string", "enum": ["car", "bike"]}
         ),
         ({"not": {"type": ["object", "array"]}}, ["1", '"a"', "null"], ["{}", "[]"]),
         (
+            {"anyOf": [{"not": {}}, {"type": "string"}]},
+            ['"a"'],
+            ["1", "null"],
+        ),
+        (
             {
                 "type": "array",
                 "items": {"$ref": "#/$defs/Colour"},

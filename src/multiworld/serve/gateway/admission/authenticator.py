@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from multiworld import errors
@@ -109,7 +110,7 @@ class Authenticator:
             self.limiter.prune(now)
             self.quarantine.prune(now)
         if is_resumed:
-            self.limiter.readmit(tenant, now)
+            self.limiter.readmit(tenant, self.gateways, now)
             return AdmittedRequest(tenant, now, is_resumed=True)
         refusal = self.budgets.check(tenant, time.time()) or self.limiter.admit(
             tenant, self.gateways, now
@@ -154,6 +155,40 @@ class Authenticator:
             name, model = admitted.tenant.name, admitted.counted_for
             self.meter.at(name, model, time.time()).bytes_out += size
         self.limiter.spend(admitted.tenant, size)
+
+    def check_tokens(self, admitted: AdmittedRequest) -> None:
+        """Raise OverloadedError if the tenant's tokens are used up by now.
+
+        Other requests may have used them since this one was admitted.
+        """
+        if admitted.is_resumed:
+            return
+        tenant = admitted.tenant
+        refusal = self.budgets.check(tenant, time.time()) or self.limiter.check_tokens(
+            tenant, self.gateways, self.clock()
+        )
+        if refusal is not None:
+            self._count_refusal_once(admitted, refusal.limit)
+            raise errors.OverloadedError(
+                refusal.text, retry_after_s=refusal.retry_after_s, limit=refusal.limit
+            )
+
+    @contextmanager
+    def tokens_held(self, admitted: AdmittedRequest, tokens: int) -> Iterator[None]:
+        """Charge the limits for tokens while they are computed.
+
+        The caller counts them afterwards if they were. Raise OverloadedError, and
+        charge nothing, if the tenant's tokens are used up by now.
+        """
+        self.check_tokens(admitted)
+        tenant, wall_s = admitted.tenant, time.time()
+        self.limiter.spend_tokens(tenant, tokens)
+        self.budgets.count(tenant.name, tokens, wall_s)
+        try:
+            yield
+        finally:
+            self.limiter.spend_tokens(tenant, -tokens)
+            self.budgets.count(tenant.name, -tokens, wall_s)
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
         """Count the tokens of a request's prompts, whatever its outcome."""

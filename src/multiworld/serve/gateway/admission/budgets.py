@@ -111,18 +111,25 @@ class TokenBudgets(_Usage):
             self.set(each)
 
     def count(self, tenant: str, tokens: int, wall_s: float) -> None:
-        """Count tokens that the controller's sums do not yet include."""
-        self._since[tenant][day_of(wall_s)] += tokens
+        """Count tokens that the controller's sums do not yet include.
+
+        A negative number takes back an earlier count.
+        """
+        self._add(tenant, day_of(wall_s), tokens)
 
     def stored(self, rows: Iterable[UsageRow]) -> None:
         """Stop counting tokens that the controller's sums now include."""
         for row in rows:
-            days, day = self._since[row.tenant], day_of(row.minute)
-            days[day] -= row.prompt_tokens + row.generated_tokens
-            if days[day] <= 0:
-                del days[day]
-            if not days:
-                del self._since[row.tenant]
+            tokens = row.prompt_tokens + row.generated_tokens
+            self._add(row.tenant, day_of(row.minute), -tokens)
+
+    def _add(self, tenant: str, day: int, tokens: int) -> None:
+        days = self._since[tenant]
+        days[day] += tokens
+        if days[day] <= 0:
+            del days[day]
+        if not days:
+            del self._since[tenant]
 
     def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
         """Return a refusal if a token budget of the tenant is used up."""

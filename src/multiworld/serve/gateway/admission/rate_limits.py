@@ -86,10 +86,13 @@ class RateLimiter:
         with self.shared.use(tenant.name, now) as shared:
             return self._admit(tenant, used, gateways, now, shared)
 
-    def readmit(self, tenant: Tenant, now: float) -> None:
+    def readmit(self, tenant: Tenant, gateways: int, now: float) -> None:
         """Admit a request that another gateway admitted; ``release`` must follow."""
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
         used.in_flight += 1
+        # Whatever they answer: from now on, this gateway charges the tenant.
+        _bytes(tenant, used, gateways, now)
+        _tokens(tenant, used, gateways, now)
         if self.shared is not None and tenant.max_parallel_requests is not None:
             with self.shared.use(tenant.name, now) as shared:
                 if shared is not None:
@@ -127,6 +130,12 @@ class RateLimiter:
         used = self._used.get(tenant.name)
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
+
+    def check_tokens(
+        self, tenant: Tenant, gateways: int, now: float
+    ) -> RateLimited | None:
+        """Return why an admitted request may not use tokens now; None if it may."""
+        return _tokens(tenant, self._used[tenant.name], gateways, now)
 
     def spend_tokens(self, tenant: Tenant, count: int) -> None:
         """Charge a tenant for prompt or output tokens, even if that causes debt."""

@@ -358,7 +358,14 @@ class Gateway:
     def record_poison(
         self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
     ) -> None:
-        """Record a poison request; reject a quarantined tenant's waiting requests."""
+        """Record a poison request; reject a quarantined tenant's waiting requests.
+
+        ``age_s``: seconds since it was found; the controller repeats those of the last
+        hour to each gateway that joins, also to one that joins again and knows them.
+        """
+        quarantine, now = self.authenticator.quarantine, self.authenticator.clock()
+        if age_s and quarantine.is_poison(tenant, model_version, digest, now):
+            return
         if self.authenticator.add_poison(tenant, model_version, digest, age_s):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))

@@ -17,14 +17,15 @@ from multiworld.errors import InvalidRequestError
 T = TypeVar("T")
 
 SMALL_BYTES = 16 * 1024  # maximum size of a field of undeclared type
-MAX_OBJECTS = 4096  # maximum objects in a body
+MAX_OBJECTS = 4096  # maximum objects in a body without fields of undeclared type
 
-# Maximum numbers of values, lists and strings in a body with fields of undeclared type.
-# The maximum number of values is OpenAI's limit on token ids in a request.
-MAX_VALUES, MAX_LISTS, MAX_STRINGS = 300_000, 16_384, 50_000
+# Maximum numbers of values, objects, lists and strings in a body with fields of
+# undeclared type: 128 tools, the most that OpenAI's API takes, have thousands of
+# objects. The maximum number of values is OpenAI's limit on token ids in a request.
+MAX_VALUES, MAX_PARTS, MAX_LISTS, MAX_STRINGS = 300_000, 32_768, 16_384, 50_000
 
 _LIMITS = {
-    "objects": (b"{", MAX_OBJECTS),
+    "objects": (b"{", MAX_PARTS),
     "lists": (b"[", MAX_LISTS),
     "values": (b",", MAX_VALUES),
 }
@@ -49,25 +50,38 @@ def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def check_objects(text: bytes | bytearray) -> None:
-    """Check the number of objects before decoding; braces in strings count, too."""
-    if text.count(b"{") > MAX_OBJECTS:
+    """Check the number of objects before decoding."""
+    if text.count(b"{") <= MAX_OBJECTS:
+        return  # even with the braces in strings
+    if count_outside_strings(text, b"{") > MAX_OBJECTS:
         raise _too_many(MAX_OBJECTS, "objects")
+
+
+def count_outside_strings(text: bytes | bytearray, marks: bytes) -> int:
+    """Return how often JSON has one of the characters ``marks`` outside strings."""
+    return sum(outside.count(mark) for outside, _ in _outside(text) for mark in marks)
 
 
 def check_values(text: bytes | bytearray) -> None:
     """Check the number of values outside strings, in 1 to 3 ms per megabyte."""
     counts = dict.fromkeys(_LIMITS, 0)
-    quotes = 0
-    for piece in _unescaped(text):
-        parts = piece.split(b'"')
-        outside = b"".join(parts[quotes % 2 :: 2])
-        quotes += len(parts) - 1
+    for outside, quotes in _outside(text):
         if quotes // 2 > MAX_STRINGS:
             raise _too_many(MAX_STRINGS, "strings")
         for name, (mark, limit) in _LIMITS.items():
             counts[name] += outside.count(mark)
             if counts[name] > limit:
                 raise _too_many(limit, name)
+
+
+def _outside(text: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
+    """Yield JSON in pieces without strings, each with the number of quotes so far."""
+    quotes = 0
+    for piece in _unescaped(text):
+        parts = piece.split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        yield outside, quotes
 
 
 def _unescaped(text: bytes | bytearray) -> Iterator[bytes | bytearray]:

@@ -25,10 +25,17 @@ class EventLog:
     """
 
     def __init__(
-        self, logs: EventLogs, name: str, tenant: str, keep_s: float, end: _Call
+        self,
+        logs: EventLogs,
+        name: str,
+        tenant: str,
+        keep_s: float,
+        end: _Call,
+        on_read: Callable[[int], object],
     ) -> None:
         self._logs, self.name, self.tenant = logs, name, tenant  # the stream's owner
         self._keep_s, self._end = keep_s, end
+        self.on_read = on_read  # called with the number of bytes that a reader is sent
         self._events: list[bytes] = []
         self._first = 0  # number of events that were dropped for lack of memory
         self._is_waiting = False
@@ -198,10 +205,16 @@ class EventLogs:
         return self._sizes.total()
 
     def begin(
-        self, name: str, tenant: str, keep_s: float, on_end: _Call = lambda: None
+        self,
+        name: str,
+        tenant: str,
+        keep_s: float,
+        on_end: _Call = lambda: None,
+        *,
+        on_read: Callable[[int], object] = lambda size: None,
     ) -> EventLog:
         """Return a new log, for the caller to fill; removing it calls ``on_end``."""
-        log = EventLog(self, name, tenant, keep_s, on_end)
+        log = EventLog(self, name, tenant, keep_s, on_end, on_read)
         self._logs[name] = log
         self._begun.set()
         self._begun = asyncio.Event()

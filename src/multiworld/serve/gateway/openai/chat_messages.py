@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import wrong_field
-from multiworld.serve.gateway.http.json_limits import NOT_JSON
+from multiworld.serve.gateway.http.json_limits import NOT_JSON, count_outside_strings
 
 # Roles of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -25,7 +25,7 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [_message(message) for message in messages]
     calls = [call for message in found for call in message.get("tool_calls", ())]
     texts = [call["function"]["arguments"] for call in calls]
-    values = sum(text.count(mark) for text in texts for mark in ",[{")
+    values = sum(count_outside_strings(text.encode(), b",[{") for text in texts)
     if values > MAX_ARGUMENTS:
         raise _wrong(f"has tool calls with {values} values, more than {MAX_ARGUMENTS}")
     for call in calls:

@@ -151,8 +151,7 @@ def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
     offsets = [len(echo) + at for at in choice.offsets]
     if not ready.wanted.echo:
         return text_logprobs(tokenizer, choice.items, offsets)
-    skips_special = ready.wanted.skips_special
-    before = tokenizer.offsets(choice.prompt, echo, skips_special=skips_special)
+    before = tokenizer.offsets(choice.prompt, echo, skips_special=False)
     offsets = [*before, *offsets]
     return text_logprobs(tokenizer, choice.items, offsets, choice.prompt, choice.scores)
 

@@ -184,6 +184,8 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         raise wrong_field(
             "stop", f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters"
         )
+    is_new = getattr(asked, "max_completion_tokens", None) is not None
+    limit = "max_completion_tokens" if is_new else "max_tokens"
     temperature = number("temperature", 1.0)
     sampling = Sampling(
         temperature=temperature if temperature >= GREEDY else 0.0,
@@ -197,7 +199,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         logit_bias=_biases(asked.logit_bias),
         stop_token_ids=_stop_tokens(asked.stop_token_ids or []),
         min_tokens=number("min_tokens", 0),
-        max_tokens=int(_between("max_tokens", max_tokens, 0)),
+        max_tokens=int(_between(limit, max_tokens, 0)),
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )

@@ -24,6 +24,8 @@ from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http import json_limits, request_body
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.request_body import Body
+from multiworld.serve.gateway.openai.request_fields import check_unknown, invalid
+from multiworld.serve.gateway.openai.request_lifecycle import with_ignored
 from multiworld.serve.gateway.openinference import tensor_format
 from multiworld.serve.gateway.openinference.tensor_format import NotFiniteError
 from multiworld.serve.routing.refusals import OutdatedError
@@ -38,22 +40,35 @@ Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 async def embeddings(call: AdmittedCall) -> Response:
     """Embed texts."""
-    asked = await call.parsed(_embedding_request)
+    parse = partial(_embedding_request, is_strict=call.gateway.is_strict)
+    asked = await call.parsed(parse)
     call.admitted.model = asked.model
-    return await _embed_all(call, asked)
+    return with_ignored(await _embed_all(call, asked), asked.model, asked.ignored)
 
 
-class _Body(msgspec.Struct, frozen=True):
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: msgspec.Raw = msgspec.Raw(b"null")
     input: msgspec.Raw = msgspec.Raw()
     encoding_format: msgspec.Raw = msgspec.Raw(b'"float"')
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
+    user: msgspec.Raw = msgspec.Raw(b"null")
 
+
+# Fields of other servers that would change the vectors: refused, while most unknown
+# fields are ignored.
+MEANINGFUL = frozenset(
+    (
+        *("truncate_prompt_tokens", "input_type", "output_dtype", "messages"),
+        *("instruction", "prompt", "prompt_name"),
+    )
+)
+MAX_FIELDS = 1024  # fields of a body, those of unknown objects included
 
 # Inputs to encode in one job; other tenants' jobs may run between two jobs.
 INPUTS_PER_JOB = 32
 
 _bodies = msgspec.json.Decoder(_Body)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _strings = msgspec.json.Decoder(list[str])
 _string = msgspec.json.Decoder(str)
@@ -69,11 +84,32 @@ class EmbeddingRequest:
     inputs: list[str] | list[list[int]]
     dimensions: int | None
     is_base64: bool
+    ignored: tuple[str, ...] = ()  # unknown fields
 
 
-def _embedding_request(body: Body) -> EmbeddingRequest:
+def _decoded(body: Body, *, is_strict: bool) -> tuple[_Body, tuple[str, ...]]:
+    """Return a body and its unknown fields, which are ignored, as for completions."""
     json_limits.check_objects(body)
-    payload = json_limits.decode(body, _bodies)
+    try:
+        return _bodies.decode(body), ()
+    except msgspec.ValidationError as error:  # a field is unknown, or it is no object
+        too_many = json_limits.count_outside_strings(body, b":") > MAX_FIELDS
+        if is_strict or too_many:
+            raise invalid(error) from error
+        fields = json_limits.decode(body, _fields)
+    except json_limits.NOT_JSON as error:
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+    known = _Body.__struct_fields__
+    ignored = tuple(name for name in fields if name not in known)
+    for name in ignored:
+        is_small = len(bytes(fields[name])) <= json_limits.SMALL_BYTES
+        value = _any.decode(fields[name]) if is_small else ...
+        check_unknown(name, value, known, MEANINGFUL)
+    return _Body(**{name: fields[name] for name in fields.keys() & set(known)}), ignored
+
+
+def _embedding_request(body: Body, *, is_strict: bool) -> EmbeddingRequest:
+    payload, ignored = _decoded(body, is_strict=is_strict)
     model = _small("model", payload.model)
     encoding = _small("encoding_format", payload.encoding_format) or "float"
     dimensions = _small("dimensions", payload.dimensions)
@@ -91,7 +127,7 @@ def _embedding_request(body: Body) -> EmbeddingRequest:
     if dimensions is not None and type(dimensions) is not int:
         raise wrong_field("dimensions", "must be an integer")
     is_base64 = encoding == "base64"
-    return EmbeddingRequest(model, inputs, dimensions, is_base64)
+    return EmbeddingRequest(model, inputs, dimensions, is_base64, ignored)
 
 
 def _small(name: str, part: msgspec.Raw) -> Any:
@@ -164,7 +200,8 @@ async def _embed_all(call: AdmittedCall, asked: EmbeddingRequest) -> Response:
         tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
         is_refused = False
         try:
-            answers = await _embed(call, asked, version, inputs, asked_at)
+            with authenticator.tokens_held(call.admitted, tokens):
+                answers = await _embed(call, asked, version, inputs, asked_at)
         except OutdatedError:  # an update has just made another version active
             is_refused = True
             continue

@@ -26,9 +26,13 @@ from multiworld.serve.gateway.openai.preparation import (
 from multiworld.serve.gateway.openai.request_fields import (
     DetokenizeBody,
     TokenizeBody,
-    decoded,
+    decoded_with_ignored,
 )
-from multiworld.serve.gateway.openai.request_lifecycle import answered, begin_generation
+from multiworld.serve.gateway.openai.request_lifecycle import (
+    answered,
+    begin_generation,
+    with_ignored,
+)
 from multiworld.serve.text.tokenizer import bytes_of
 
 
@@ -67,33 +71,43 @@ _detokenize_bodies = msgspec.json.Decoder(DetokenizeBody)
 
 async def tokenize(call: AdmittedCall) -> Response:
     """Return the tokens of a prompt or of the messages of a chat."""
-    asked = await call.parsed(_tokenize_request)
+    parse = partial(_tokenize_request, is_strict=call.gateway.is_strict)
+    asked, ignored = await call.parsed(parse)
     served = await served_model(call, asked.model)
     size = bytes_of((asked.messages, asked.prompt))
     served.tokenizer.check_length(size, served.longest)
     encode = partial(_tokenize, asked, served)
-    return json_response(await call.gateway.encoded(call.tenant.share, size, encode))
+    found = await call.gateway.encoded(call.tenant.share, size, encode)
+    return with_ignored(json_response(found), asked.model, ignored)
 
 
 async def detokenize(call: AdmittedCall) -> Response:
     """Return the text of tokens."""
-    asked = await call.parsed(partial(decoded, decoder=_detokenize_bodies))
+    is_strict = call.gateway.is_strict
+    parse = partial(
+        decoded_with_ignored, decoder=_detokenize_bodies, is_strict=is_strict
+    )
+    asked, ignored = await call.parsed(parse)
     served = await served_model(call, asked.model)
     count = len(asked.tokens)
     if count > served.longest:
         rule = f"has {count} tokens; this model takes at most {served.longest}"
         raise wrong_field("tokens", rule)
     decode = partial(_detokenize, asked, served)
-    return json_response(await call.gateway.encoded(call.tenant.share, count, decode))
+    found = await call.gateway.encoded(call.tenant.share, count, decode)
+    return with_ignored(json_response(found), asked.model, ignored)
 
 
-def _tokenize_request(body: Body) -> TokenizeBody:
-    asked: TokenizeBody = decoded(body, _tokenize_bodies)
+def _tokenize_request(
+    body: Body, *, is_strict: bool
+) -> tuple[TokenizeBody, tuple[str, ...]]:
+    asked: TokenizeBody
+    asked, ignored = decoded_with_ignored(body, _tokenize_bodies, is_strict=is_strict)
     if asked.messages is not None:
         asked.messages = for_template(asked.messages)
     elif asked.prompt is None:
         raise InvalidRequestError("give prompt or messages", param="prompt")
-    return asked
+    return asked, ignored
 
 
 def _tokenize(asked: TokenizeBody, served: ServedModel) -> dict[str, Any]:

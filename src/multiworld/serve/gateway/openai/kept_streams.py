@@ -51,7 +51,9 @@ async def events_behind(call: Call, name: str, after: int) -> Response:
     log.require_all(after)
     if call.request.scope["method"] == "HEAD":
         return Response(headers=SSE_HEADERS, media_type="text/event-stream")
-    return _Continued(log.read(after))
+    stream = _Continued(log.read(after))
+    stream.on_bytes = log.on_read
+    return stream
 
 
 async def cancel_stream(call: Call) -> Response:

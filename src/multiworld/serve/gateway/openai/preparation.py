@@ -84,6 +84,7 @@ class Prompts:
 
     tokens: Sequence[Sequence[int]]
     reasoning: Reasoning | None = None
+    texts: Sequence[str | None] = ()  # as the client gave them; None: it gave tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ async def _text_prompts(
             tokens.append(prompt)
         if len(tokens[-1]) > served.longest:
             break  # the request will be refused
-    return Prompts(tokens)
+    return Prompts(tokens, texts=[p if isinstance(p, str) else None for p in prompts])
 
 
 CHAT = CompletionKind(
@@ -487,11 +488,12 @@ async def _ready(
     _check_scores(prompts, wanted)
     echoes = [""] * len(prompts)
     if wanted.echo:
+        # With its control tokens: clients remove the prompt by its length.
         echoes = [
-            await asyncio.to_thread(
-                tokenizer.decode, one, skips_special=wanted.skips_special
-            )
-            for one in prompts
+            await asyncio.to_thread(tokenizer.decode, one, skips_special=False)
+            if text is None
+            else text
+            for one, text in zip(prompts, given.texts, strict=False)
         ]
     return Ready(
         replace(wanted, sampling=sampling),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -238,7 +239,7 @@ NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
 
 MAX_IGNORED = 16  # maximum number of ignored fields of a request
 
-_FIELD = re.compile(r"unknown field `([\w.-]{1,64})`(?: - at `\$\.?(.*)`)?")
+_FIELD = re.compile(r"unknown field `([\w.-]{1,64})`(?: - at `\$\.?(.*)`)?$")
 _STEP = re.compile(r"([\w-]+)|\[(\d+)\]")
 
 
@@ -264,27 +265,56 @@ def decoded_with_ignored(
             if is_strict or found is None or len(ignored) >= MAX_IGNORED:
                 raise invalid(error) from error
             name, at = found[1], found[2] or ""
-            _check_ignorable(name, at, error)
-            data = msgspec.json.decode(body) if data is None else data
-            place = data
-            for step in _STEP.finditer(at):
-                place = place[int(step[2]) if step[2] else step[1]]
-            del place[name]
+            data = _any_json(body) if data is None else data
+            try:
+                place = _at(data, at)
+                _check_ignorable(name, at, place[name], error)
+                del place[name]
+            except (KeyError, IndexError, TypeError):
+                # A key occurs twice, or a name looks like the end of the message.
+                raise invalid(error) from error
             ignored.append(f"{at}.{name}" if at else name)
             body = msgspec.json.encode(data)
         except NOT_JSON as error:
             raise InvalidRequestError(f"body is not valid JSON: {error}") from error
 
 
-def _check_ignorable(name: str, at: str, error: msgspec.ValidationError) -> None:
+def _any_json(body: bytes | bytearray) -> Any:
+    """Decode a body in which an unknown field came before what may be wrong."""
+    try:
+        return msgspec.json.decode(body)
+    except NOT_JSON as error:
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+
+
+def _at(data: Any, path: str) -> Any:
+    for step in _STEP.finditer(path):
+        data = data[int(step[2]) if step[2] else step[1]]
+    return data
+
+
+def _check_ignorable(
+    name: str, at: str, value: Any, error: msgspec.ValidationError
+) -> None:
     if at.startswith(NEVER_IGNORED):
         raise invalid(error) from error
-    if at:
+    if not at:
+        known = ChatBody.__struct_fields__ + CompletionBody.__struct_fields__
+        check_unknown(name, value, known, MEANINGFUL)
+
+
+def check_unknown(
+    name: str, value: Any, known: Sequence[str], meaningful: Collection[str]
+) -> None:
+    """Refuse an unknown field that would change the answer, or seems misspelt."""
+    is_known = name in known  # at another route
+    if value is None or value is False or (is_known and _requests_nothing(name, value)):
         return
-    if name in MEANINGFUL:
+    if name in meaningful:
         rule = "is not supported by this server, and would change the answer"
         raise wrong_field(name, rule, "unsupported_value")
-    known = ChatBody.__struct_fields__ + CompletionBody.__struct_fields__
+    if is_known:
+        raise wrong_field(name, "is not a field of this route", "unsupported_value")
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     if close and name not in OTHERS:
         raise wrong_field(name, f"is not known; did you mean {close[0]!r}?")

@@ -41,7 +41,8 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
     """Reserve places in the queue, charge the prompts, and return the output.
 
     No replica is chosen before the first piece is read. Raise OverloadedError, and
-    charge nothing, if the queue has no room for all choices.
+    charge nothing, if the queue has no room for all choices, or if the tenant's tokens
+    are used up.
     """
     gateway, admitted, wanted = call.gateway, call.admitted, ready.wanted
     call.reservation.release()  # frees the body's memory, as a stream may take long
@@ -58,6 +59,7 @@ def begin_generation(call: AdmittedCall, ready: Ready) -> Pieces:
     if record.drawn.deadline_at is None:  # no other gateway has begun this request
         prompts = ready.choices[::n]
         size = sum(len(choice.prompt) for choice in prompts)
+        gateway.authenticator.check_tokens(admitted)
         gateway.authenticator.count_prompt(admitted, size)
         record.drawn.deadline_at = gateway.authenticator.clock() + deadline_s
         name, version = ready.served.name, ready.served.version
@@ -93,15 +95,23 @@ async def answered(
         if form.stream_path and ready.wanted.detach_s:
             begin = call.gateway.event_logs.begin
             name, keep_s = ready.id, ready.wanted.detach_s
-            streamed.begin_log = partial(begin, name, call.tenant.name, keep_s)
+            count = partial(call.gateway.authenticator.count_sent, call.admitted)
+            streamed.begin_log = partial(
+                begin, name, call.tenant.name, keep_s, on_read=count
+            )
             streamed.headers["Content-Location"] = form.stream_path + name
     else:
         response = await form.whole(ready, pieces)
-    if ignored := ", ".join(ready.wanted.ignored):
+    return with_ignored(response, ready.wanted.model, ready.wanted.ignored)
+
+
+def with_ignored(response: Response, model: str, ignored: tuple[str, ...]) -> Response:
+    """Name the ignored fields of a request to ``model`` in its answer's headers."""
+    if names := ", ".join(ignored):
         # Headers cannot have all characters of a field's name.
-        response.headers[IGNORED] = ignored.encode("ascii", "backslashreplace").decode()
-        what = f"requests to model {ready.wanted.model} have unknown fields"
-        rare_log.error(what, ignored, cause=what)
+        response.headers[IGNORED] = names.encode("ascii", "backslashreplace").decode()
+        what = f"requests to model {model} have unknown fields"
+        rare_log.error(what, names, cause=what)
     return response
 
 

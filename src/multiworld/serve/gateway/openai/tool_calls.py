@@ -188,7 +188,8 @@ class CallParser:
             return  # the rest is a truncated call
         self._join()
         if self._family == "hermes":
-            text = self._held.removeprefix(BEGIN).removesuffix(END)
+            text = self._held.removeprefix(BEGIN)
+            text = text[: len(text) - overlap(text, END)].removesuffix(END)
             found, rest = self._parsed(text), ""
         else:
             found, rest = self._leading(self._held)

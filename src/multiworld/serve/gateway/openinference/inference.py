@@ -112,9 +112,10 @@ async def _computed(
     try:
         while True:
             try:
-                answer = await gateway.infer(
-                    call.admitted, name, version, asked.tensors, timeout_s, session
-                )
+                with gateway.authenticator.tokens_held(call.admitted, tokens):
+                    answer = await gateway.infer(
+                        call.admitted, name, version, asked.tensors, timeout_s, session
+                    )
                 return version, answer
             except OutdatedError:  # an update has just made another version active
                 version, model = _model(call)

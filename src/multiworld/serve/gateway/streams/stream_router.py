@@ -245,7 +245,19 @@ class StreamRouter:
         """Charge a loss to its likely causes; return suspects that must restart."""
         found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
         hits = {stream: hit for stream, hit in found if hit is not None}
-        alone = [s for s, hit in hits.items() if hit.is_alone]
+        # Where a member of a group ran alone, only its group had steps in flight. The
+        # reports of the other members may still be on their way.
+        groups = {
+            (s.group.number, hit.source)
+            for s, hit in hits.items()
+            if hit.is_alone and s.group is not None
+        }
+        alone = [
+            s
+            for s, hit in hits.items()
+            if hit.is_alone
+            or (s.group is not None and (s.group.number, hit.source) in groups)
+        ]
         # Each stream of ``alone`` ran alone at its stage-0 replica, but the lost
         # replica may also have computed steps of other stage-0 replicas.
         sources = {hits[s].source for s in alone}

@@ -149,7 +149,10 @@ class Engine:
         if not grammar or not self._is_last:
             return None
         if stream not in self._structures:
-            self._structures[stream] = self._matchers.begin(grammar, start.share)
+            has_output = len(start.tokens) > start.prompt
+            self._structures[stream] = self._matchers.begin(
+                grammar, start.share, has_output=has_output
+            )
         # This future is done once the grammar is compiled. Until then, a step with the
         # sequence would block.
         return self._structures[stream].made

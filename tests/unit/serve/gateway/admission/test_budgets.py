@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from multiworld.errors import OverloadedError
 from multiworld.serve.controller.fleet.history import History
 from multiworld.serve.controller.tenant_manager import TenantManager
 from multiworld.serve.gateway.admission.authenticator import Authenticator
@@ -20,7 +21,8 @@ from multiworld.serve.gateway.admission.budgets import (
     month_of,
     next_month_of,
 )
-from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.directory import Key, Tenant
+from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.tenants.sqlite_registry import TenantDatabase
 from multiworld.serve.tenants.usage_rows import TokensUsed, UsageRow
 from multiworld.serve.wire.control_messages import BudgetsUsed, Order, UsageReport
@@ -207,3 +209,40 @@ async def test_used_budget_is_sent_to_all_gateways_and_audited(
     acts = [e.act for e in two.registry.audited(9)]
     assert acts == ["tokens_per_day of acme is used up"] * 3
     await two.close()
+
+
+def limited(**limits: int) -> tuple[Authenticator, dict[str, str]]:
+    """Return a gateway's authenticator, and the headers of a tenant with limits."""
+    made = Authenticator(needs_key=True)
+    text, key_id, digest = make_key()
+    key = Key(id=key_id, digest=digest, made_at=0.0)
+    made.directory.put([Tenant(name="a", keys=(key,), **limits)])
+    return made, {"authorization": f"Bearer {text}"}
+
+
+@pytest.mark.parametrize("limit", ["tpm_limit", "bytes_per_s"])
+def test_stream_of_another_gateway_is_charged_here(limit: str) -> None:
+    """A gateway that takes streams over may not have served their tenant before."""
+    made, headers = limited(**{limit: 60})
+    resumed = made.admit(headers, is_resumed=True)
+    for _ in range(200):
+        made.count_generated(resumed)
+    made.count_sent(resumed, 200)
+    with pytest.raises(OverloadedError, match=limit):
+        made.admit(headers)
+
+
+def test_tokens_held_are_charged_meanwhile() -> None:
+    made, headers = limited(tokens_per_day=10)
+    one, other = made.admit(headers), made.admit(headers)
+    with made.tokens_held(one, 10):
+        with (
+            pytest.raises(OverloadedError, match="used up"),
+            made.tokens_held(other, 1),
+        ):
+            pass
+        with pytest.raises(OverloadedError, match="used up"):
+            made.admit(headers)
+    with made.tokens_held(other, 1):
+        pass
+    assert sum(made.refused.values()) == 2

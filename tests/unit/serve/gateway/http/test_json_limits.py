@@ -11,8 +11,10 @@ from multiworld.serve.gateway.http.json_limits import (
     CHECKED_BYTES,
     MAX_LISTS,
     MAX_OBJECTS,
+    MAX_PARTS,
     MAX_STRINGS,
     MAX_VALUES,
+    check_objects,
     check_values,
 )
 
@@ -40,7 +42,7 @@ def test_pieces_do_not_cut_an_escape(before: int, escape: bytes) -> None:
     ("value", "most", "said"),
     [
         ([], MAX_LISTS, "lists"),
-        ({}, MAX_OBJECTS, "objects"),
+        ({}, MAX_PARTS, "objects"),
         (1, MAX_VALUES, "values"),
         ("", MAX_STRINGS, "strings"),
     ],
@@ -52,3 +54,10 @@ def test_too_many_of_a_kind_are_refused(
     with pytest.raises(InvalidRequestError, match=f"more than {most} {said}"):
         check_values(whole.encode())
     check_values(json.dumps([text, *[value] * (most - 4)]).encode())
+
+
+def test_braces_within_strings_are_no_objects() -> None:
+    """A source file to embed is one string."""
+    check_objects(json.dumps({"input": "{" * (2 * MAX_OBJECTS)}).encode())
+    with pytest.raises(InvalidRequestError, match="objects"):
+        check_objects(json.dumps([{}] * (MAX_OBJECTS + 1)).encode())

@@ -233,6 +233,27 @@ async def test_bytes_sent_after_the_end_of_a_kept_stream_are_counted() -> None:
     assert [(row.model, row.requests, row.bytes_out) for row in rows] == [("m", 1, 7)]
 
 
+async def test_readers_of_a_kept_stream_are_charged() -> None:
+    """Each time that they read it."""
+    fake = Fake(Tenant(name="acme"))
+    sent = 0
+
+    def count(size: int) -> None:
+        nonlocal sent
+        sent += size
+
+    async def events() -> AsyncGenerator[bytes]:
+        for _ in range(10):
+            yield b"data: x\n\n"
+
+    log = fake.gateway.event_logs.begin("s", "acme", 60.0, on_read=count)
+    log.fill(events(), lambda: None)
+    async with fake.client("acme") as client:
+        sizes = [len((await client.get("/v1/streams/s")).content) for _ in range(3)]
+    assert sent == sum(sizes) > 200
+    log.end()
+
+
 async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
     fake = Fake()
 

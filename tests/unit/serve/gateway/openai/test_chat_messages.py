@@ -109,3 +109,12 @@ def test_arguments_with_many_values_are_refused_before_they_are_decoded() -> Non
             for_template(given)
     assert time.monotonic() - began < 1.0
     assert for_template([answer_of("[" * 20_000)])
+
+
+def test_commas_within_the_strings_of_arguments_do_not_count() -> None:
+    """A call may have written a long file."""
+    arguments = json.dumps({"file": "1,2,[{" * 60_000})
+    call = {"id": "a", "type": "function", "function": {"name": "write"}}
+    call["function"]["arguments"] = arguments  # type: ignore[index]
+    (message,) = for_template([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"]

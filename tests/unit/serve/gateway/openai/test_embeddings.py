@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.errors import InvalidRequestError, ModelFailedError, OverloadedError
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.gateway.http.answer_record import AnswerRecord
 from multiworld.serve.gateway.openai.embeddings import MAX_TEXTS, WINDOW
 from multiworld.serve.keeper.connection_record import ConnectionRecord
 from multiworld.serve.routing.refusals import OutdatedError
 from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.tenants.directory import Tenant
 from tests.unit.serve.edges import HANG_S, until
 from tests.unit.serve.gateway.fakes import (
     MODEL,
@@ -366,3 +367,60 @@ async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:
     answers = await asyncio.wait_for(asyncio.gather(*asking), HANG_S)
     assert [answer.status_code for answer in answers] == [200, 200]
     assert loads == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "ignored"),
+    [
+        ({"trace": {"a": [1]}}, 200, "trace"),
+        ({"user": "me"}, 200, None),
+        ({"dimension": 2}, 400, None),
+        ({"truncate_prompt_tokens": 5}, 400, None),
+        ({"truncate_prompt_tokens": None}, 200, "truncate_prompt_tokens"),
+        ({f"f{n}": {} for n in range(2000)}, 400, None),
+    ],
+)
+async def test_unknown_fields_are_ignored_unless_they_change_the_vectors(
+    more: dict[str, Any], status: int, ignored: str | None
+) -> None:
+    answer = await embed(Fake(), input=["a"], **more)
+    assert answer.status_code == status, answer.text
+    assert answer.headers.get("x-ignored-fields") == ignored
+
+
+async def test_strict_gateway_refuses_unknown_fields() -> None:
+    fake = Fake()
+    fake.gateway.is_strict = True
+    assert (await embed(fake, input=["a"], trace=1)).status_code == 400
+    assert (await embed(fake, input=["a"], user="me")).status_code == 200
+
+
+async def test_burst_does_not_exceed_a_budget() -> None:
+    """All are admitted before the first one has been computed."""
+    fake = Fake(Tenant(name="acme", tokens_per_day=1000))
+    counted: list[int] = []
+
+    async def answers(model: str, tensors: Tensors) -> Tensors:
+        counted.append(tensors["ids"].numel())
+        await asyncio.sleep(0.01)
+        return await doubled(model, tensors)
+
+    fake.dispatcher.answers = answers
+    async with fake.client("acme") as client:
+        asked = {"model": "t", "input": "x" * 600}
+        sent = [client.post("/v1/embeddings", json=asked) for _ in range(8)]
+        found = [answer.status_code for answer in await asyncio.gather(*sent)]
+    assert sorted(found) == [200] * 2 + [429] * 6
+    assert counted == [600, 600]
+
+
+async def test_tokens_that_are_not_computed_are_not_charged() -> None:
+    fake = Fake(Tenant(name="acme", tokens_per_day=1000, tpm_limit=1000))
+    fake.dispatcher.answers = raising(OverloadedError("the queue is full"))
+    asked = {"model": "t", "input": "x" * 600}
+    async with fake.client("acme") as client:
+        for _ in range(3):
+            answer = await client.post("/v1/embeddings", json=asked)
+            assert "queue is full" in answer.text
+        fake.dispatcher.answers = doubled
+        assert (await client.post("/v1/embeddings", json=asked)).status_code == 200

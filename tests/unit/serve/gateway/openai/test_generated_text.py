@@ -370,7 +370,7 @@ async def test_prompt_that_is_refused_is_not_charged(
             {"prompt": "hi"},
             (completion_requests, "decoded_with_ignored"),
         ),
-        ("/tokenize", {"prompt": "hi"}, (generated_text, "decoded")),
+        ("/tokenize", {"prompt": "hi"}, (generated_text, "decoded_with_ignored")),
     ],
 )
 async def test_large_body_is_parsed_in_a_thread(
@@ -1099,6 +1099,84 @@ async def test_text_offsets_count_what_a_stop_string_holds_back(
     assert [at for places in logprobs for at in places] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model": "g", "trace": 1, "prompt": "hi \\ud83d"}',
+        '{"model": "g", "trace": 1, "prompt": "hi"',
+        '{"model": "g", "prompt": "hi", "trace": 1e400}',
+        '{"model": "g", "prompt": "hi", "trace": %s}' % ("[" * 2000 + "]" * 2000),
+        '{"model": "g", "stream_options": {"x": 1}, "stream_options": null}',
+        '{"model": "g", "prompt": "hi", "a`b": 1}',
+        '{"model": "g", "prompt": "hi", "x` - at `$.nothing[0]": 1}',
+    ],
+)
+async def test_unknown_field_before_what_is_wrong_is_no_error_of_the_gateway(
+    tokenizer: Tokenizer, body: str
+) -> None:
+    async with Played(tokenizer).fake.client() as http:
+        answer = await http.post("/v1/completions", content=body.encode())
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"guided_json": None, "return_tokens_as_token_ids": False}),
+        ("/v1/completions", {"tools": None, "top_logprobs": None, "tool_choice": None}),
+    ],
+)
+async def test_fields_that_request_nothing_are_ignored(
+    tokenizer: Tokenizer, path: str, more: dict[str, Any]
+) -> None:
+    """Clients write all fields of their type, most of them null."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"messages": PROMPT} if path == CHAT else {"prompt": "hi"}
+    assert (await played.post(path, {**asked, **more}))[0] == 200
+
+
+async def test_field_of_another_route_is_named(tokenizer: Tokenizer) -> None:
+    asked = {"prompt": "hi", "max_completion_tokens": 5}
+    status, answer = await Played(tokenizer).post("/v1/completions", asked)
+    assert status == 400
+    assert "not a field of this route" in answer["error"]["message"]
+    asked = {"messages": PROMPT, "max_completion_tokens": 0}
+    _, answer = await Played(tokenizer).post(CHAT, asked)
+    assert answer["error"]["param"] == "max_completion_tokens"
+
+
+async def test_echo_is_the_prompt_with_its_control_tokens(tokenizer: Tokenizer) -> None:
+    """Clients remove the prompt by its length."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("yo", has_special=False))
+    mark = tokenizer.piece(min(tokenizer.special))
+    asked = {"prompt": f"{mark}hi", "echo": True, "logprobs": 0}
+    _, answer = await played.post("/v1/completions", asked)
+    (choice,) = answer["choices"]
+    assert choice["text"] == f"{mark}hiyo"
+    at = len(mark)
+    assert choice["logprobs"]["text_offset"][-4:] == [at, at + 1, at + 2, at + 3]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_unknown_fields_of_tokenize_are_ignored_unless_strict(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    played = Played(tokenizer)
+    asked = {"model": "g", "prompt": "hi", "trace": 1}
+    if path == "/detokenize":
+        asked = {"model": "g", "tokens": [7], "trace": 1}
+    async with played.fake.client() as http:
+        answer = await http.post(path, json=asked)
+        assert (answer.status_code, answer.headers["x-ignored-fields"]) == (
+            200,
+            "trace",
+        )
+        played.fake.gateway.is_strict = True
+        assert (await http.post(path, json=asked)).status_code == 400
+
+
 @pytest.mark.parametrize("skips_special", [True, False])
 async def test_text_offsets_of_an_echo_include_the_prompt(
     tokenizer: Tokenizer, skips_special: bool
@@ -1112,7 +1190,7 @@ async def test_text_offsets_of_an_echo_include_the_prompt(
         "/v1/completions", {**body, "skip_special_tokens": skips_special}
     )
     (choice,) = answer["choices"]
-    shown = "" if skips_special else tokenizer.piece(end)
+    shown = tokenizer.piece(end)
     assert choice["text"] == f"{shown}é😀iyo"
     at = len(shown)
     places = [0, at, at, *[at + 1] * 4, at + 2, at + 3, at + 4]

@@ -276,3 +276,10 @@ def test_output_of_spaces_is_not_held_back_without_limit(
     found += parser.end()
     calls = [part for part in found if isinstance(part, Call)]
     assert len(calls) == bool(before)
+
+
+@pytest.mark.parametrize("end", ["", "<", "</tool", "</tool_call", "</tool_call>"])
+def test_complete_call_whose_mark_is_cut_is_found(end: str) -> None:
+    """``max_tokens`` may cut an answer anywhere."""
+    text = f"<tool_call>\n{CALL}\n{end}"
+    assert parsed(FREE, "hermes", [text]) == ("", WEATHER)
