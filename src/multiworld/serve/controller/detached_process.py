@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from multiworld.serve.controller.forked_child import ForkedChild
+from multiworld.serve.controller.launchers.forked_child import ForkedChild
 
 
 class DetachedProcess(ForkedChild):

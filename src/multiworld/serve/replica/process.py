@@ -113,6 +113,7 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
             max_batch_size=limits.max_batch_size,
             max_wait_s=limits.max_wait_ms / 1000,
             max_ongoing_requests=following.max_ongoing_requests,
+            own_ongoing_requests=limits.max_ongoing_requests,
             compute_s=compute_s_of(args.spec, args.stage),
         ),
     )

@@ -87,11 +87,11 @@ def split(
     shares: list[Tensors] = []
     begin = 0
     for count, own in zip(rows, lengths, strict=True):
-        share, most = {}, max(own.values(), default=0)
+        share, most = {}, max(own.values(), default=None)
         for name, tensor in outputs.items():
             part = tensor[begin : begin + count]
             length = own.get(name, most)
-            if name in ragged and part.dim() > 1 and part.shape[1] > length:
+            if name in ragged and part.dim() > 1 and length is not None:
                 part = part[:, :length]
             share[name] = part
         shares.append(share)

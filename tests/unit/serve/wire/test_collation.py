@@ -262,3 +262,10 @@ async def test_batch_that_fails_on_the_loop_is_repeated_as_it_came() -> None:
         runner.close()
     assert isinstance(found, dict)
     assert found["y"].item() == 6.0
+
+
+def test_ragged_output_without_a_ragged_input_is_whole() -> None:
+    """There is nothing to cut it back to."""
+    outputs = {"wave": torch.ones(1, 5)}
+    (share,) = split(outputs, [1], [lengths_of({}, {"wave": 0.0})], {"wave": 0.0}, "s")
+    assert share["wave"].shape == (1, 5)

@@ -15,8 +15,8 @@ from typing import IO, Generic, TypeVar
 import msgspec
 
 from multiworld.errors import LaunchError
-from multiworld.serve.controller.forked_child import ForkedChild
 from multiworld.serve.controller.launchers.fork_server import WaitingServer
+from multiworld.serve.controller.launchers.forked_child import ForkedChild
 from multiworld.serve.controller.launchers.protocol import (
     Begin,
     Line,

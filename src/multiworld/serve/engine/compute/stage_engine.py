@@ -29,6 +29,7 @@ from multiworld.serve.engine.compute.compiled_attention import (
     fastest,
 )
 from multiworld.serve.engine.compute.compiled_layers import compile_layers
+from multiworld.serve.engine.compute.device_health import exit_if_broken
 from multiworld.serve.engine.compute.kv_cache import (
     KvCache,
     MissingTokensError,
@@ -226,6 +227,7 @@ class StageEngine:
             with torch.inference_mode():
                 return self._compute(parts, rows)
         except Exception as error:
+            exit_if_broken(self.transfers.device, error)
             if isinstance(error, torch.OutOfMemoryError) and self.graphs is not None:
                 is_retried = self.graphs.clear()  # True if that freed memory
             if len(parts) == 1 and not is_retried:

@@ -140,6 +140,8 @@ def check_ids(vocabulary: int, longest: int, tensors: Tensors) -> None:
             f"input_ids has tokens from {low} to {high}; the vocabulary has 0 to "
             f"{vocabulary - 1}"
         )
+    if ((mask != 0) & (mask != 1)).any():  # some models compute positions from it
+        raise InvalidRequestError("attention_mask has values other than 0 and 1")
 
 
 # Suffixes of the names of classes with a head. Heads are not served.

@@ -295,6 +295,18 @@ class Gateway:
         on_demand = self.dispatcher.table.routes[name].on_demand
         return [s for s in self.dispatcher.missing(name) if s not in on_demand]
 
+    def _check_rows(self, served: str, version: str, rows: int) -> None:
+        """Refuse a request that no batch can hold, before its tenant is charged."""
+        spec = self.specs.get((served, version))
+        if spec is None:
+            return
+        least = min(stage.max_batch_size for stage in spec.stages)
+        if rows > least:
+            raise InvalidRequestError(
+                f"a request with {rows} rows does not fit into a batch of at most "
+                f"{least} (max_batch_size); send fewer rows in one request"
+            )
+
     async def infer(
         self,
         admitted: AdmittedRequest,
@@ -312,6 +324,7 @@ class Gateway:
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
         served = self.route(name, tenant)
+        self._check_rows(served, version, rows_of(tensors))
         try:
             answer = await self.dispatcher.infer(
                 served,

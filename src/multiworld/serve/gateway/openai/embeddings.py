@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import orjson
 from starlette.responses import Response
 from torch import Tensor
 
@@ -291,20 +292,24 @@ async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
 def _render(
     name: str, vectors: list[Tensor], tokens: int, *, is_base64: bool
 ) -> Response:
-    data = []
+    # In pieces, so as not to hold the GIL for long: see ``json_limits.pieces``.
+    parts: list[bytes] = [b'{"object":"list","data":[']
     for number, given in enumerate(vectors):
         vector = plain(given.float())
+        parts.append(
+            b'%b{"object":"embedding","index":%d,"embedding":'
+            % (b"," if number else b"", number)
+        )
         if is_base64:
-            shown: Any = base64.b64encode(bytes(memory_of(vector))).decode()
+            parts.append(b'"%b"' % base64.b64encode(bytes(memory_of(vector))))
         elif bool(vector.isfinite().all()):
-            shown = vector.tolist()
+            parts += tensor_format.listed(vector)
         else:
             raise NotFiniteError(
                 f"embedding {number} has NaN or an infinity, which JSON cannot carry; "
                 'use encoding_format "base64"'
             )
-        data.append({"object": "embedding", "index": number, "embedding": shown})
+        parts.append(b"}")
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return responses.json_response(
-        {"object": "list", "data": data, "model": name, "usage": usage}
-    )
+    parts += b"],", orjson.dumps({"model": name, "usage": usage})[1:]
+    return Response(b"".join(parts), media_type="application/json")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from multiworld import errors
+from multiworld.serve.engine.compute.device_health import exit_if_broken
 from multiworld.serve.replica.batches.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
@@ -146,6 +147,7 @@ class Executor:
         # requests. If the error ended the process, the requests would be replayed on
         # another replica, and end its process, too.
         except BaseException as error:
+            exit_if_broken(self._device, error)
             if self._settle is not None:
                 self._settle()
             if len(batch) == 1:

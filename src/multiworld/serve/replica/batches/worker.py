@@ -61,6 +61,7 @@ class WorkerLimits:
     # Credit: maximum number of requests that were sent to a replica of the next stage
     # and that it has not begun.
     max_ongoing_requests: int = 32
+    own_ongoing_requests: int = 32  # the same, of this stage: the credit of senders
     # Maximum seconds of a call of the model; None: see ``OVERDUE_S``.
     compute_s: float | None = None
 
@@ -86,7 +87,7 @@ class Worker:
         self._gateways: dict[str, Outbox] = {}
         self._upstream: dict[str, Outbox] = {}
         self._downstream: dict[str, Outbox] = {}
-        self._credit = CreditReturns(self._upstream, limits.max_ongoing_requests)
+        self._credit = CreditReturns(self._upstream, limits.own_ongoing_requests)
         self._guard = HangGuard(self._end_if_hung)
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()

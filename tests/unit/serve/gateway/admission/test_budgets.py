@@ -6,6 +6,7 @@ import dataclasses
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,7 +212,7 @@ async def test_used_budget_is_sent_to_all_gateways_and_audited(
     await two.close()
 
 
-def limited(**limits: int) -> tuple[Authenticator, dict[str, str]]:
+def limited(**limits: Any) -> tuple[Authenticator, dict[str, str]]:
     """Return a gateway's authenticator, and the headers of a tenant with limits."""
     made = Authenticator(needs_key=True)
     text, key_id, digest = make_key()

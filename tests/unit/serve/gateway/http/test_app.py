@@ -29,6 +29,7 @@ from multiworld.serve.gateway.admission.timing import Phases
 from multiworld.serve.gateway.http import request_body
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.routing.refusals import OutdatedError
+from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.wire.routing_table import ReplicaState, RoutingTable
@@ -668,3 +669,22 @@ async def test_files_of_the_docs_are_sent_in_one_piece() -> None:
     assert dict(start["headers"])[b"content-type"].startswith(b"text/javascript")
     assert len(only["body"]) > 1_000_000
     assert not only.get("more_body")
+
+
+async def test_rows_that_no_batch_can_hold_are_refused_before_they_are_charged() -> (
+    None
+):
+    """They would count as the tenant's share, and delay its other requests."""
+    fake = Fake()
+    stages = [{"name": "a"}, {"name": "b", "max_batch_size": 4}]
+    spec = ModelSpec.model_validate({"factory": "a:b", "stages": stages})
+    fake.gateway.specs["m", "1"] = spec
+    async with fake.client() as client:
+        data = {"name": "x", "datatype": "FP32", "shape": [5], "data": [1.0] * 5}
+        answer = await client.post("/v2/models/m/infer", json={"inputs": [data]})
+        assert answer.status_code == 400
+        assert "at most 4 (max_batch_size)" in answer.json()["error"]
+        assert not fake.dispatcher.calls
+        data.update(shape=[4], data=[1.0] * 4)
+        answer = await client.post("/v2/models/m/infer", json={"inputs": [data]})
+        assert answer.status_code == 200

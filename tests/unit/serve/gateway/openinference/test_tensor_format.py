@@ -11,7 +11,9 @@ import torch
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.openinference.tensor_format import (
+    PIECE,
     NotFiniteError,
+    listed,
     parse,
     render,
 )
@@ -255,3 +257,12 @@ def test_long_list_is_decoded_in_pieces() -> None:
             text = json.dumps({"inputs": asked["inputs"][:1]}, indent=spaced)
             found = parse(text.encode(), None, ANY)
             assert torch.equal(found.tensors["x"], expected)
+
+
+def test_long_answers_are_written_in_pieces() -> None:
+    """Other requests go on meanwhile; the text is as if it were written at once."""
+    values = torch.arange(3 * PIECE + 7).float()
+    for part in (values, values[:0], values[:1], values[:PIECE]):
+        assert json.loads(b"".join(listed(part))) == part.tolist()
+    longest = max(len(piece) for piece in listed(values))
+    assert longest < len(b"".join(listed(values))) / 2

@@ -194,7 +194,7 @@ async def test_credit_is_returned_at_once_when_much_is_owed(
 ) -> None:
     """The sender must not wait for the timer when its credit runs out."""
     monkeypatch.setattr(credit_returns, "RELEASE_S", 1e6)
-    async with bench(1, 2, "0-a", max_ongoing_requests=8) as b:
+    async with bench(1, 2, "0-a", own_ongoing_requests=8) as b:
         await b.connect("g")
         upstream = await b.connect("0-a")
         quicken(b)
