@@ -82,3 +82,11 @@ def test_folder_in_place_of_a_spec_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("")
     done = run("plan", str(tmp_path))
     assert f"give its spec, {tmp_path}/app.yaml".encode() in done.stderr
+
+
+@pytest.mark.parametrize("words", [["serve", "a" * 300], ["plan", "a" * 300]])
+def test_name_that_is_too_long_for_a_file_is_a_message(words: list[str]) -> None:
+    done = run(*words)
+    assert done.returncode == 1
+    assert b"File name too long" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -19,7 +19,15 @@ from multiworld.errors import PlacementError, ServeError
 from multiworld.serve.machines.amounts import Location, Need
 from multiworld.serve.machines.assignment import Plan
 from multiworld.serve.machines.bookings import Bookings
-from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic
+from tests.serve.harness import (
+    ROOT,
+    WAIT_S,
+    Served,
+    body,
+    served,
+    spec_with,
+    traffic,
+)
 from tests.serve.models import GROW, expected
 
 pytestmark = pytest.mark.timeout(240)
@@ -192,6 +200,6 @@ def _multiworld(*words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=WAIT_S * 3,
         check=False,
     )

@@ -448,6 +448,7 @@ def test_service_that_has_died_starts_as_for_the_first_time(tmp_path: Path) -> N
         assert service.infer(3.0).json()["outputs"][0]["data"] == [expected(3.0)]
 
 
+@pytest.mark.heavy
 def test_service_that_has_died_refuses_what_cannot_start(tmp_path: Path) -> None:
     """A spec that does not fit is refused, as at a first start."""
     with served(tmp_path, spec_with()) as service:

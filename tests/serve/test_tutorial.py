@@ -231,6 +231,7 @@ def test_page_runs(name: str, tmp_path: Path) -> None:
     run_page(name, tmp_path)
 
 
+@pytest.mark.heavy
 def test_tutorial_of_a_language_model_runs(tmp_path: Path) -> None:
     """A random decoder stands in for SmolLM2, so slow that kills come mid-stream."""
     home = tmp_path / "home"

@@ -13,6 +13,7 @@ import click
 import orjson
 
 from multiworld.errors import MultiWorldError
+from multiworld.net.threads import in_thread
 from multiworld.serve.controller.answers import StatusAnswer
 from multiworld.serve.controller.client import Service
 
@@ -102,7 +103,7 @@ async def _chat(url: str, model: str | None, key: str, limit: int | None) -> Non
             model = await model_of(session, url, model)
             click.echo(f"{model} at {url}; Ctrl-D ends the chat", err=True)
             messages: list[dict[str, str]] = []
-            while (line := await asyncio.to_thread(_read)) is not None:
+            while (line := await in_thread(_read)) is not None:
                 messages.append({"role": "user", "content": line})
                 body = {"model": model, "messages": messages, "stream": True}
                 if limit is not None:
@@ -116,6 +117,11 @@ async def _chat(url: str, model: str | None, key: str, limit: int | None) -> Non
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise click.ClickException(f"{url}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise click.ClickException(
+                f"{url} does not answer as OpenAI's API does ({type(error).__name__}: "
+                f"{error})"
+            ) from error
 
 
 def _read() -> str | None:
@@ -123,10 +129,13 @@ def _read() -> str | None:
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+        # Not ``sys.stdin`` itself: a thread that waits for a line holds its lock, which
+        # would stop the interpreter's exit.
+        stdin = sys.stdin.buffer
+        line: bytes = getattr(stdin, "raw", stdin).readline()
         if not line:
             return None
-        if text := line.strip():
+        if text := line.decode(errors="replace").strip():
             return text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,8 @@ from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.cli.options import PICTURES, FiniteRange, check_writable
 
 BACKENDS = ("direct", "gloo")
+
+NEEDED = "the demo needs {}: pip install 'multiworld-elastic[demo]'"
 
 
 @click.group(invoke_without_command=True)
@@ -50,6 +52,8 @@ def demo(
     end_as_ctrl_c()
     if context.invoked_subcommand is None:
         check_writable("--picture", picture.resolve(), PICTURES)
+        if importlib.util.find_spec("matplotlib") is None:  # draws the outcome
+            raise click.ClickException(NEEDED.format("matplotlib"))
         run = _demo("multiworld.demo.chats.run")
         sys.exit(run(tokens, pause_s, picture.resolve(), as_json=as_json))
 
@@ -81,7 +85,5 @@ def _demo(module: str) -> Callable[..., int]:
     try:
         run: Callable[..., int] = importlib.import_module(module).run
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the demo needs {error.name}: pip install 'multiworld-elastic[demo]'"
-        ) from error
+        raise click.ClickException(NEEDED.format(error.name)) from error
     return run

@@ -101,7 +101,11 @@ class Commands(click.Group):
             ) from error
         except OSError as error:
             if error.errno not in FULL or _can_print():
-                raise
+                if error.filename is None:
+                    raise
+                raise click.ClickException(
+                    f"{str(error.filename)[:400]}: {error.strerror}"
+                ) from error
             # Python flushes stdout again at exit, which would fail, too.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise click.ClickException(
@@ -165,8 +169,24 @@ def cli() -> None:
     configure(os.environ, "controller", known.get(level, logging.WARNING))
 
 
+def _open_closed() -> None:
+    """Open /dev/null in place of standard streams that are closed (``>&-``).
+
+    Otherwise, the next file or socket would take their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line; entry point of the console script."""
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Escape characters that its encoding lacks.

@@ -106,7 +106,7 @@ def replicas_that_fit(weight_bytes: int, machine: Node) -> tuple[int, str]:
 
 def warnings_of(options: ModelOptions, weight_bytes: int, machine: Node) -> list[str]:
     """Return why the replicas that were asked for may be too many for the machine."""
-    if options.replicas is None or machine.gpus:
+    if options.replicas is None or (machine.gpus and options.quantization is None):
         return []
     count, found, gib = options.replicas, [], 2**30
     need = count * (weight_bytes + options.stages * (KV_BYTES + BASE_BYTES))
@@ -134,7 +134,8 @@ def text_of(
     name = options.name or name_of(path)
     replicas, why = replicas_that_fit(weight_bytes, machine)
     gpus = len(machine.gpus)
-    has_gpus = gpus >= options.stages * (options.replicas or 1)
+    is_for_cpus = options.quantization is not None
+    has_gpus = gpus >= options.stages * (options.replicas or 1) and not is_for_cpus
     if has_gpus:
         # Do not check whether the model fits the GPUs: if not, it fails to load.
         replicas = max(1, min(MAX_REPLICAS, gpus // options.stages))
@@ -151,7 +152,9 @@ def text_of(
     if revision is not None:
         lines.append(f"    revision: {_quoted(revision)}  # commit on the hub")
     if options.engine is not None:
-        lines.append(f"    engine: {options.engine}  # computes the whole model")
+        lines.append(
+            f"    engine: {_quoted(options.engine)}  # computes the whole model"
+        )
     fields = {
         "max_model_len": (options.max_model_len, "tokens of a prompt and its answer"),
         "max_num_seqs": (options.max_num_seqs, "sequences that a replica computes"),
@@ -190,7 +193,7 @@ def text_of(
 def name_of(path: str) -> str:
     """Return a name for a model, made of the characters that names may contain."""
     last = path.rstrip("/").rpartition("/")[2].lower()
-    return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-._")[:64] or "model"
+    return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-._")[:64].strip("-._") or "model"
 
 
 def weight_bytes_of(folder: Path, dtype: str | None) -> int:

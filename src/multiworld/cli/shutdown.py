@@ -77,7 +77,12 @@ def shutdown(service: Service, as_json: bool) -> None:
                 "service has reserved on the Ray cluster: start one with `multiworld "
                 "serve`, and repeat this command"
             ) from None
-        _end_without_controller(service.folder, record)
+        # Held meanwhile: a controller that started now would adopt these processes.
+        lock = service.folder.lock()
+        try:
+            _end_without_controller(service.folder, service.folder.load() or record)
+        finally:
+            os.close(lock)
     _await_end(service.folder, END_S + record.app.gateway.shutdown_s)
     _show_end(record.app.app, as_json, is_over=service.folder.load() is None)
 

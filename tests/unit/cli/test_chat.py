@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -137,3 +141,38 @@ def test_only_service_of_this_user_is_found(
     monkeypatch.setattr("multiworld.cli.chat.Service", Found)
     found = CliRunner().invoke(cli, ["chat"], input="Hi\n")
     assert found.stdout == "Hello\n", found.output
+
+
+def test_line_that_is_not_utf8_is_sent_all_the_same(url: str) -> None:
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input=b"caf\xe9\n")
+    assert found.exit_code == 0, found.output
+    assert Service.asked[0]["messages"][0]["content"] == "caf\ufffd"
+
+
+@pytest.mark.parametrize("models", [[5], [{"name": "m"}]])
+def test_address_of_something_else_is_named(url: str, models: list[Any]) -> None:
+    Service.models = models
+    found = CliRunner().invoke(cli, ["chat", "--url", url], input="Hi\n")
+    assert found.exit_code == 1
+    assert "does not answer as OpenAI's API does" in found.output
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_at_the_prompt_ends_the_chat(url: str) -> None:
+    """Although a thread waits for a line."""
+    command = [sys.executable, "-m", "multiworld.cli.main", "chat", "--url", url]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    try:
+        said = b""
+        while not said.endswith(b"> "):
+            said += os.read(terminal, 4096)
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # the terminal is gone
+            while said := os.read(terminal, 4096):
+                pass
+        _, status = os.waitpid(pid, 0)
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 1

@@ -96,6 +96,24 @@ def test_gpus_are_used_where_there_are_any(engine: str | None) -> None:
         assert model.stages[0].replicas == replicas
 
 
+def test_quantized_model_is_for_cpus_though_there_are_gpus() -> None:
+    app = spec_of(ModelOptions(quantization="int8"), machine_of(gpus=1))
+    (model,) = app.models.values()
+    assert [stage.device for stage in model.stages] == ["cpu"]
+
+
+def test_engine_without_a_name_is_not_our_own() -> None:
+    """A variable of a script may be empty."""
+    with pytest.raises(SpecError, match="engine"):
+        spec_of(ModelOptions(engine=""), LARGE)
+
+
+def test_long_name_ends_with_a_letter() -> None:
+    path = "/m/" + "a" * 63 + "-b"
+    assert name_of(path) == "a" * 63
+    parse_spec(text_of(path, None, ModelOptions(), GIB, LARGE))
+
+
 def test_one_gpu_is_not_for_two_stages() -> None:
     app = spec_of(ModelOptions(stages=2), machine_of(gpus=1))
     (model,) = app.models.values()

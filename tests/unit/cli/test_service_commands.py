@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,11 @@ from multiworld.serve.controller.answers import (
 )
 from multiworld.serve.controller.client import Service
 from multiworld.serve.controller.fleet.entries import HistoryEntry
-from multiworld.serve.controller.fleet.record import Record, StateFolder
+from multiworld.serve.controller.fleet.record import (
+    AlreadyServedError,
+    Record,
+    StateFolder,
+)
 from multiworld.serve.controller.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.controller.observe.facts import Facts
 from multiworld.serve.spec.loader import parse_spec
@@ -140,6 +145,30 @@ def test_update_distinguishes_its_outcome_from_that_of_another(
     assert done.exit_code == (outcome != "done")
     if outcome == "superseded":
         assert last.endswith("by another update, to m 3")
+
+
+def test_shutdown_without_a_controller_keeps_the_next_one_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, it would delete the files of a service that serves."""
+    app = parse_spec("models: {m: {factory: a:b, stages: [{}]}}")
+    folder = StateFolder(tmp_path)
+    folder.make()
+    folder.save(Record(app=app, specs={}, active={}))
+    seen: list[bool] = []
+
+    module = importlib.import_module("multiworld.cli.shutdown")
+
+    def end(*_: object) -> None:
+        with pytest.raises(AlreadyServedError):
+            folder.lock()
+        seen.append(True)
+
+    monkeypatch.setattr(module, "_end", end)
+    done = CliRunner().invoke(cli, ["shutdown", "--state", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert seen
+    os.close(folder.lock())
 
 
 def test_shutdown_ends_a_service_that_has_started_nothing_yet(

@@ -70,7 +70,7 @@ class Service:
                 f"no controller answers in {self.folder.path} ({error}); {remedy} "
                 "`multiworld serve`, which adopts the running processes"
             ) from error
-        if status >= 400:
+        if status >= 300:  # a name that is empty, or has a slash, is redirected
             refused = ServeError(_text_of(content))
             refused.__dict__["status"] = status
             raise refused

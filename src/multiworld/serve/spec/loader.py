@@ -86,7 +86,11 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
             where, ["line 1: a spec must be a mapping; start with `models:`"]
         )
     lines: dict[KeyPath, int] = {}
-    problems = _walk(root, (), lines)
+    try:
+        problems = _walk(root, (), lines)
+    except (RecursionError, TypeError) as error:  # nested aliases; a tagged list as key
+        text = "line 1: the spec is nested too deeply, or has a key that is no name"
+        raise _spec_error(where, [text]) from error
     try:
         spec = AppSpec.model_validate(data)
     except ValidationError as error:
@@ -238,7 +242,8 @@ def _describe_validation_error(error: Any, at: KeyPath) -> str:
     if kind == "missing":
         return f"{name} is missing; add it"
     if kind == "string_pattern_mismatch":
-        return f"{name} is {given!r}; {PATTERNS[error['ctx']['pattern']]}"
+        remedy = PATTERNS.get(error["ctx"]["pattern"], error["msg"])
+        return f"{name} is {given!r}; {remedy}"
     if kind in ("model_type", "dict_type", "list_type"):
         return f"{name} is {given!r}; {FORMS[kind]}"
     if kind in ("int_type", "float_type") and at[-1] in NUMBERS and at[0] != "gateway":

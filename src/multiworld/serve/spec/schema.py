@@ -22,6 +22,8 @@ REVISION = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 ENGINE = r"^([a-z][a-z0-9_.-]*|[\w.]+:\w+)$"
 LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
+# ``*``, or an origin as browsers send it: scheme, host and port.
+ORIGIN = r"^(\*|https?://[^/\s*]+)$"
 PATTERNS = {
     NAME: "use lower-case letters, digits, '.', '_' and '-', at most 64",
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
@@ -30,6 +32,7 @@ PATTERNS = {
     ENGINE: "write vllm, llama.cpp, openai, or package.module:function of an adapter",
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
+    ORIGIN: "write *, or scheme, host and port, such as https://chat.example.com",
 }
 """Remedies for strings that do not match a pattern, by pattern."""
 
@@ -319,8 +322,13 @@ OPENAI, LLAMA_CPP, VLLM = "openai", "llama.cpp", "vllm"
 """Names of engines with special rules; ``openai``: servers that already run."""
 
 
-def _unlike_json(value: object, at: str) -> str | None:
+MAX_DEPTH = 100  # levels of a value; pydantic writes at most 255
+
+
+def _unlike_json(value: object, at: str, depth: int = 0) -> str | None:
     """Describe the first part of a value that JSON would change; None: no part."""
+    if depth > MAX_DEPTH:
+        return f"a value is nested more than {MAX_DEPTH} levels deep"
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
@@ -334,7 +342,7 @@ def _unlike_json(value: object, at: str) -> str | None:
         return None
     else:
         return f"{value!r}{at} is not a JSON value; write it as a string"
-    found = (_unlike_json(part, where) for where, part in parts)
+    found = (_unlike_json(part, where, depth + 1) for where, part in parts)
     return next((text for text in found if text is not None), None)
 
 
@@ -659,10 +667,6 @@ class ModelSpec(_Strict):
         if self.path is None and self.revision is not None:
             raise ValueError("revision is only for a path on the hub; remove it")
         return self
-
-
-# ``*``, or an origin as browsers send it: scheme, host and port.
-ORIGIN = r"^(\*|https?://[^/\s*]+)$"
 
 
 class GatewaySpec(_Strict):

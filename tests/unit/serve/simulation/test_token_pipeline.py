@@ -69,6 +69,7 @@ def test_no_sequence_is_lost_when_fleets_change_all_the_time() -> None:
     assert found.late == found.refused == 0
 
 
+@pytest.mark.heavy
 def test_scaling_by_tokens_attains_more_than_the_smallest_fleet() -> None:
     least = fixed(1)
     scaled = run(token_policy.decide)

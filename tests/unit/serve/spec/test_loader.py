@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from multiworld.errors import SpecError
 from multiworld.serve.spec.loader import load_spec, parse_spec, schema
+from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
 GOOD = """\
 app: demo
@@ -253,3 +255,34 @@ def test_remedies_are_those_of_the_field() -> None:
     (problem,) = caught.value.problems
     assert "gateway.replicas" in problem
     assert "min_replicas" not in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gateway: {cors_origins: ['https://a.b/']}", "scheme, host and port"),
+        ("gateway: {cors_origins: [a.b]}", "scheme, host and port"),
+        (f"x: {'[' * 150}{']' * 150}", "100 levels"),
+    ],
+)
+def test_odd_values_are_named(text: str, words: str) -> None:
+    model = "models: {m: {factory: 'a.b:c', stages: [{}]"
+    if text.startswith("x: "):
+        whole = f"{model}, options: {{{text}}}}}}}"
+    else:
+        whole = f"{model}}}}}\n{text}"
+    with pytest.raises(SpecError, match=words):
+        parse_spec(whole)
+
+
+def test_every_pattern_has_a_remedy() -> None:
+    def patterns(part: Any) -> Iterator[str]:
+        if isinstance(part, dict):
+            if isinstance(part.get("pattern"), str):
+                yield part["pattern"]
+            part = list(part.values())
+        if isinstance(part, list):
+            for each in part:
+                yield from patterns(each)
+
+    assert {*patterns(AppSpec.model_json_schema())} <= PATTERNS.keys()

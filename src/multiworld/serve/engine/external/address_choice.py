@@ -14,7 +14,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from multiworld.errors import SpecError
-from multiworld.serve.engine.external.engine_server import MAX_LINE, EngineServer
+from multiworld.serve.engine.external.engine_server import (
+    MAX_LINE,
+    NOT_JSON,
+    EngineServer,
+)
 from multiworld.serve.engine.external.whole_engine import (
     EngineLostError,
     EngineSettings,
@@ -81,7 +85,7 @@ class ServerChoice:
 
     def client_of(self, url: str) -> EngineServer:
         """Return a client of a server, for one event loop."""
-        key = os.environ.get(self.args.api_key_env, "")
+        key = os.environ.get(self.args.api_key_env, "").strip()
         return EngineServer(
             *("the server", url.rstrip("/"), key, self.args.health),
             silence_s=self._silence_s,
@@ -147,7 +151,7 @@ class ServerChoice:
         try:
             given = await server.get("/v1/models")
             answer = msgspec.json.decode(given, type=_Models)
-        except msgspec.DecodeError:
+        except NOT_JSON:
             answer = _Models()
         names = [one.id for one in answer.data]
         name = self.args.model or (names[0] if len(names) == 1 else "")
@@ -210,7 +214,7 @@ class ServerChoice:
                 if await server.answers():
                     await self._check(server)
                     return url
-            except (EngineLostError, SpecError) as error:  # the server cannot compute
+            except Exception as error:  # whatever it answers, this server serves on
                 logger.info("%s is not used yet: %s", url, error)
                 self._failed_at[url] = asyncio.get_running_loop().time()
             finally:

@@ -164,8 +164,8 @@ class EngineEncoder:
 
     async def _use(self, server: EngineServer) -> None:
         assert self._choice is not None
-        self._model = await self._choice.model_at(server)
         await self._check(server)
+        self._model = await self._choice.model_at(server)
 
     async def _start(self) -> EngineServer:
         server = EngineServer(self._engine, silence_s=2 * self._settings.hung_s)
@@ -175,9 +175,11 @@ class EngineEncoder:
 
     async def _check(self, server: EngineServer) -> None:
         """Raise EngineLostError if a server returns no embeddings."""
+        assert self._choice is not None
+        model = await self._choice.model_at(server)
         try:
             async with asyncio.timeout(PROBE_S):
-                data = await server.post(ROUTE, self._body([[0]]))
+                data = await server.post(ROUTE, {**self._body([[0]]), "model": model})
             self._checked(items_of(data, 1))
         except (
             RunFailedError,

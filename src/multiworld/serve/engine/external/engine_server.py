@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
@@ -166,6 +167,9 @@ class EngineServer:
                 return await _body(answer) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
             return None
+        except ValueError as error:  # a key or an address that cannot be sent
+            logger.warning("%s cannot be asked: %s", self.url, error)
+            return None
 
     @property
     def busy_s(self) -> float:
@@ -196,7 +200,10 @@ class EngineServer:
         """Yield the data of each server-sent event of an answer, up to its end."""
         # No timeout, because the replica's worker watches for silence.
         async with self._answered(path, body, timeout=_timeout(None)) as answer:
+            is_first = True
             async for line in answer.content:
+                if is_first:  # a byte order mark is ignored, as the standard says
+                    line, is_first = line.removeprefix(BOM_UTF8), False
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
@@ -264,12 +271,15 @@ class Answer(msgspec.Struct):
 
 A = TypeVar("A", bound=Answer)
 
+# Errors for answers that are no JSON, or JSON of the wrong type.
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
     """Return a decoded answer; raise ``RunFailedError`` if it reports an error."""
     try:
         found = decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise RunFailedError(f"the engine sent an invalid response: {error}") from None
     if found.error is not None:
         raise RunFailedError(f"the engine failed: {str(found.error)[:MAX_ERROR]}")

@@ -18,6 +18,7 @@ from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.engine.external import token_servers
 from multiworld.serve.engine.external.address_choice import ServerChoice
 from multiworld.serve.engine.external.engine_server import (
+    NOT_JSON,
     EngineServer,
     RefusedError,
 )
@@ -106,7 +107,7 @@ class OpenAiEngine(TokenServerEngine):
         try:
             answer = await server.get("/props")
             count = msgspec.json.decode(answer, type=_Props).total_slots
-        except msgspec.DecodeError:
+        except NOT_JSON:
             count = 0
         if count <= self._settings.max_num_seqs:
             raise EngineLostError(
@@ -130,7 +131,7 @@ class OpenAiEngine(TokenServerEngine):
             async with asyncio.timeout(PROBE_S):
                 data = await server.post("/v1/completions", body)
             choices = token_servers.CHUNK.decode(data).choices
-        except (InvalidRequestError, RefusedError, msgspec.DecodeError):
+        except (InvalidRequestError, RefusedError, *NOT_JSON):
             return False
         except (ServeError, TimeoutError) as error:  # a busy server may answer later
             raise EngineLostError(
@@ -143,9 +144,10 @@ class OpenAiEngine(TokenServerEngine):
         try:
             async with asyncio.timeout(PROBE_S):
                 answer = msgspec.json.decode(await server.post("/completion", body))
-        except (ServeError, msgspec.DecodeError, TimeoutError):
+        except (ServeError, TimeoutError, *NOT_JSON):
             return False
-        return isinstance(answer, dict) and len(answer.get("tokens") or ()) == 1
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        return isinstance(tokens, list) and len(tokens) == 1
 
     async def close(self) -> None:
         await super().close()

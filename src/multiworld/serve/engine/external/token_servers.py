@@ -308,6 +308,10 @@ class Completions(Dialect):
             ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
             for place, token in enumerate(ids):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
+            # Some servers leave out the token that ended the answer.
+            is_missing = not found or found[-1].token not in run.ends
+            if choice.finish_reason == "stop" and run.ends and is_missing:
+                found.append(EngineToken(run.ends[0]))
         return found
 
 
@@ -365,6 +369,12 @@ class CompletionsOfText(Dialect):
     path: str = "/v1/completions"
     piece: int | None = None
 
+    def __post_init__(self) -> None:
+        # Reads the text of a control token as text: a server sends no control tokens.
+        fast = self.tokenizer.fast
+        self._plain = type(fast).from_str(fast.to_str())
+        self._plain.encode_special_tokens = True
+
     def check(self, sampling: Sampling) -> None:
         super().check(sampling)
         if sampling.logprobs is not None:
@@ -374,7 +384,7 @@ class CompletionsOfText(Dialect):
         given = run.sampling
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
-            "prompt": self._text_of(piece.tokens),
+            "prompt": self._text_of(piece.tokens, run.prompt),
             "max_tokens": piece.count,
             "stream": True,
             "temperature": given.temperature,
@@ -398,26 +408,29 @@ class CompletionsOfText(Dialect):
         found: list[EngineToken] = []
         for choice in answer_of(CHUNK, data).choices[:1]:
             check_finish(choice)
-            tokens = self.tokenizer.encode(choice.text, has_special=False)
-            found += map(EngineToken, tokens)
+            made = self._plain.encode(choice.text, add_special_tokens=False)
+            found += map(EngineToken, made.ids)
             # Without an end token, the sequence would continue.
             if choice.finish_reason == "stop":
                 found.append(EngineToken(run.ends[0] if run.ends else self.end))
         return found
 
-    def _text_of(self, tokens: Sequence[int]) -> str:
+    def _text_of(self, tokens: Sequence[int], prompt: int) -> str:
         """Return the text of tokens, without tokens that the server adds in front.
 
         Raises InvalidRequestError if the server would read other control tokens in the
-        text, for instance one that a user has written.
+        text of the prompt, which is the first ``prompt`` tokens: for instance one that
+        a user has written. The model itself may write about control tokens.
         """
         first = self.tokenizer.encode("")[:1]
         if first and list(tokens[:1]) == first:
-            tokens = tokens[1:]
+            tokens, prompt = tokens[1:], prompt - 1
         text = self.tokenizer.decode(tokens, skips_special=False)
         known = self.tokenizer.fast.get_added_tokens_decoder()
-        read = self.tokenizer.encode(text, has_special=False)
-        if [t for t in read if t in known] != [t for t in tokens if t in known]:
+        given = tokens[:prompt]
+        shown = self.tokenizer.decode(given, skips_special=False)
+        read = self.tokenizer.encode(shown, has_special=False)
+        if [t for t in read if t in known] != [t for t in given if t in known]:
             raise InvalidRequestError(
                 "the request contains text that this model's engine would read as a "
                 "control token; remove it"

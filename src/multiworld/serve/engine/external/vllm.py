@@ -461,7 +461,9 @@ def failure_of(report: Path) -> ServeError:
         return BusyError(text)
     if text.startswith(ERROR):  # another replica may succeed
         return RunFailedError(text)
-    return ModelFailedError(text or "sampling failed")
+    if not text:  # the engine could not write it: another replica may succeed
+        return RunFailedError("sampling failed; the engine's disk may be full")
+    return ModelFailedError(text)
 
 
 def server_command(

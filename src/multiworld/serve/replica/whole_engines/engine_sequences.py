@@ -566,15 +566,22 @@ class EngineSequences:
         self._send(failed, sequence.key)
 
     def _trial_succeeded(self, token: int) -> None:
-        """Fail the sequences that got no token although the engine works."""
+        """Fail the sequences that failed often themselves although the engine works.
+
+        Others failed with many at once, for example when a proxy restarted.
+        """
         self._actions.append(Abort(self._trial))
         self._trial = 0
         if not 0 <= token < self.settings.vocabulary:
             self._actions.append(GiveUp(f"the engine returned token {token}"))
             return
         for doubted in list(self._in[Phase.DOUBTED].values()):
+            stream = doubted.key[:2]
+            if self._failures_of[stream] < OWN_FAILURES:
+                self._return(doubted)
+                continue
+            del self._failures_of[stream]
             self._end(doubted)
             text = f"the engine failed repeatedly: {doubted.doubt}"
             self._fail(doubted.key, ModelFailedError(text, stage="0"))
         self._failures = 0
-        self._failures_of.clear()

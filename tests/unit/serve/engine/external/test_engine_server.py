@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from multiworld.serve.engine.external.engine_server import EngineServer, wait_of
+from multiworld.serve.engine.external.engine_server import (
+    Answer,
+    EngineServer,
+    answer_of,
+    wait_of,
+)
 from multiworld.serve.engine.external.whole_engine import RunFailedError
 
 
@@ -74,3 +80,31 @@ async def test_redirects_are_not_followed(
 def test_retry_after_is_seconds_or_a_date(given: str, wait_s: float) -> None:
     """The wait is bounded, whatever a server says."""
     assert wait_of(given, 1000.0) == wait_s
+
+
+async def test_byte_order_mark_hides_no_event() -> None:
+    """Some servers write one; the first token would be lost."""
+
+    async def events(request: web.Request) -> web.Response:
+        return web.Response(body=b"\xef\xbb\xbfdata: 1\n\ndata: 2\n\ndata: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/x", events)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    client = EngineServer("it", f"http://{host}:{port}")
+    try:
+        assert [data async for data in client.events("/x", {})] == [b"1", b"2"]
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"error": "\xff"}', b"[" * 100_000, b"{", b'{"error": 5, "x": [}']
+)
+def test_answer_that_is_no_json_is_a_failed_run(data: bytes) -> None:
+    with pytest.raises(RunFailedError):
+        answer_of(msgspec.json.Decoder(Answer), data)

@@ -59,6 +59,30 @@ def test_end_of_a_server_is_a_token(texts: CompletionsOfText) -> None:
     assert texts.tokens(data, ending) == [EngineToken(7)]
 
 
+def test_model_may_write_about_control_tokens(texts: CompletionsOfText) -> None:
+    """The text of one neither ends its answer nor vanishes, nor is it refused later."""
+    event = {"choices": [{"text": "Use <end> to end."}]}
+    run = run_of([5])
+    made = [found.token for found in texts.tokens(json.dumps(event).encode(), run)]
+    assert texts.tokenizer.decode(made) == "Use <end> to end."
+    assert not {*made} & texts.tokenizer.special
+    run = replace(run, tokens=[5, *made])
+    piece = next_piece(run.tokens, run.prompt, run.sampling, None)
+    assert texts.body(run, piece, 0, True)["prompt"].endswith("Use <end> to end.")
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"), [([], [7]), ([40], [40, 7]), ([40, 0], [40, 0])]
+)
+def test_end_token_that_a_server_leaves_out_is_added(
+    ids: list[int], wanted: list[int]
+) -> None:
+    event = {"choices": [{"token_ids": ids, "finish_reason": "stop"}]}
+    run = Run([5], 1, Sampling(max_tokens=5), (7, 0))
+    found = Completions("m").tokens(json.dumps(event).encode(), run)
+    assert [one.token for one in found] == wanted
+
+
 def test_biases_that_a_server_does_not_take_are_the_weakest() -> None:
     """A server limits the biases; those of the request are always sent."""
     output = [*range(2000), 7, 7, 9]

@@ -63,7 +63,7 @@ def test_more_tokens_than_asked_for_are_not_read() -> None:
         ("later: the grammar is not compiled yet", BusyError),
         ("error: OutOfMemoryError()", RunFailedError),
         ("token 9 is outside the vocabulary", ModelFailedError),
-        ("", ModelFailedError),
+        ("", RunFailedError),  # the disk was full
     ],
 )
 def test_reports_say_whether_another_replica_may_try(

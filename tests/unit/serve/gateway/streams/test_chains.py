@@ -595,7 +595,7 @@ class Killer:
 CROWD = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=128, blocks=2000)
 
 
-@pytest.mark.parametrize("seed", some(range(12), 3))
+@pytest.mark.parametrize("seed", some(range(12), 1))
 @pytest.mark.parametrize(
     ("replicas", "losses"),
     [([1, 1], 8), ([1, 1, 1], 8), ([1, 3], 8), ([2, 2], 8), ([2, 3, 2], 8)],

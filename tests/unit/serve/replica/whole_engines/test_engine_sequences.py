@@ -606,6 +606,21 @@ def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
     assert (replica.given_up, replica.trial) == ([], 0)
 
 
+def test_many_that_fail_at_once_are_tried_elsewhere() -> None:
+    """A proxy has restarted, say; the engine works."""
+    replica, count = Replica(max_num_seqs=2 * MAX_FAILURES), 2 * MAX_FAILURES
+    for number in range(count):
+        replica.begin(start(number))
+    for number in range(count):
+        replica.fail(number, RunFailedError("connection reset"))
+    replica.handle(Generated(replica.trial, [EngineToken(3)]))
+    assert sorted(failed.key for failed in replica.sent) == [
+        key(number) for number in range(count)
+    ]
+    assert all(failed == SequenceFailed(failed.key) for failed in replica.sent)
+    assert (replica.given_up, replica.trial) == ([], 0)
+
+
 def test_sequence_that_fails_beside_others_is_failed_too() -> None:
     """The tokens of others say nothing about this sequence."""
     replica = Replica()

@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,12 @@ def report(name: str, error: Exception) -> None:
         text = f"{LATER}{error}" if is_later else f"{ERROR}{error!r}"
     last = Path(name).name or "unnamed"
     draft = HERE / f"{last}.{os.getpid()}"
-    try:
+    with suppress(OSError):
         draft.write_text(text[:1000])
-        # Renamed, because a reader must not see an empty report.
+    # Renamed, because a reader must not see an incomplete report. Where the disk is
+    # full, the report is empty, and still says that the sequence failed.
+    with suppress(OSError):  # the replica's folder was removed
         draft.replace(HERE / "failures" / last)
-    except OSError:
-        pass  # the replica's folder was removed
 
 
 def end_of(ends: Any, vocabulary: int) -> int:
