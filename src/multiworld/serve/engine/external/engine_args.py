@@ -34,7 +34,7 @@ def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> Non
         field = name.replace("-", "_")
         if (known := reserved.get(field)) is not None or field in ELSEWHERE:
             remedy = f"use `{known}` instead" if known else "remove it"
-            raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
+            raise SpecError(f"engine_args: {name} is decided by the service; {remedy}")
 
 
 def check_adapter(run: Run, settings: EngineSettings) -> None:

@@ -213,6 +213,7 @@ class EngineSequences:
         self._failures_of: Counter[StreamId] = Counter()
         # Number of the trial run that tests the engine; 0: there is none.
         self._trial = 0
+        self._is_proved = False  # the engine has produced tokens since the trial began
         self._numbers, self._arrivals = 0, 0
         self._actions: list[Action] = []
 
@@ -331,7 +332,7 @@ class EngineSequences:
 
     def _admit(self) -> None:
         """Start runs of all sequences that may run now."""
-        if self._alone or self._trial:
+        if self._alone or (self._trial and not self._is_proved):
             return
         if self._in[Phase.SUSPECT] and not self._owes_turn():
             for other in list(self._runs.values()):
@@ -451,6 +452,7 @@ class EngineSequences:
         was_alone = sequence in self._alone
         if items:
             self._failures = 0
+            self._is_proved = True
             self._failures_of.pop(sequence.key[:2], None)
             if sequence not in self._after:
                 self._after = []
@@ -555,7 +557,7 @@ class EngineSequences:
         sequence.doubt = why
         if not self._trial:
             self._numbers += 1
-            self._trial = self._numbers
+            self._trial, self._is_proved = self._numbers, False
             self._actions.append(Begin(self._trial, Run((0,), 1, WARM_UP)))
 
     def _return(self, sequence: EngineSequence) -> None:

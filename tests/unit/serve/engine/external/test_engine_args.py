@@ -362,5 +362,5 @@ def test_adapters_are_passed_to_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["served_model_name", "ssl-keyfile", "root_path"])
 def test_arguments_that_put_a_server_elsewhere_are_refused(name: str) -> None:
     """The service would not find the server, or its model."""
-    with pytest.raises(SpecError, match=f"{name} is set by the service"):
+    with pytest.raises(SpecError, match=f"{name} is decided by the service"):
         refuse_reserved({name: "x"}, {})

@@ -606,6 +606,22 @@ def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
     assert (replica.given_up, replica.trial) == ([], 0)
 
 
+def test_trial_that_hangs_keeps_no_other_sequence_waiting() -> None:
+    """The engine produces tokens of others meanwhile."""
+    replica = Replica()
+    replica.begin(start(9, max_tokens=99))
+    for attempt in range(OWN_FAILURES):
+        replica.begin(start(1, attempt=attempt))
+        replica.fail(1)
+    assert replica.trial
+    replica.begin(start(2))
+    assert replica.running == [9]
+    replica.generate(9, 3)
+    assert sorted(replica.running) == [2, 9]
+    replica.handle(Generated(replica.trial, [EngineToken(3)]))
+    assert replica.sent[-1].key == key(1, OWN_FAILURES - 1)
+
+
 def test_many_that_fail_at_once_are_tried_elsewhere() -> None:
     """A proxy has restarted, say; the engine works."""
     replica, count = Replica(max_num_seqs=2 * MAX_FAILURES), 2 * MAX_FAILURES
