@@ -56,6 +56,7 @@ def rewritten(node: Schema, root: Schema) -> Schema:
     every: list[Any] = []
     _drop_conditions(found, every)
     _drop_negation(found, every)
+    _drop_tagged(found, every, root)
     _drop_exclusion(found, every)
     _drop_dependencies(found, every)
     _drop_names(found, every, root)
@@ -90,6 +91,43 @@ def _drop_negation(node: Schema, every: list[Any]) -> None:
     if cases is not None:
         every.append({"anyOf": cases} if cases else False)
         del node["not"]
+
+
+def _drop_tagged(node: Schema, every: list[Any], root: Schema) -> None:
+    """Replace ``oneOf`` by ``anyOf`` where at most one alternative can hold.
+
+    So they are written for tagged unions, with a string for each kind of object
+    (pydantic's ``discriminator``).
+    """
+    choices = node.get("oneOf")
+    if not isinstance(choices, list) or len(choices) < 2:
+        return
+    objects = [_object_of(each, root) for each in choices]
+    tagged = [each for each in objects if each is not None]
+    if len(tagged) < len(objects):
+        return
+    if not all(isinstance(each.get("properties"), dict) for each in tagged):
+        return
+    for name in tagged[0].get("required", []):
+        if not all(name in each.get("required", []) for each in tagged):
+            continue
+        tags = [_values(each["properties"].get(name), root) for each in tagged]
+        every_tag = [tag for some in tags for tag in some or ()]
+        are_texts = None not in tags and all(isinstance(tag, str) for tag in every_tag)
+        if are_texts and len(every_tag) == len({*every_tag}):
+            every.append({"anyOf": node.pop("oneOf")})
+            node.pop("discriminator", None)
+            return
+
+
+def _object_of(schema: Any, root: Schema) -> Schema | None:
+    """Return a schema of objects only, following ``$ref``; None for any other."""
+    if isinstance(schema, dict) and "$ref" in schema:
+        if schema.keys() - {"$ref"} - NOTES:
+            return None
+        schema = _referred(str(schema["$ref"]), root)
+    is_one = isinstance(schema, dict) and schema.get("type") == "object"
+    return schema if is_one else None
 
 
 def _drop_exclusion(node: Schema, every: list[Any]) -> None:

@@ -293,6 +293,29 @@ KIND = {"type": "string", "enum": ["car", "bike"]}
         ),
         ({"not": {"type": ["object", "array"]}}, ["1", '"a"', "null"], ["{}", "[]"]),
         (
+            {
+                "$defs": {
+                    kind: {
+                        "type": "object",
+                        "properties": {
+                            "kind": {"const": kind, "type": "string", "title": "Kind"},
+                            kind: {"type": "boolean"},
+                        },
+                        "required": ["kind", kind],
+                        "additionalProperties": False,
+                    }
+                    for kind in ("cat", "dog")
+                },
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+                "discriminator": {
+                    "propertyName": "kind",
+                    "mapping": {"cat": "#/$defs/cat", "dog": "#/$defs/dog"},
+                },
+            },
+            ['{"kind": "cat", "cat": true}', '{"kind": "dog", "dog": true}'],
+            ['{"kind": "cat", "dog": true}', '{"cat": true}', "{}", "1"],
+        ),
+        (
             {"anyOf": [{"not": {}}, {"type": "string"}]},
             ['"a"'],
             ["1", "null"],
