@@ -15,7 +15,11 @@ from multiworld.cli.options import of_service, show
 from multiworld.errors import ServeError
 from multiworld.serve.controller.answers import ShuttingDown
 from multiworld.serve.controller.client import Service
-from multiworld.serve.controller.fleet.record import Record, StateFolder
+from multiworld.serve.controller.fleet.record import (
+    AlreadyServedError,
+    Record,
+    StateFolder,
+)
 from multiworld.serve.controller.launchers.base import began_at
 
 END_S = 60.0  # seconds to wait for the shutdown, in addition to the spec's shutdown_s
@@ -67,6 +71,10 @@ def shutdown(service: Service, as_json: bool) -> None:
         if service.folder.is_controlled():
             # A running controller would restart processes that this command ends.
             pid = service.folder.controller()
+            if not pid:
+                raise click.ClickException(
+                    "another command is ending the service; wait for it"
+                ) from None
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "
                 "and repeat this command"
@@ -78,7 +86,12 @@ def shutdown(service: Service, as_json: bool) -> None:
                 "serve`, and repeat this command"
             ) from None
         # Held meanwhile: a controller that started now would adopt these processes.
-        lock = service.folder.lock()
+        try:
+            lock = service.folder.lock(is_controller=False)
+        except AlreadyServedError:
+            raise click.ClickException(
+                "a controller has just started; repeat this command"
+            ) from None
         try:
             _end_without_controller(service.folder, service.folder.load() or record)
         finally:

@@ -180,7 +180,8 @@ def _audited_body(body: bytes) -> dict[str, object]:
     if not isinstance(said, dict):
         said = {"body": said}
     if isinstance(key := said.get("key"), str) and not KEY_ID.fullmatch(key):
-        said["key"] = known_as(key)[0]  # a whole key, perhaps one that was not found
+        # A whole key, perhaps one that was not found; JSON may hold half a character.
+        said["key"] = known_as(key.encode(errors="replace").decode())[0]
     return {name: _cut(value) for name, value in said.items()}
 
 

@@ -58,7 +58,9 @@ class KeeperSupervisor:
     ) -> None:
         self._app = app
         self._history = history
-        self._counts: Counts | None = None  # none of this keeper yet
+        # The latest counts of the keeper with this process id; None: none yet.
+        self._counts: Counts | None = None
+        self._counted = 0
         self._path = folder.keeper
         self._alive, self._log = folder.alive, folder.logs / "keeper.log"
         self._silence_s = app().silence_s  # read once, because no update changes it
@@ -96,7 +98,7 @@ class KeeperSupervisor:
                 # The keeper may be of another release.
                 _signal(self.pid, signal.SIGKILL)
                 await asyncio.sleep(AGAIN_S)
-            self.pid, self._counts = 0, None
+            self.pid = 0
 
     def _reach(self) -> Channel | None:
         """Return a channel to the keeper; None if there is none."""
@@ -107,6 +109,8 @@ class KeeperSupervisor:
             sock.close()
             return None
         self.pid = _pid_of(sock)
+        if self.pid != self._counted:
+            self._counts, self._counted = None, self.pid
         self._lost.clear()
         self._unanswered, self._has_answered = 0, False
         channel = Channel(sock, self._framed, self._lost.set)
@@ -150,7 +154,7 @@ class KeeperSupervisor:
         """Record changes of the keeper's counts in the history."""
         before, self._counts = self._counts, counts
         if before is None:
-            return  # of an earlier controller, which has recorded them
+            return  # most of them have been recorded by an earlier controller
         self._history.handed_over += counts.handed_over - before.handed_over
         for name, text in WORDS.items():
             if (more := getattr(counts, name) - getattr(before, name)) > 0:
@@ -179,7 +183,7 @@ class KeeperSupervisor:
             # have no gateways to give them to.
             process.kill()
             raise
-        self._counts = Counts()
+        self._counts, self._counted = Counts(), process.pid
 
     def ending(self) -> None:
         """Make the keeper hold connections for the next service, if the spec says so.

@@ -115,8 +115,14 @@ def _drop_tagged(node: Schema, every: list[Any], root: Schema) -> None:
         every_tag = [tag for some in tags for tag in some or ()]
         are_texts = None not in tags and all(isinstance(tag, str) for tag in every_tag)
         if are_texts and len(every_tag) == len({*every_tag}):
-            every.append({"anyOf": node.pop("oneOf")})
+            # Not within ``allOf`` where that can be avoided: rules for schemas without
+            # ``allOf`` still apply then.
+            del node["oneOf"]
             node.pop("discriminator", None)
+            if {"anyOf", "allOf"} & node.keys():
+                every.append({"anyOf": choices})
+            else:
+                node["anyOf"] = choices
             return
 
 

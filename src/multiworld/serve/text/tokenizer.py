@@ -182,6 +182,11 @@ class Tokenizer:
             found.append(at - (raw[:1] >= b"\x80" and raw[:1] < b"\xc0"))
             at += sum(byte & 0xC0 != 0x80 for byte in raw)
         # Some decoders drop the space at the start of a text, which shifts all indices.
+        # What a tokenizer added at the end shifts none.
+        for token in reversed(tokens):
+            if token not in self.special or text.endswith(name := self.piece(token)):
+                break
+            at -= 0 if skips_special else len(name)
         dropped = max(0, at - len(text))
         return [max(0, place - dropped) for place in found]
 

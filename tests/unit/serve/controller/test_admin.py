@@ -296,6 +296,12 @@ async def test_chosen_key_is_not_logged(client: Client) -> None:
     assert known_as(key)[0] in said
 
 
+async def test_key_with_half_a_character_is_audited(client: Client) -> None:
+    body = b'{"key": "\\ud800-correct-horse-battery"}'
+    refused = await client.http.post("/tenants/acme/revoke", content=body)
+    assert 400 <= refused.status_code < 500
+
+
 async def test_operations_answer_with_their_outcome(client: Client) -> None:
     what: dict[str, Any] = {"model": "m", "stage": "0", "replicas": 2}
     scaled = await client.ask("POST", "/scale", answers.Scaled, json=what)

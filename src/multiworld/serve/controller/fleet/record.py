@@ -176,8 +176,11 @@ class StateFolder:
                 "what is in the way, or give another --state"
             ) from error
 
-    def lock(self) -> int:
-        """Lock the folder as the service's only controller; return its descriptor."""
+    def lock(self, *, is_controller: bool = True) -> int:
+        """Lock the folder as the service's only controller; return its descriptor.
+
+        ``is_controller``: False for a command, which keeps controllers out meanwhile.
+        """
         path = self.path / "controller"
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -191,7 +194,8 @@ class StateFolder:
         with contextlib.suppress(OSError):
             # The disk may be full. That is harmless: the id is only for messages.
             os.truncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            if is_controller:
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
 
     def controller(self) -> str:

@@ -137,8 +137,11 @@ class ForkServer:
             os._exit(code)
 
 
-def _redirect(path: str) -> None:
-    """Redirect stdin to /dev/null, and the output to ``path`` (empty: unchanged)."""
+def _redirect(path: str, *, keeps_output: bool = True) -> None:
+    """Redirect stdin to /dev/null, and the output to ``path`` (empty: unchanged).
+
+    If ``path`` cannot be opened, the output stays as it is, or is dropped.
+    """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -148,7 +151,9 @@ def _redirect(path: str) -> None:
         except OSError as error:  # e.g. the disk is full: serve without a log
             with contextlib.suppress(OSError):
                 os.write(2, f"cannot open {path}: {error.strerror}\n".encode())
-            return
+            if keeps_output:
+                return
+            log = os.open(os.devnull, os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -235,7 +240,8 @@ def _begin(control: socket.socket) -> None:
             return
         line += data
     begin = protocol.FORK_BEGIN.decode(line)
-    _redirect(begin.log)
+    # Not the controller's output, which this process and its children outlive.
+    _redirect(begin.log, keeps_output=False)
     os.environ.update(begin.env)
     _serve(control, begin.modules)
 

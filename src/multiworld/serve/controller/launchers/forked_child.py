@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+
+UNKNOWN = 255  # exit code of a child whose own is not known
 
 
 class ForkedChild:
@@ -20,14 +23,18 @@ class ForkedChild:
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        _, status = os.waitpid(self.pid, 0)
+        try:
+            _, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:  # this process was started with SIGCHLD ignored
+            status = UNKNOWN << 8
         self.returncode = os.waitstatus_to_exitcode(status)
         self._exited.set()
 
     def kill(self) -> None:
         """Kill the child; do nothing if it has exited."""
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
         await self._exited.wait()

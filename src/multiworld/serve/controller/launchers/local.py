@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -56,7 +57,8 @@ class LocalLauncher:
         try:
             is_running = self._watch(running)
         except OSError as error:  # too many open files: its exit would go unnoticed
-            self.kill(running)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it has just been forked
             raise LaunchError(f"{name} cannot be watched: {error}") from error
         if not is_running:
             raise LaunchError(f"{name} exited at once; see {log}")

@@ -25,7 +25,7 @@ def exit_if_broken(device: torch.device | str, error: BaseException) -> None:
     if str(device) == "cpu" or isinstance(error, torch.OutOfMemoryError):
         return
     try:
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
     except Exception as broken:
         logger.critical("the device %s is broken: %s; %s", device, broken, error)
         sys.stderr.flush()

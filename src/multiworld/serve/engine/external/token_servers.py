@@ -310,7 +310,8 @@ class Completions(Dialect):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
             # Some servers leave out the token that ended the answer.
             is_missing = not found or found[-1].token not in run.ends
-            if choice.finish_reason == "stop" and run.ends and is_missing:
+            is_end = choice.finish_reason == "stop" and not run.sampling.ignore_eos
+            if is_end and run.ends and is_missing:
                 found.append(EngineToken(run.ends[0]))
         return found
 

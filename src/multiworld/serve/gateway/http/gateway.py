@@ -295,11 +295,14 @@ class Gateway:
         on_demand = self.dispatcher.table.routes[name].on_demand
         return [s for s in self.dispatcher.missing(name) if s not in on_demand]
 
-    def _check_rows(self, served: str, version: str, rows: int) -> None:
+    def check_rows(
+        self, name: str, version: str, tensors: Tensors, tenant: Tenant
+    ) -> None:
         """Refuse a request that no batch can hold, before its tenant is charged."""
-        spec = self.specs.get((served, version))
+        spec = self.specs.get((self.route(name, tenant), version))
         if spec is None:
             return
+        rows = rows_of(tensors)
         least = min(stage.max_batch_size for stage in spec.stages)
         if rows > least:
             raise InvalidRequestError(
@@ -324,7 +327,7 @@ class Gateway:
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
         served = self.route(name, tenant)
-        self._check_rows(served, version, rows_of(tensors))
+        self.check_rows(name, version, tensors, tenant)
         try:
             answer = await self.dispatcher.infer(
                 served,

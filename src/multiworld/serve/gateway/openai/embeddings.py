@@ -25,7 +25,12 @@ from multiworld.serve.gateway.http import http_responses as responses
 from multiworld.serve.gateway.http import json_limits, request_body
 from multiworld.serve.gateway.http.calls import AdmittedCall
 from multiworld.serve.gateway.http.request_body import Body
-from multiworld.serve.gateway.openai.request_fields import check_unknown, invalid
+from multiworld.serve.gateway.openai.request_fields import (
+    FIELD_NAME,
+    MAX_IGNORED,
+    check_unknown,
+    invalid,
+)
 from multiworld.serve.gateway.openai.request_lifecycle import with_ignored
 from multiworld.serve.gateway.openinference import tensor_format
 from multiworld.serve.gateway.openinference.tensor_format import NotFiniteError
@@ -102,9 +107,11 @@ def _decoded(body: Body, *, is_strict: bool) -> tuple[_Body, tuple[str, ...]]:
         raise InvalidRequestError(f"body is not valid JSON: {error}") from error
     known = _Body.__struct_fields__
     ignored = tuple(name for name in fields if name not in known)
+    if len(ignored) > MAX_IGNORED or not all(map(FIELD_NAME.fullmatch, ignored)):
+        raise InvalidRequestError("body has unknown fields with odd names, or too many")
     for name in ignored:
         is_small = len(bytes(fields[name])) <= json_limits.SMALL_BYTES
-        value = _any.decode(fields[name]) if is_small else ...
+        value = json_limits.decode(bytes(fields[name]), _any) if is_small else ...
         check_unknown(name, value, known, MEANINGFUL)
     return _Body(**{name: fields[name] for name in fields.keys() & set(known)}), ignored
 
@@ -303,7 +310,12 @@ def _render(
         if is_base64:
             parts.append(b'"%b"' % base64.b64encode(bytes(memory_of(vector))))
         elif bool(vector.isfinite().all()):
-            parts += tensor_format.listed(vector)
+            is_flat = vector.dim() == 1
+            parts += (
+                tensor_format.listed(vector)
+                if is_flat
+                else [orjson.dumps(vector.tolist())]
+            )
         else:
             raise NotFiniteError(
                 f"embedding {number} has NaN or an infinity, which JSON cannot carry; "

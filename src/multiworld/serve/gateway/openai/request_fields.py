@@ -239,6 +239,7 @@ NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
 
 MAX_IGNORED = 16  # maximum number of ignored fields of a request
 
+FIELD_NAME = re.compile(r"[\w.-]{1,64}")  # names of unknown fields that are ignored
 _FIELD = re.compile(r"unknown field `([\w.-]{1,64})`(?: - at `\$\.?(.*)`)?$")
 _STEP = re.compile(r"([\w-]+)|\[(\d+)\]")
 

@@ -109,6 +109,7 @@ async def _computed(
     ends_at, call.admitted.model = clock() + timeout_s, name
     ids = asked.tensors.get("input_ids")  # the name that transformers uses
     tokens = 0 if ids is None else ids.numel()
+    gateway.check_rows(name, version, asked.tensors, call.tenant)
     try:
         while True:
             try:

@@ -334,7 +334,8 @@ class EngineSequences:
         """Start runs of all sequences that may run now."""
         if self._alone or (self._trial and not self._is_proved):
             return
-        if self._in[Phase.SUSPECT] and not self._owes_turn():
+        # No suspect beside a trial: it would be blamed for the trial's failure.
+        if self._in[Phase.SUSPECT] and not self._trial and not self._owes_turn():
             for other in list(self._runs.values()):
                 self._take_back(other)
                 self._become(other, other.waiting_phase)
@@ -506,7 +507,9 @@ class EngineSequences:
 
     def _run_ended(self, number: int, error: Exception | None) -> None:
         """Handle a run that ended before its last token."""
-        if number == self._trial and isinstance(error, BusyError):
+        # A trial that fails while the engine produces tokens says nothing about it.
+        is_spared = isinstance(error, BusyError) or self._is_proved
+        if number == self._trial and is_spared:
             self._trial = 0
             for doubted in list(self._in[Phase.DOUBTED].values()):
                 self._return(doubted)

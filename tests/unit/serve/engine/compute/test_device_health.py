@@ -23,7 +23,8 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def breaks() -> None:
+def breaks(device: object) -> None:
+    assert str(device) == "cuda:3", "not another replica's"
     raise ASSERT
 
 
@@ -31,9 +32,9 @@ def breaks() -> None:
 def test_process_exits_if_its_device_fails_again(
     exits: list[int], monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
-    works = breaks if is_broken else lambda: None
+    works = breaks if is_broken else lambda device: None
     monkeypatch.setattr(torch.accelerator, "synchronize", works)
-    exit_if_broken(torch.device("cuda", 0), ASSERT)
+    exit_if_broken(torch.device("cuda", 3), ASSERT)
     assert exits == ([EXIT_BROKEN] if is_broken else [])
 
 
@@ -41,7 +42,7 @@ def test_lack_of_memory_and_errors_on_a_cpu_break_nothing(
     exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", breaks)
-    exit_if_broken("cuda:0", torch.OutOfMemoryError("too little"))
+    exit_if_broken("cuda:3", torch.OutOfMemoryError("too little"))
     exit_if_broken("cpu", ASSERT)
     exit_if_broken(torch.device("cpu"), ASSERT)
     assert exits == []

@@ -424,3 +424,26 @@ async def test_tokens_that_are_not_computed_are_not_charged() -> None:
             assert "queue is full" in answer.text
         fake.dispatcher.answers = doubled
         assert (await client.post("/v1/embeddings", json=asked)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    ['"a\\r\\nSet-Cookie: x": 1', f'"{"a" * 100}": 1', '"foo": 1e999', '"foo": "\xff"'],
+)
+async def test_odd_unknown_fields_are_refused(field: str) -> None:
+    """Their names are written to a header of the answer."""
+    body = f'{{"model": "t", "input": "a", {field}}}'.encode("latin-1")
+    async with Fake().client() as client:
+        answer = await client.post("/v1/embeddings", content=body)
+    assert answer.status_code == 400, answer.text
+
+
+async def test_embedding_for_each_token_is_valid_json() -> None:
+    fake = Fake()
+
+    async def answers(model: str, tensors: Tensors) -> Tensors:
+        return {"embedding": torch.ones(1, 3000, 4)}
+
+    fake.dispatcher.answers = answers
+    answer = await embed(fake, input="a")
+    assert len(answer.json()["data"][0]["embedding"]) == 3000

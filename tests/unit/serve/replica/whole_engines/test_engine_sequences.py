@@ -622,6 +622,22 @@ def test_trial_that_hangs_keeps_no_other_sequence_waiting() -> None:
     assert replica.sent[-1].key == key(1, OWN_FAILURES - 1)
 
 
+def test_trial_that_fails_beside_tokens_ends_no_engine() -> None:
+    """Nor does a suspect run alone beside it, and bear the blame."""
+    replica = Replica()
+    replica.begin(start(9, max_tokens=99))
+    for attempt in range(OWN_FAILURES):
+        replica.begin(start(1, attempt=attempt))
+        replica.fail(1)
+    replica.generate(9, 3)
+    replica.begin(start(5, suspect=True))
+    assert replica.running == [9]
+    assert replica.alone is None
+    replica.handle(RunEnded(replica.trial, RunFailedError("reset")))
+    assert replica.given_up == []
+    assert SequenceFailed(key(1, OWN_FAILURES - 1)) in replica.sent
+
+
 def test_many_that_fail_at_once_are_tried_elsewhere() -> None:
     """A proxy has restarted, say; the engine works."""
     replica, count = Replica(max_num_seqs=2 * MAX_FAILURES), 2 * MAX_FAILURES
