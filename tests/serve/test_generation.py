@@ -391,7 +391,7 @@ def test_probabilities_of_the_prompt_are_those_of_transformers(
         assert found["token_logprobs"][1:-1] == pytest.approx(wanted, abs=1e-3)
         assert len(found["tokens"]) == len(PROMPT) + 1
         assert all(1 <= len(top) <= 2 for top in found["top_logprobs"][1:])
-        assert choice["text"].startswith("Onceuponatime")  # a space is an end here
+        assert choice["text"].startswith("Once<end>upon<end>a<end>time")
 
 
 async def test_metrics_count_tokens_and_times(service: Served) -> None:

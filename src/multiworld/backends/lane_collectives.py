@@ -42,6 +42,11 @@ def operation_of(found: Description) -> Operation:
     return Operation(number, code, found.dtype, count, root, op)
 
 
+def _copy(target: Tensor, source: Tensor) -> None:
+    with dtypes.written(target):
+        target.copy_(source)
+
+
 class LaneCollectives:
     """The collectives of one world over its lanes. Tensors named ``flat``, ``total`` or
     ``chunks`` are one-dimensional and contiguous."""
@@ -128,7 +133,7 @@ class LaneCollectives:
             await offload(size_of(total), combine, total, arrived)
             mask *= 2
         if total is not flat:
-            await offload(size_of(flat), flat.copy_, total)
+            await offload(size_of(flat), _copy, flat, total)
         if self.rank < extra:
             await self.send(operation, self.rank + power, flat)
 

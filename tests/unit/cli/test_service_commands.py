@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from pathlib import Path
@@ -156,15 +155,15 @@ def test_shutdown_without_a_controller_keeps_the_next_one_out(
     folder.make()
     folder.save(Record(app=app, specs={}, active={}))
     seen: list[bool] = []
+    forget = StateFolder.forget
 
-    module = importlib.import_module("multiworld.cli.shutdown")
-
-    def end(*_: object) -> None:
+    def forgets(folder: StateFolder) -> None:
         with pytest.raises(AlreadyServedError):
             folder.lock()
         seen.append(True)
+        forget(folder)
 
-    monkeypatch.setattr(module, "_end", end)
+    monkeypatch.setattr(StateFolder, "forget", forgets)
     done = CliRunner().invoke(cli, ["shutdown", "--state", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert seen
