@@ -71,7 +71,8 @@ def largest_that_fits(
     Where a stage would still have no replica, nothing grows: half a pipeline answers
     nothing, and would take the room of one that could.
     """
-    counts = [min(one, other) for one, other in zip(before, after, strict=True)]
+    least = [min(one, other) for one, other in zip(before, after, strict=True)]
+    counts = least
     growing = [k for k, count in enumerate(after) if count > counts[k]]
 
     def with_more(more: int) -> list[int]:
@@ -93,7 +94,7 @@ def largest_that_fits(
             else:
                 growing.remove(k)
     if 0 in counts and 0 not in after:
-        return [min(one, other) for one, other in zip(before, after, strict=True)]
+        return least
     return counts
 
 

@@ -310,12 +310,7 @@ def _render(
         if is_base64:
             parts.append(b'"%b"' % base64.b64encode(bytes(memory_of(vector))))
         elif bool(vector.isfinite().all()):
-            is_flat = vector.dim() == 1
-            parts += (
-                tensor_format.listed(vector)
-                if is_flat
-                else [orjson.dumps(vector.tolist())]
-            )
+            parts += tensor_format.listed(vector)
         else:
             raise NotFiniteError(
                 f"embedding {number} has NaN or an infinity, which JSON cannot carry; "

@@ -121,6 +121,7 @@ async def _computed(
             except OutdatedError:  # an update has just made another version active
                 version, model = _model(call)
                 tensor_format.check(asked.tensors, model)
+                gateway.check_rows(name, version, asked.tensors, call.tenant)
                 timeout_s = max(0.001, ends_at - clock())
     except (OverloadedError, NoReplicaError):
         tokens = 0

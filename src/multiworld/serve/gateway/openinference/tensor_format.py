@@ -414,7 +414,10 @@ def _listed(name: str, tensor: Tensor) -> Iterator[bytes]:
 
 
 def listed(values: Tensor) -> Iterator[bytes]:
-    """Yield a list of values, [values], as JSON, in pieces."""
+    """Yield a tensor as JSON: [values] in pieces, and any other shape at once."""
+    if values.dim() != 1:
+        yield orjson.dumps(values.tolist())
+        return
     yield b"["
     for begin in range(0, values.numel(), PIECE):
         part = values[begin : begin + PIECE].tolist()

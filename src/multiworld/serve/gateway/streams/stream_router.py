@@ -15,7 +15,7 @@ tokens. All lead to ``_retry``; only a lost edge counts as a loss.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from multiworld import errors
 from multiworld.serve.deadlines import DOUBTED_S, KEPT_S
@@ -26,6 +26,7 @@ from multiworld.serve.gateway.streams.moves import Moves
 from multiworld.serve.gateway.streams.poison_search import Suspects
 from multiworld.serve.gateway.streams.stream import (
     Chain,
+    Hit,
     Kind,
     Phase,
     Returned,
@@ -245,19 +246,7 @@ class StreamRouter:
         """Charge a loss to its likely causes; return suspects that must restart."""
         found = ((s, s.hit_by(replica, self._now)) for s in self.streams.values())
         hits = {stream: hit for stream, hit in found if hit is not None}
-        # Where a member of a group ran alone, only its group had steps in flight. The
-        # reports of the other members may still be on their way.
-        groups = {
-            (s.group.number, hit.source)
-            for s, hit in hits.items()
-            if hit.is_alone and s.group is not None
-        }
-        alone = [
-            s
-            for s, hit in hits.items()
-            if hit.is_alone
-            or (s.group is not None and (s.group.number, hit.source) in groups)
-        ]
+        alone = _ran_alone(hits)
         # Each stream of ``alone`` ran alone at its stage-0 replica, but the lost
         # replica may also have computed steps of other stage-0 replicas.
         sources = {hits[s].source for s in alone}
@@ -662,6 +651,25 @@ class StreamRouter:
         number, request = stream.number, stream.origin.request
         text = f"{stream.name} {what}"
         self._actions.append(act.Log(text, number, request, is_warning, is_loss))
+
+
+def _ran_alone(hits: Mapping[Stream, Hit]) -> list[Stream]:
+    """Return the streams whose stage-0 replicas had only their groups' steps in flight.
+
+    If one member of a group is known to have run so, all did: the reports of the others
+    may still be on their way.
+    """
+    groups = {
+        (stream.group.number, hit.source)
+        for stream, hit in hits.items()
+        if hit.is_alone and stream.group is not None
+    }
+    return [
+        stream
+        for stream, hit in hits.items()
+        if hit.is_alone
+        or (stream.group is not None and (stream.group.number, hit.source) in groups)
+    ]
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:
